@@ -87,6 +87,7 @@ def padded_batches(rows: Sequence[Row], max_tokens: int, *, is_sorted: bool) -> 
 def _pad(rows: Sequence[Row]) -> Padded:
     length = max(len(row.tokens) for row in rows)
     first = min(int(row.loss_mask.argmax()) for row in rows)
+    advantages = [row.advantages[:1] for row in rows if row.advantages is not None]
     tokens, mask = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length))
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = row.tokens
@@ -94,7 +95,7 @@ def _pad(rows: Sequence[Row]) -> Padded:
     return Padded(
         tokens_BT=torch.from_numpy(tokens),
         mask_BP=torch.from_numpy(mask[:, first:]).float(),
-        advantages_B1=torch.tensor([[row.advantage] for row in rows], dtype=torch.float32),
+        advantages_B1=torch.from_numpy(np.stack(advantages)),
     )
 
 
@@ -260,7 +261,7 @@ def _row(dice: np.random.Generator, prompt: NDArray[np.int32], answer: int) -> R
         tokens=tokens,
         loss_mask=(np.arange(len(tokens)) >= len(prompt)).astype(np.uint8),
         rollout_logprobs=np.zeros(len(tokens), np.float32),
-        advantage=float(dice.normal()),
+        advantages=np.full(len(tokens), dice.normal(), np.float32),
     )
 
 

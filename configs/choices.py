@@ -62,6 +62,14 @@ class Selector(Enum):
     shortest = "shortest"  # fewest trainable tokens; first those that the next step could not take
 
 
+class Proximal(Enum):
+    """The policy that a step's ratios compare the trained one with."""
+
+    recomputed = "recomputed"  # the one at the start of the step, by another forward pass if needed
+    log_linear = "log_linear"  # between rollout and trained policy, by version (A-3PO): no pass
+    rollout = "rollout"  # the one that sampled the token, as the engine measured it
+
+
 class AppendFsync(Enum):
     """When the embedded server's append-only file reaches the disk."""
 

@@ -331,6 +331,7 @@ def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
 def _anchor_paths(config: Config) -> None:
     """Make paths absolute, relative to the current folder."""
     run, buffer, task, model = config.run, config.buffer, config.task, config.model
+    algorithm = config.algorithm
     run.dir = _absolute(run.dir)
     buffer.password_file = buffer.password_file and _absolute(buffer.password_file)
     task.path = task.path and _absolute(task.path)
@@ -339,6 +340,10 @@ def _anchor_paths(config: Config) -> None:
     task.env = task.env and _absolute_code(task.env)
     task.agent = task.agent and _absolute_code(task.agent)
     task.tools = [_absolute_code(tool) for tool in task.tools]
+    algorithm.loss = _absolute_code(algorithm.loss)
+    algorithm.aggregation = _absolute_code(algorithm.aggregation)
+    algorithm.advantage.kind = _absolute_code(algorithm.advantage.kind)
+    algorithm.correction.kinds = [_absolute_code(kind) for kind in algorithm.correction.kinds]
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
     # A name on the hub looks like a path too: only an existing folder, or ./ and ~, is one.

@@ -26,7 +26,8 @@ INTRODUCTION = """\
 # Configuration
 
 Every setting of a run, its type and its default. `make docs` generates this page from
-`configs/schema.py` and `configs/rollout_schema.py`; edit those instead.
+`configs/schema.py`, `configs/algorithm_schema.py` and `configs/rollout_schema.py`; edit those
+instead.
 
     make launch ARGS="buffer.max_staleness=4 rollout.num_engines=2"   # settings by name
     make launch ARGS="weight_sync=in_place"                           # a file of a group

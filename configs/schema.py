@@ -8,10 +8,11 @@ value raises ValueError naming the field, its value and the fix.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+from configs.algorithm_schema import AlgorithmConfig
 from configs.checks import (
     NOT_EMPTY,
     NOT_NEGATIVE,
@@ -134,12 +135,6 @@ class TrainerConfig(Section):
     adam_beta2: float = field(default=0.95, metadata=within(0, below=1))
     adam_epsilon: float = field(default=1e-8, metadata=POSITIVE)
     max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
-    clip_low: float = field(default=0.2, metadata=within(above=0, below=1))
-    clip_high: float = field(default=0.28, metadata=POSITIVE)
-    """PPO clips importance_ratio (trainer / proximal) to [1 - clip_low, 1 + clip_high]."""
-    tis_cap: float = field(default=2.0, metadata=within(1))
-    """Cap of the token-level truncated importance weight (proximal / rollout)."""
-    normalize_advantage_std: bool = True
     gradient_checkpointing: bool = False
     dtype: Dtype = Dtype.auto
     backend: Backend = Backend.auto
@@ -356,6 +351,7 @@ class Config(Section):
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
@@ -374,6 +370,7 @@ class Config(Section):
             f"buffer.wait_timeout_s={self.buffer.wait_timeout_s:g}",
         )
         yield from self._task_rules()
+        yield from self._algorithm_rules()
         if self.cluster.gpus_per_rank == 0:
             yield from self.rules_without_gpus("cluster.gpus_per_rank=0")
 
@@ -494,6 +491,47 @@ class Config(Section):
             not task.tools or task.chat_template,
             "task.tools",
             "the chat template describes the tools to the model: set task.chat_template=true",
+        )
+
+    def _algorithm_rules(self) -> Iterator[Rule]:
+        algorithm, advantage = self.algorithm, self.algorithm.advantage
+        for rule in algorithm.off_policy_rules(
+            self.buffer.max_staleness, self.trainer.num_minibatches
+        ):
+            yield rule._replace(setting=f"algorithm.{rule.setting}")
+        yield Rule(
+            advantage.kind != "gdpo" or bool(self.full_algorithm.advantage.part_weights),
+            "algorithm.advantage.kind",
+            "it needs named parts of the reward; set task.rewards, or, for the parts of an "
+            "environment, algorithm.advantage.part_weights",
+        )
+        longest = self.rollout.max_response_tokens
+        end = longest if advantage.overlong_end is None else advantage.overlong_end
+        yield Rule(
+            advantage.overlong_start is None or advantage.overlong_start < end <= longest,
+            "algorithm.advantage.overlong_start",
+            f"the loss of reward must begin below algorithm.advantage.overlong_end={end}, and that "
+            f"be at most rollout.max_response_tokens={longest}",
+        )
+
+    @property
+    def full_algorithm(self) -> AlgorithmConfig:
+        """`algorithm`, with what other sections say where it says nothing."""
+        algorithm, longest = self.algorithm, self.rollout.max_response_tokens
+        advantage = algorithm.advantage
+        weights = {
+            name: reward.weight
+            for name, reward in self.task.rewards.items()
+            if reward.kind is not RewardKind.teacher
+        }
+        return replace(
+            algorithm,
+            aggregation_length=algorithm.aggregation_length or longest,
+            advantage=replace(
+                advantage,
+                part_weights=advantage.part_weights or weights,
+                overlong_end=advantage.overlong_end or (advantage.overlong_start and longest),
+            ),
         )
 
     def rules_without_gpus(self, why: str) -> Iterator[Rule]:

@@ -16,7 +16,7 @@ from itertools import pairwise
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from configs import choices, rollout_schema, schema
+from configs import algorithm_schema, choices, rollout_schema, schema
 from configs.checks import Bound, bound_of, is_live
 
 TYPE_WORDS: dict[object, str] = {
@@ -132,7 +132,8 @@ def _default(default: object, factory: Any) -> object:
 
 @cache
 def _class_nodes() -> dict[str, ast.ClassDef]:
-    trees = [ast.parse(inspect.getsource(module)) for module in (schema, rollout_schema, choices)]
+    modules = (schema, algorithm_schema, rollout_schema, choices)
+    trees = [ast.parse(inspect.getsource(module)) for module in modules]
     bodies = [node for tree in trees for node in tree.body]
     return {node.name: node for node in bodies if isinstance(node, ast.ClassDef)}
 

@@ -422,6 +422,7 @@ class Run:
         config = self.config
         return TrainerSpec(
             config=config.trainer,
+            algorithm=config.full_algorithm,
             weight_sync=config.weight_sync,
             buffer=config.buffer,
             model_path=self._model_path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from buffer.types import TrajectoryGroup
-from trainer_pool.algorithms.losses import PolicyLoss, bounded
+from trainer_pool.algorithms.registry import Objective
+from trainer_pool.algorithms.types import LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch
 
@@ -49,62 +50,53 @@ class StepStats:
     """Over groups, each by its oldest trained token; so are the next two."""
     staleness_max: int
     staleness_counts: dict[int, int]
-    ratio_mean: float
-    """Importance ratio proximal / rollout, not truncated; 1 if on-policy."""
-    ratio_mean_abs_dev: float
-    """Mean of |ratio - 1|."""
     ratio_max_abs_dev: float
-    tis_clipped_fraction: float
-    clip_fraction: float
+    """Largest |policy at the start of the step / rollout - 1|, not truncated."""
     num_bounded_tokens: int
-    """Tokens whose log ratio was clamped to `losses.MAX_LOG_RATIO`."""
+    """Tokens whose log ratio was clamped to `MAX_LOG_RATIO`."""
     not_finite_fraction: float
     """Share of the tokens whose log-probability the trainer computed as NaN or infinite; an update
     with any is skipped."""
+    not_finite_groups: tuple[str, ...]
+    """Groups whose tokens gave a gradient that was not finite."""
+    rollout_not_finite: dict[int, int]
+    """By version: tokens that were not trained because the engine's log-probability was NaN or
+    infinite."""
     padding_fraction: float
     """Share of the tokens in forward passes that belong to no trajectory: of passes that a rank
     makes only because another one has more."""
     shared_fraction: float
     """Share of the trajectories' tokens that no pass computed, as another trajectory begins with
     the same; 0 without trainer.share_prefixes."""
-    not_finite_groups: tuple[str, ...]
-    """Groups whose tokens gave a gradient that was not finite."""
-    rollout_not_finite: dict[int, int]
-    """By version: tokens that were not trained because the engine's log-probability was NaN or
-    infinite."""
-    entropy: float
-    """Of the policy being trained, in nats."""
     logprob_diff_mean: float
     """|trainer - rollout| in trajectories sampled entirely by the trained version."""
     logprob_diff_max: float
     logprob_diff_tokens: int
+    token_means: dict[str, float]
+    """Means over trained tokens by name, and by name and staleness: what the loss, the corrections
+    and the step report, and `ess`, the effective sample size as a share of the tokens."""
+    metrics: dict[str, float]
+    """What the loss reports with counts of its own."""
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>."""
+        """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>.
+
+        A name of a user's loss replaces none of ours.
+        """
         flat: dict[str, float | int | str] = {}
+        named = dict(self.token_means) | self.metrics
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "reward_parts":
-                flat |= {f"reward/{name}": mean for name, mean in value.items()}
-            else:
+                named |= {f"reward/{name}": mean for name, mean in value.items()}
+            elif item.name not in ("token_means", "metrics"):
                 flat[item.name] = json.dumps(value) if isinstance(value, dict | tuple) else value
-        return flat
+        return {**named, **flat}
 
 
-_SUMS = (
-    "loss",
-    "tokens",
-    "clipped",
-    "truncated",
-    "bounded",
-    "entropy",
-    "ratio",
-    "ratio_dev",
-    "diff",
-    "diff_tokens",
-    "not_finite",
-)
-_MAXIMA = ("ratio_dev_max", "diff_max")
+STALENESS_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
+_BUCKET_STARTS = (1, 2, 4, 8, 16)
+_MAXIMA = ("ratio_dev", "diff")
 _GROUP_COLUMNS = (
     "is_present",
     "staleness",
@@ -128,51 +120,60 @@ class StepAccumulator:
 
     def __init__(self, device: torch.device, num_groups: int) -> None:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
-        self._sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums: dict[str, Tensor] = {}
+        """By name, [buckets of staleness]."""
+        self._metrics: dict[str, Tensor] = {}
+        """By name, a sum and a count."""
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
+        self._bucket_starts = torch.tensor(_BUCKET_STARTS, device=device)
         self._num_computed = self._num_padding = self._num_in_trajectories = 0
         # The last place is for rows of no group.
         self._culprits = torch.zeros(num_groups + 1, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(
-        self,
-        batch: MicroBatch,
-        result: PolicyLoss,
-        trainer_N: Tensor,
-        proximal_N: Tensor,
-        entropy_N: Tensor,
+        self, batch: MicroBatch, inputs: LossInputs, result: Objective, start_N: Tensor
     ) -> None:
-        """Add the tokens of a micro-batch; `proximal_N`: from the policy at the step's start."""
-        is_real_N = batch.mask_N != 0
-        gap_N = (proximal_N - batch.rollout_logprobs_N).masked_fill(~is_real_N, 0.0)
-        ratio_N = bounded(gap_N).exp()
-        deviation_N = (ratio_N - 1).abs()
-        gap_N = gap_N.abs() * batch.is_current_N
-        per_sum = (
-            result.loss,
-            is_real_N,
-            result.is_clipped_BT,
-            result.is_truncated_BT,
-            result.is_bounded_BT,
-            entropy_N * is_real_N,
-            ratio_N * is_real_N,
-            deviation_N,
-            gap_N,
-            is_real_N & batch.is_current_N,
-            not_finite(trainer_N, batch.mask_N),
-        )
-        self._sums += torch.stack([value.sum().double() for value in per_sum])
+        """Add the tokens of a micro-batch; `start_N`: log-probabilities at the step's start."""
+        mask_N, is_current_N = inputs.mask_N, batch.is_current_N
+        gap_N = inputs.log_ratio(start_N, inputs.rollout_logprobs_N)
+        ratio_N = gap_N.exp()
+        deviation_N, apart_N = (ratio_N - 1).abs(), gap_N.abs() * is_current_N
+        own = {
+            "tokens": mask_N,
+            "ratio_mean": ratio_N,
+            "ratio_squared": ratio_N.square(),
+            "ratio_mean_abs_dev": deviation_N,
+            "logprob_diff": apart_N,
+            "compared": is_current_N,
+            "not_finite": ~inputs.trainer_logprobs_N.isfinite(),
+        }
+        if inputs.entropy_N is not None:
+            own["entropy"] = inputs.entropy_N
+        self._add_tokens({**result.diagnostics, **own}, inputs)
+        for name, (total, count) in result.metrics.items():
+            pair = torch.stack([total.double(), count.double()])
+            self._metrics[name] = self._metrics.get(name, 0) + pair
+        self._loss += result.loss.double()
         self._num_computed += len(batch.row.tokens_L)
         self._num_padding += batch.num_padding
         self._num_in_trajectories += batch.num_tokens
-        maxima = torch.stack([deviation_N.max().double(), gap_N.max().double()])
+        maxima = torch.stack([deviation_N.max().double(), apart_N.max().double()])
         self._maxima = torch.maximum(self._maxima, maxima)
 
     def add_culprits(self, batch: MicroBatch, not_finite_L: Tensor) -> None:
         """Positions of a micro-batch's row whose gradient is not finite."""
         is_culprit_N = (not_finite_L[batch.places_N] & (batch.mask_N != 0)).double()
         self._culprits.index_add_(0, batch.groups_N % len(self._culprits), is_culprit_N)
+
+    def _add_tokens(self, values: Mapping[str, Tensor], inputs: LossInputs) -> None:
+        stacked_KN = torch.stack([value.double() for value in values.values()])
+        stacked_KN = stacked_KN.masked_fill(~inputs.mask_N, 0.0)
+        buckets_N = torch.bucketize(inputs.staleness_N, self._bucket_starts, right=True)
+        zeros_KB = stacked_KN.new_zeros(len(values), len(STALENESS_BUCKETS))
+        for name, sums_B in zip(values, zeros_KB.index_add(1, buckets_N, stacked_KN), strict=True):
+            self._sums[name] = self._sums.get(name, 0) + sums_B
 
     def total(
         self,
@@ -191,22 +192,21 @@ class StepAccumulator:
         mine = _group_table(groups, group_ids, version)
         counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
         numbers = torch.tensor(counts).double()
-        parts = [self._sums.cpu(), self._maxima.cpu(), self._culprits.cpu(), numbers, mine.view(-1)]
+        parts = [self._maxima.cpu(), self._culprits.cpu(), numbers, mine.view(-1)]
         every = ranks.gather(torch.cat(parts))
-        sizes = [len(part) for part in parts]
-        all_sums, all_maxima, culprits, all_counts, tables = torch.split(every, sizes, dim=1)
+        all_maxima, culprits, all_counts, tables = torch.split(every, [*map(len, parts)], dim=1)
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
-        sums = dict(zip(_SUMS, all_sums.sum(0).tolist(), strict=True))
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
+        named = self._named_totals(ranks, groups)
+        tokens, metrics = _TokenSums(named["tokens"]), named["metrics"]
         table = tables.sum(0).view(mine.shape)
         present = table[table[:, 0] > 0]
         columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
         staleness = [int(value) for value in present[:, 1].tolist()]
         num_groups, num_episodes = len(present), columns["episodes"]
-        num_tokens, num_compared = sums["tokens"], sums["diff_tokens"]
+        num_tokens, num_compared = tokens.total("tokens"), tokens.total("compared")
         applied = [norm for norm in norms if norm is not None]
         reward_mean = _share(columns["reward"], num_episodes)
-        reward_parts, rollout_not_finite = _named_sums(ranks, groups)
         variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
         return StepStats(
             num_groups=num_groups,
@@ -214,38 +214,88 @@ class StepAccumulator:
             num_updates=len(norms),
             num_skipped_updates=norms.count(None),
             num_empty_updates=norms.count(0.0),
-            loss=_share(sums["loss"], len(norms)),
+            loss=_share(named["loss"]["loss"][0], len(norms)),
             grad_norm=_share(sum(applied), len(applied)),
             lr=learning_rate,
             reward_mean=reward_mean,
             reward_std=max(variance, 0.0) ** 0.5,
-            reward_parts=reward_parts,
+            reward_parts={n: _share(*pair) for n, pair in sorted(named["rewards"].items())},
             zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
             response_length_mean=_share(columns["response_length"], columns["trajectories"]),
             truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
             staleness_mean=_share(sum(staleness), num_groups),
             staleness_max=max(staleness, default=0),
             staleness_counts=dict(sorted(Counter(staleness).items())),
-            ratio_mean=_share(sums["ratio"], num_tokens),
-            ratio_mean_abs_dev=_share(sums["ratio_dev"], num_tokens),
-            ratio_max_abs_dev=maxima["ratio_dev_max"] if num_tokens else math.nan,
-            tis_clipped_fraction=_share(sums["truncated"], num_tokens),
-            clip_fraction=_share(sums["clipped"], num_tokens),
-            num_bounded_tokens=int(sums["bounded"]),
-            not_finite_fraction=_share(sums["not_finite"], num_tokens),
-            padding_fraction=_share(num_padding, num_computed),
-            shared_fraction=_share(num_whole - (num_computed - num_padding), num_whole),
+            ratio_max_abs_dev=maxima["ratio_dev"] if num_tokens else math.nan,
+            num_bounded_tokens=int(tokens.total("bounded_fraction")),
+            not_finite_fraction=_share(tokens.total("not_finite"), num_tokens),
             not_finite_groups=tuple(
                 group_id
                 for group_id, number in zip(group_ids, culprits.sum(0).tolist(), strict=False)
                 if number
             ),
-            rollout_not_finite=rollout_not_finite,
-            entropy=_share(sums["entropy"], num_tokens),
-            logprob_diff_mean=_share(sums["diff"], num_compared),
-            logprob_diff_max=maxima["diff_max"] if num_compared else math.nan,
+            rollout_not_finite={
+                int(version): int(number)
+                for version, (number,) in sorted(named["rollout_not_finite"].items())
+            },
+            padding_fraction=_share(num_padding, num_computed),
+            shared_fraction=_share(num_whole - (num_computed - num_padding), num_whole),
+            logprob_diff_mean=_share(tokens.total("logprob_diff"), num_compared),
+            logprob_diff_max=maxima["diff"] if num_compared else math.nan,
             logprob_diff_tokens=int(num_compared),
+            token_means=tokens.means(),
+            metrics={name: _share(*pair) for name, pair in metrics.items()},
         )
+
+    def _named_totals(
+        self, ranks: Collectives, groups: Sequence[TrajectoryGroup]
+    ) -> dict[str, dict[str, list[float]]]:
+        """What is summed by name, over all ranks, which need not have the same names."""
+        mine = {
+            "loss": {"loss": [float(self._loss)]},
+            "tokens": {name: sums.tolist() for name, sums in self._sums.items()},
+            "metrics": {name: pair.tolist() for name, pair in self._metrics.items()},
+            "rewards": _reward_parts(groups),
+            "rollout_not_finite": _rollout_not_finite(groups),
+        }
+        every: dict[str, dict[str, list[float]]] = {kind: {} for kind in mine}
+        for text in ranks.gather_texts(json.dumps(mine)):
+            for kind, theirs in json.loads(text).items():
+                for name, sums in theirs.items():
+                    before = every[kind].get(name, [0.0] * len(sums))
+                    every[kind][name] = [a + b for a, b in zip(before, sums, strict=True)]
+        return every
+
+
+_NOT_REPORTED = ("tokens", "ratio_squared", "logprob_diff", "compared", "not_finite")
+"""Sums that are in a field of their own, or only part of another figure."""
+
+
+class _TokenSums:
+    """Sums over trained tokens of each name in each bucket of staleness."""
+
+    def __init__(self, sums: Mapping[str, list[float]]) -> None:
+        self._sums = sums
+        self._none = [0.0] * len(STALENESS_BUCKETS)
+
+    def total(self, name: str) -> float:
+        return sum(self._sums.get(name, self._none))
+
+    def means(self) -> dict[str, float]:
+        """By name, and by name/staleness_BUCKET for the buckets that have tokens."""
+        columns = {"": {name: sum(sums) for name, sums in self._sums.items()}}
+        for place, bucket in enumerate(STALENESS_BUCKETS):
+            if self._sums.get("tokens", self._none)[place]:
+                column = {name: sums[place] for name, sums in self._sums.items()}
+                columns[f"/staleness_{bucket}"] = column
+        found = {}
+        for suffix, sums in columns.items():
+            num_tokens = sums.get("tokens", 0.0)
+            for name in sorted(sums.keys() - set(_NOT_REPORTED)):
+                found[name + suffix] = _share(sums[name], num_tokens)
+            squares = num_tokens * sums.get("ratio_squared", 0.0)
+            found["ess" + suffix] = _share(sums.get("ratio_mean", 0.0) ** 2, squares)
+        return found
 
 
 def _group_table(
@@ -275,39 +325,27 @@ def _group_table(
     return table
 
 
-def _named_sums(
-    ranks: Collectives, groups: Sequence[TrajectoryGroup]
-) -> tuple[dict[str, float], dict[int, int]]:
-    """The mean of each reward part, and by version the tokens whose log-probability from the engine
-    is not finite; over all ranks, whose groups may have different ones. Two collectives."""
-    parts: dict[str, list[float]] = {}
+def _reward_parts(groups: Sequence[TrajectoryGroup]) -> dict[str, list[float]]:
+    """Of each part, by name: its sum, and the number of episodes that have it."""
+    sums: dict[str, list[float]] = {}
     for group in groups:
-        for named in {t.episode: t.reward_parts for t in group.trajectories}.values():
-            for name, value in named.items():
-                total = parts.setdefault(name, [0.0, 0.0])
+        for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():
+            for name, value in parts.items():
+                total = sums.setdefault(name, [0.0, 0.0])
                 total[0] += value
                 total[1] += 1
-    every: dict[str, list[float]] = {}
-    bad = Counter[int]()
-    for text in ranks.gather_texts(json.dumps([parts, _rollout_not_finite(groups)])):
-        their_parts, their_bad = json.loads(text)
-        bad.update({int(version): number for version, number in their_bad.items()})
-        for name, (value, number) in their_parts.items():
-            total = every.setdefault(name, [0.0, 0.0])
-            total[0] += value
-            total[1] += number
-    means = {name: value / number for name, (value, number) in sorted(every.items())}
-    return means, dict(sorted(bad.items()))
+    return sums
 
 
-def _rollout_not_finite(groups: Sequence[TrajectoryGroup]) -> Counter[int]:
+def _rollout_not_finite(groups: Sequence[TrajectoryGroup]) -> dict[str, list[float]]:
+    """By version: tokens that are not trained because of the engine's log-probability."""
     bad = Counter[int]()
     for group in groups:
         for t in group.trajectories:
             is_bad = ~np.isfinite(t.rollout_logprobs) & (t.loss_mask != 0)
             if is_bad.any():
                 bad.update(t.token_versions()[is_bad].tolist())
-    return bad
+    return {str(version): [float(number)] for version, number in bad.items()}
 
 
 def _share(total: float, number: float) -> float:

@@ -34,7 +34,9 @@ from configs.checks import live_names, with_live
 from configs.choices import LrSchedule
 from configs.schema import TrainerConfig
 from processes.leftovers import list_path, write_list
+from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
+from trainer_pool.data.rows import StepBatch
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
@@ -42,7 +44,7 @@ from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_stat
 from trainer_pool.state.peer_copies import Copy, PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
-from trainer_pool.step import StepBatch, train_step
+from trainer_pool.step import train_step
 from trainer_pool.types import (
     Restored,
     SupervisedExample,
@@ -74,6 +76,7 @@ class TrainerRank:
         torch.manual_seed(spec.seed)
         config = spec.config
         self._spec = spec
+        self._algorithm = Algorithm.load(spec.algorithm)
         self._host = address.host
         self._ranks: Collectives = join_ranks(address, config.backend, config.timeout_s, listener)
         self._engine = Zero3Engine(
@@ -345,6 +348,7 @@ class TrainerRank:
             self._ranks,
             batch,
             config,
+            self._algorithm,
             learning_rate=learning_rate(self._step, config),
             before_update=self._guard_copies,
         )

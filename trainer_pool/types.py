@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.algorithm_schema import AlgorithmConfig
 from configs.schema import BufferConfig, TrainerConfig, WeightSyncConfig
 
 
@@ -15,6 +16,7 @@ class TrainerSpec:
     """The inputs of a trainer rank; the same for every rank."""
 
     config: TrainerConfig
+    algorithm: AlgorithmConfig
     weight_sync: WeightSyncConfig
     buffer: BufferConfig
     model_path: str

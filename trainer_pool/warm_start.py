@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from configs.schema import TrainerConfig
-from trainer_pool.algorithms.losses import supervised_loss
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
 from trainer_pool.model.zero3 import Zero3Engine
@@ -77,7 +76,8 @@ def _supervised_step(
 
 
 def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tensor:
-    loss = supervised_loss(engine.score(batch).logprobs, batch.mask_N, num_tokens)
+    logprobs_N = engine.score(batch).logprobs
+    loss = -logprobs_N.masked_fill(batch.mask_N == 0, 0.0).sum() / num_tokens
     engine.backward(loss)
     return loss.detach()
 

@@ -186,8 +186,9 @@ _UPDATES: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "share of the tokens",
         (
-            ("clip_fraction", "clipped (PPO)", BLUE),
+            ("clip_fraction", "clipped", BLUE),
             ("tis_clipped_fraction", "weight at its cap", ORANGE),
+            ("rejected_fraction", "rejected", GREEN),
         ),
     ),
     ("importance ratio, mean distance from 1", (("ratio_mean_abs_dev", "", BLUE),)),

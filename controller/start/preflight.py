@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from configs.choices import OnLongPrompt, RewardKind, TaskKind
+from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.sinks import check_loggers
@@ -29,12 +30,12 @@ from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.run import SandboxError, cost_of_missing, protections
-from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
 from rollout_pool.worker.loop import PromptReader
+from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.model.checkpoint_names import check_names, parameter_names
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -116,6 +117,7 @@ def _check_here(config: Config) -> Plan:
                 f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
                 "environment variable; set it before the run is launched"
             )
+    check_algorithm(config.full_algorithm)
     if config.rollout.trace_endpoint is not None:
         make_exporter(config.rollout.trace_endpoint).shutdown()
     _check_model(config)

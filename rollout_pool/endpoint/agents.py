@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import httpx
 
+from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.sessions import Outcome, Session, Sessions
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
-from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task
 

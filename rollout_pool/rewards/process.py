@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import TextIO
 
 from configs.choices import RewardKind
+from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.types import PartRequest, Setup, decode_request
-from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
 
 PartScorer = Callable[[PartRequest], object]

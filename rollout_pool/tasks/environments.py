@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tools import Tool, ToolEnv, function_tool, python_tool
-from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task
 

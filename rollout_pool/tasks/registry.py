@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from configs.choices import TaskKind
+from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.task import Task
 
 

@@ -57,7 +57,7 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     machine = Machine.look()
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = ["buffer.max_staleness=0", "buffer.on_stale=wait", "rollout.log_rate=1"]
-    settings.append("run.loggers=[tensorboard,wandb]")
+    settings += ["run.loggers=[tensorboard,wandb]", *own_loss(tmp_path)]
     with collecting() as (url, posts):
         tracing = f"rollout.trace_endpoint={url}"
         process = start(tmp_path, RUN, *settings, tracing, experiment="alphabet-sort")
@@ -75,6 +75,10 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     assert result["logprob_diff_max"] <= 1e-4
     assert result["ratio_max_abs_dev"] <= 1e-3  # importance ratios are 1 within numeric error
     run = tmp_path / RUN
+    # What the loss of this test reports, in all and by staleness.
+    steps = read_metrics(run / "metrics.jsonl", "step")
+    assert [step.number("fresh") for step in steps] == [1.0] * 4
+    assert [step.number("fresh/staleness_0") for step in steps] == [1.0] * 4
     assert_turns(run, at_least=3)
     assert_engine_reported(run, result)
     assert_spans(posts)
@@ -100,6 +104,17 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     assert "core_worker.cc" not in output, "Ray complained"
     assert [str(p) for p in (run, *run.rglob("*")) if p.stat().st_mode & 0o077] == []
     machine.assert_nothing_left(tmp_path)
+
+
+def own_loss(folder: Path) -> tuple[str, ...]:
+    """The settings for a loss that no file of ours knows."""
+    (folder / "my_loss.py").write_text(
+        "from trainer_pool.algorithms.types import LossOutputs\n"
+        "def mine(inputs, config):\n"
+        "    loss_N = -inputs.moved_N.exp() * inputs.advantages_N\n"
+        "    return LossOutputs(loss_N=loss_N, diagnostics={'fresh': inputs.staleness_N == 0})\n"
+    )
+    return (f"algorithm.loss={folder / 'my_loss.py'}:mine", "algorithm.correction.kinds=[]")
 
 
 TWO_ENGINES = (

@@ -1,29 +1,183 @@
-"""Advantages of the episodes of a group relative to each other; pure.
+"""Advantages: by how much each token's episode was better than expected; pure.
 
-Letters: G the episodes of one group.
+Rewards of the whole batch are known on every rank, in the same order, so that statistics over the
+batch are the same numbers for any number of ranks. The result has one value for each token, so that
+a function may credit each turn of an episode by itself.
+
+Letters: E episodes of the batch, G those of one group, T tokens of a trajectory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
 import numpy as np
 from numpy.typing import NDArray
 
-_EPSILON = 1e-6
+from buffer.types import Trajectory
+from configs.algorithm_schema import AdvantageConfig, AlgorithmConfig
+
+Values = NDArray[np.float64]
+TokenAdvantages = list[NDArray[np.float32]]
+"""[T] for each trajectory of this rank."""
 
 
-def grpo_advantages(
-    rewards_G: NDArray[np.float64], *, should_normalize_std: bool
-) -> NDArray[np.float32]:
-    """[G] rewards minus the group's mean, optionally divided by its standard deviation.
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class AdvantageInputs:
+    """All episodes of the batch, and this rank's trajectories."""
 
-    Outcome supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2), the deviation with
-    G - 1 degrees of freedom. Without the division: Dr. GRPO (arXiv 2503.20783), which does not
-    favour prompts of low variance. If all rewards are equal, all advantages are exactly 0.
+    rewards_E: Values
+    """With the penalty for length, if there is one."""
+    groups_E: NDArray[np.int64]
+    """The group of each, from 0; those of one group are adjacent."""
+    num_tokens_E: Values
+    """Trained tokens of each: the mean over its trajectories."""
+    parts: Mapping[str, Values] = field(default_factory=dict)
+    """[E] the named parts of the reward; NaN for an episode without that part."""
+    trajectories: Sequence[Trajectory] = ()
+    """This rank's; with `columns`, `version_spans` and masks, to credit tokens one by one."""
+    episodes: Sequence[int] = ()
+    """The place of each trajectory's episode among the E."""
+
+    def __post_init__(self) -> None:
+        assert np.isfinite(self.rewards_E).all(), self.rewards_E
+
+    def spread(self, values_E: Values) -> TokenAdvantages:
+        """The value of its episode for each token."""
+        return [
+            np.full(trajectory.num_tokens, values_E[episode], np.float32)
+            for trajectory, episode in zip(self.trajectories, self.episodes, strict=True)
+        ]
+
+    def by_group(self, values_E: Values, function: Callable[[Values], Values]) -> Values:
+        """`function` of the values [G] of each group; 0 where all of a group's are equal."""
+        result_E = np.zeros(len(values_E))
+        for group in np.unique(self.groups_E):
+            places = self.groups_E == group
+            values_G = values_E[places]
+            if np.ptp(values_G) > 0:
+                result_E[places] = function(values_G)
+        return result_E
+
+
+def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """(R - mean of the group) / (its standard deviation + epsilon).
+
+    Outcome supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
     """
-    assert rewards_G.ndim == 1 and np.isfinite(rewards_G).all(), rewards_G
-    if np.ptp(rewards_G) == 0:
-        return np.zeros(len(rewards_G), np.float32)
-    centered = rewards_G - rewards_G.mean()
-    if should_normalize_std:
-        centered = centered / (rewards_G.std(ddof=1) + _EPSILON)
-    return np.asarray(centered, np.float32)
+    return inputs.spread(_normalized_by_group(inputs, inputs.rewards_E, config.advantage))
+
+
+def _normalized_by_group(
+    inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig
+) -> Values:
+    def normalized(values_G: Values) -> Values:
+        deviation = float(values_G.std(ddof=config.ddof))
+        return _centered(values_G) / (deviation + config.epsilon)
+
+    return inputs.by_group(values_E, normalized)
+
+
+def _centered(values_G: Values) -> Values:
+    centered_G: Values = values_G - values_G.mean()
+    return centered_G
+
+
+def dr_grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """R - mean of the group: does not favour prompts of low variance (arXiv 2503.20783)."""
+    return inputs.spread(inputs.by_group(inputs.rewards_E, _centered))
+
+
+def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """R - mean of the others of the group (leave one out; arXiv 2402.14740)."""
+
+    def leave_one_out(rewards_G: Values) -> Values:
+        return _centered(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
+
+    return inputs.spread(inputs.by_group(inputs.rewards_E, leave_one_out))
+
+
+def reinforce_pp(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """R, normalized over all tokens of the batch (REINFORCE++, arXiv 2501.03262)."""
+    return inputs.spread(_whitened(inputs, inputs.rewards_E, config.advantage))
+
+
+def reinforce_pp_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """R - mean of the group, normalized over all tokens of the batch."""
+    centered_E = inputs.by_group(inputs.rewards_E, _centered)
+    return inputs.spread(_whitened(inputs, centered_E, config.advantage))
+
+
+def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig) -> Values:
+    """Mean 0 and deviation 1 over the tokens, which have the values of their episodes."""
+    if np.ptp(values_E) == 0:
+        return np.zeros(len(values_E))
+    num_tokens = inputs.num_tokens_E.sum()
+    centered_E = values_E - (inputs.num_tokens_E * values_E).sum() / num_tokens
+    square = (inputs.num_tokens_E * centered_E**2).sum() / (num_tokens - config.ddof)
+    return np.asarray(centered_E / (np.sqrt(square) + config.epsilon))
+
+
+def batch_std(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """(R - mean of the group) / (standard deviation of all rewards of the batch + epsilon)."""
+    deviation = inputs.rewards_E.std(ddof=config.advantage.ddof)
+    centered_E = inputs.by_group(inputs.rewards_E, _centered)
+    return inputs.spread(centered_E / (deviation + config.advantage.epsilon))
+
+
+def max_rl(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """(R - mean of the group) / mean, which favours hard prompts (MaxRL, arXiv 2602.02710).
+
+    Raises ValueError for a reward below 0.
+    """
+    lowest = inputs.rewards_E.min(initial=0.0)
+    if lowest < 0:
+        raise ValueError(
+            f"algorithm.advantage.kind='max_rl': an episode has the reward {lowest:g}, and only "
+            "rewards of at least 0 can be divided by their mean; choose grpo, or rewards from 0 to "
+            "1 without a penalty"
+        )
+    return inputs.spread(inputs.by_group(inputs.rewards_E, lambda r: _centered(r) / r.mean()))
+
+
+def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """Each part of the reward normalized in its group, their weighted sum over the batch.
+
+    GDPO (arXiv 2601.05242): otherwise different mixtures of parts with the same sum are the same.
+    Raises ValueError for an episode without one of the parts.
+    """
+    total_E = np.zeros(len(inputs.rewards_E))
+    for name, weight in config.advantage.part_weights.items():
+        values_E = inputs.parts.get(name)
+        if values_E is None or np.isnan(values_E).any():
+            raise ValueError(
+                f"algorithm.advantage.part_weights={dict(config.advantage.part_weights)!r}: an "
+                f"episode has no part {name!r}; name parts that every episode has"
+            )
+        total_E += weight * _normalized_by_group(inputs, values_E, config.advantage)
+    return inputs.spread(_whitened(inputs, total_E, config.advantage))
+
+
+def pass_at_k(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+    """For the best of a group, its lead over the second, / (standard deviation + epsilon); 0 for
+    the others (arXiv 2503.19595, with k the size of the group)."""
+
+    def lead_of_best(rewards_G: Values) -> Values:
+        second, first = np.sort(rewards_G)[-2:]
+        result_G = np.zeros(len(rewards_G))
+        deviation = rewards_G.std(ddof=config.advantage.ddof)
+        result_G[rewards_G.argmax()] = (first - second) / (deviation + config.advantage.epsilon)
+        return result_G
+
+    return inputs.spread(inputs.by_group(inputs.rewards_E, lead_of_best))
+
+
+def overlong_penalty(num_tokens: int, config: AdvantageConfig) -> float:
+    """What an answer of so many tokens loses of its reward: from 0 at `overlong_start` it rises to
+    `overlong_penalty` at `overlong_end` and beyond (DAPO, arXiv 2503.14476, eq. 13)."""
+    if config.overlong_start is None:
+        return 0.0
+    assert config.overlong_end is not None
+    excess = (num_tokens - config.overlong_start) / (config.overlong_end - config.overlong_start)
+    return config.overlong_penalty * min(max(excess, 0.0), 1.0)

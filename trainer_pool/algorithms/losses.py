@@ -1,97 +1,144 @@
-"""The policy-gradient loss with its off-policy corrections; pure, token by token.
+"""Policy losses, one pure function each, token by token.
 
 Each token has three policies: the one that sampled it (`rollout`, measured by the inference
-engine), the one at the start of the step (`proximal`) and the one being updated (`trainer`). Their
-log-probabilities give two ratios, each bounded in its own way:
+engine), the one at the start of the step (`proximal`) and the one being updated (`trainer`).
 
-    trainer / proximal   how far this step has moved       PPO clips it
-    proximal / rollout   staleness and engine mismatch     truncated at a cap, not differentiated
+    r = trainer / proximal   how far this step has moved
+    w = trainer / rollout    the same, and staleness and the mismatch of engine and trainer
 
-Log ratios are clamped to `MAX_LOG_RATIO`, so that a single token cannot dominate the loss.
+Losses with r leave proximal / rollout to a correction (`corrections.py`): PPO with one is decoupled
+PPO (AReaL, arXiv 2505.24298, eq. 5). Losses with w need none. `algorithm.proximal=rollout` makes r
+equal to w.
 
-Letters: B rows, T positions. Every tensor is [B, T]; positions with mask 0 are ignored.
+A is the advantage, sg stops the gradient. All log ratios are bounded (`LossInputs.log_ratio`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
-"""The same bound as in verl (`trainer/ppo/core_algos.py`)."""
+from configs.algorithm_schema import AlgorithmConfig
+from trainer_pool.algorithms.types import LossInputs, LossOutputs
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class PolicyLoss:
-    """The loss to differentiate, and the corrections applied to each token."""
+def ppo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """- min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-    loss: Tensor
-    """Scalar: this micro-batch's share of the mean over all tokens of the batch."""
-    is_clipped_BT: Tensor
-    """Bool: PPO's clip removed this token's gradient."""
-    is_truncated_BT: Tensor
-    """Bool: the importance weight reached its cap."""
-    is_bounded_BT: Tensor
-    """Bool: one of the two log ratios exceeded MAX_LOG_RATIO."""
-
-
-def policy_loss(
-    *,
-    trainer_logprobs_BT: Tensor,
-    proximal_logprobs_BT: Tensor,
-    rollout_logprobs_BT: Tensor,
-    advantages_BT: Tensor,
-    weights_BT: Tensor,
-    mask_BT: Tensor,
-    clip_low: float,
-    clip_high: float,
-    tis_cap: float,
-    num_tokens: float,
-) -> PolicyLoss:
-    """Decoupled PPO (AReaL, arXiv 2505.24298, eq. 5) with a truncated importance weight.
-
-        loss = - 1/num_tokens * sum of b * w * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-        r = trainer / proximal,   w = min(proximal / rollout, tis_cap), a constant
-
-    over the tokens with mask 1. Their weight b, `weights_BT`, is 1, so that all tokens weigh the
-    same (DAPO, arXiv 2503.14476, eq. 12, also the source of the asymmetric clip bounds), or 1/n for
-    the n trajectories of one episode. `num_tokens` is the sum of b over all ranks and micro-batches
-    of the batch, so the split makes no difference. A token whose log r exceeds MAX_LOG_RATIO counts
-    with that ratio and has no gradient.
+    PPO (arXiv 1707.06347, eq. 7); its two bounds may differ (DAPO's clip-higher, arXiv 2503.14476).
+    With `dual_clip` c the loss of a bad token is at most -c A (arXiv 1912.09729).
     """
-    importance_BT = truncated_importance_weight(proximal_logprobs_BT, rollout_logprobs_BT, tis_cap)
-    is_real_BT = mask_BT != 0
-    # A masked position may contain any number; exp of it must not become inf (0 * inf is nan).
-    moved_BT = (trainer_logprobs_BT - proximal_logprobs_BT).masked_fill(~is_real_BT, 0.0)
-    ratio_BT = bounded(moved_BT).exp()
-    free_BT = ratio_BT * advantages_BT
-    clipped_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantages_BT
-    surrogate_BT = weights_BT * importance_BT * torch.minimum(free_BT, clipped_BT)
-    stale_BT = proximal_logprobs_BT - rollout_logprobs_BT
-    return PolicyLoss(
-        loss=-surrogate_BT.masked_fill(~is_real_BT, 0.0).sum() / num_tokens,
-        is_clipped_BT=(clipped_BT < free_BT) & is_real_BT,
-        is_truncated_BT=bounded(stale_BT).exp().gt(tis_cap) & is_real_BT,
-        is_bounded_BT=((moved_BT.abs() > MAX_LOG_RATIO) | (stale_BT.abs() > MAX_LOG_RATIO))
-        & is_real_BT,
+    return _clipped(inputs, inputs.moved_N.exp(), config)
+
+
+def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """The loss of PPO with s = exp(mean of log r over the trajectory) for r.
+
+    GSPO-token (arXiv 2507.18071): s is that of the whole trajectory, and the gradient of
+    each token is its own, so that tokens may have advantages of their own.
+    """
+    moved_N = inputs.moved_N
+    whole_N = inputs.spread(inputs.mean_by_segment(moved_N.detach()))
+    ratio_N = (moved_N - moved_N.detach() + whole_N).exp()
+    return _clipped(inputs, ratio_N, config)
+
+
+def _clipped(inputs: LossInputs, ratio_N: Tensor, config: AlgorithmConfig) -> LossOutputs:
+    advantages_N = inputs.advantages_N
+    free_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
+    gain_N = torch.minimum(free_N, clipped_N)
+    diagnostics = {"clip_fraction": clipped_N < free_N}
+    if config.dual_clip is not None:
+        floor_N = config.dual_clip * advantages_N
+        is_bad_N = advantages_N < 0
+        diagnostics["dual_clip_fraction"] = is_bad_N & (gain_N < floor_N)
+        gain_N = torch.where(is_bad_N, torch.maximum(gain_N, floor_N), gain_N)
+    return LossOutputs(loss_N=-gain_N, diagnostics=diagnostics)
+
+
+def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """- sg(clip(r, 1 - clip_low, 1 + clip_high)) A log(trainer)
+
+    CISPO (MiniMax-M1, arXiv 2506.13585): a clipped token keeps its gradient.
+    """
+    ratio_N = inputs.moved_N.detach().exp()
+    clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return LossOutputs(
+        loss_N=-clipped_N * inputs.advantages_N * inputs.trainer_logprobs_N,
+        diagnostics={"clip_fraction": clipped_N != ratio_N},
     )
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` clamped to +-MAX_LOG_RATIO, without gradient where it was clamped."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def sapo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """- 4/t sigmoid(t (r - 1)) A, with t = `sapo_good` where A > 0 and else `sapo_bad`.
+
+    SAPO (arXiv 2511.20347): a soft gate in place of the clip, whose slope at r = 1 is 1.
+    """
+    ratio_N = inputs.moved_N.exp()
+    steepness_N = torch.full_like(ratio_N, config.sapo_bad)
+    steepness_N = steepness_N.masked_fill(inputs.advantages_N > 0, config.sapo_good)
+    gate_N = 4 / steepness_N * torch.sigmoid(steepness_N * (ratio_N - 1))
+    return LossOutputs(loss_N=-gate_N * inputs.advantages_N)
 
 
-def truncated_importance_weight(
-    proximal_logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, cap: float
-) -> Tensor:
-    """min(proximal / rollout, cap) without gradient (TIS; Yao et al. 2025; IMPALA's rho-bar)."""
-    ratio_BT = bounded(proximal_logprobs_BT - rollout_logprobs_BT).detach().exp()
-    return ratio_BT.clamp(max=cap)
+def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """- sg(min(w, weight_cap)) A log(trainer): REINFORCE with an importance weight.
+
+    The weight of PipelineRL (arXiv 2509.19128); with `weight_cap` 1 that of ROLL.
+    """
+    weight_N = inputs.off_policy_N.detach().exp()
+    capped_N = weight_N.clamp(max=config.weight_cap)
+    return LossOutputs(
+        loss_N=-capped_N * inputs.advantages_N * inputs.trainer_logprobs_N,
+        diagnostics={"clip_fraction": capped_N != weight_N},
+    )
 
 
-def supervised_loss(logprobs_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> Tensor:
-    """Scalar: this micro-batch's share of the mean NLL over `num_tokens` tokens."""
-    return -logprobs_BT.masked_fill(mask_BT == 0, 0.0).sum() / num_tokens
+def importance_sampling(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """- w A; Tinker sums it over the tokens (`algorithm.aggregation=token_sum`)."""
+    return LossOutputs(loss_N=-inputs.off_policy_N.exp() * inputs.advantages_N)
+
+
+def dppo_tv(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """- M w A + `log_ratio_penalty` (log w)^2, where M is 0 for a token whose probability has moved
+    in the direction of its advantage by more than `dppo_high` (up) or `dppo_low` (down).
+
+    DPPO with the total variation of a binary choice (arXiv 2602.04879): this token, or another. The
+    penalty is that of Kimi K2.5; prime-rl trains with 1e-3. It holds for masked tokens as well.
+    """
+    moved_N = inputs.trainer_logprobs_N.detach().exp() - inputs.rollout_logprobs_N.exp()
+    return _dppo(inputs, moved_N, moved_N.abs(), config)
+
+
+def dppo_kl(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """The same with the divergence KL(rollout | trainer) of the binary choice."""
+    trainer_N, rollout_N = inputs.trainer_logprobs_N.detach(), inputs.rollout_logprobs_N
+    return _dppo(inputs, trainer_N - rollout_N, binary_kl(rollout_N, trainer_N), config)
+
+
+def _dppo(
+    inputs: LossInputs, moved_N: Tensor, divergence_N: Tensor, config: AlgorithmConfig
+) -> LossOutputs:
+    advantages_N = inputs.advantages_N
+    is_too_high_N = (advantages_N > 0) & (moved_N > 0) & (divergence_N > config.dppo_high)
+    is_too_low_N = (advantages_N < 0) & (moved_N < 0) & (divergence_N > config.dppo_low)
+    is_masked_N = is_too_high_N | is_too_low_N
+    log_weight_N = inputs.off_policy_N
+    gain_N = (log_weight_N.exp() * advantages_N).masked_fill(is_masked_N, 0.0)
+    return LossOutputs(
+        loss_N=config.log_ratio_penalty * log_weight_N.square() - gain_N,
+        diagnostics={"clip_fraction": is_masked_N},
+    )
+
+
+def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
+    """KL(p | q) between the choices of this token or another one; finite also where p or q is 1."""
+    p_N, q_N = logprobs_N.exp(), other_logprobs_N.exp()
+    others_N = (1 - p_N) * torch.log((1 - p_N + 1e-8) / (1 - q_N + 1e-8))
+    return p_N * (logprobs_N - other_logprobs_N) + others_N
+
+
+def supervised(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """- log(trainer): imitation of every trained token, whatever its advantage."""
+    return LossOutputs(loss_N=-inputs.trainer_logprobs_N)

@@ -32,9 +32,13 @@ class Row:
     loss_mask: NDArray[np.uint8]
     """1 where the token is trained on; never at position 0, which has no prediction."""
     rollout_logprobs: NDArray[np.float32]
-    advantage: float = 0.0
+    advantages: NDArray[np.float32] | None = None
+    """None is 0."""
+    staleness: NDArray[np.int64] | None = None
+    """Versions between the one that sampled a trained token and the one being trained; None is 0.
+    """
     weight: float = 1.0
-    """Weight of each of its tokens in the loss: all trajectories of an episode share one."""
+    """Weight of each of its tokens in the loss."""
     temperature: float = 1.0
     """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
     is_current: bool = False
@@ -45,6 +49,8 @@ class Row:
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
         assert len(self.tokens) >= 2 and not self.loss_mask[0]
+        for values in (self.advantages, self.staleness):
+            assert values is None or values.shape == self.tokens.shape
         assert self.weight > 0 and self.temperature > 0
 
     @property
@@ -115,6 +121,8 @@ class MicroBatch:
     """float32, 1 where the token is trained on"""
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
+    staleness_N: Tensor
+    """int64"""
     weights_N: Tensor
     temperatures_N: Tensor
     is_current_N: Tensor
@@ -296,8 +304,12 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         trained = np.array([1])  # the second token of the first row, whose mask is 0
     segments = np.repeat(np.arange(len(rows)), lengths)[trained]
 
-    def by_token(arrays: Sequence[NDArray[Any]], dtype: type) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)[trained].astype(dtype))
+    def by_token(arrays: Sequence[NDArray[Any] | None], dtype: type) -> Tensor:
+        whole = [
+            np.zeros(length) if array is None else array
+            for array, length in zip(arrays, lengths, strict=True)
+        ]
+        return torch.from_numpy(np.concatenate(whole)[trained].astype(dtype))
 
     def by_row(values: Sequence[float], dtype: type = np.float32) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype)[segments])
@@ -310,7 +322,8 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         targets_N=by_token([row.tokens for row in rows], np.int64),
         mask_N=by_token([row.loss_mask for row in rows], np.float32),
         rollout_logprobs_N=by_token([row.rollout_logprobs for row in rows], np.float32),
-        advantages_N=by_row([row.advantage for row in rows]),
+        advantages_N=by_token([row.advantages for row in rows], np.float32),
+        staleness_N=by_token([row.staleness for row in rows], np.int64),
         weights_N=by_row([row.weight for row in rows]),
         temperatures_N=by_row([row.temperature for row in rows]),
         is_current_N=by_row([row.is_current for row in rows], np.bool_),

@@ -59,7 +59,7 @@ def test_values_are_read_as_yaml() -> None:
         [
             "trainer.learning_rate=1e-5",
             "trainer.dtype=bfloat16",
-            "trainer.normalize_advantage_std=false",
+            "algorithm.advantage.mask_truncated=true",
             "rollout.engine.max_total_tokens=null",
             "rollout.engine.extra_args=[--log-level=error, --disable-overlap-schedule]",
             "task.params.max_terms=3",
@@ -67,7 +67,7 @@ def test_values_are_read_as_yaml() -> None:
     )
     assert config.trainer.learning_rate == 1e-5
     assert config.trainer.dtype is Dtype.bfloat16
-    assert config.trainer.normalize_advantage_std is False
+    assert config.algorithm.advantage.mask_truncated is True
     assert config.rollout.engine.max_total_tokens is None
     assert config.rollout.engine.extra_args == ["--log-level=error", "--disable-overlap-schedule"]
     assert config.task.params["max_terms"] == 3

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from buffer.types import SamplingParams, VersionSpan
+from configs.dotted import load_callable
 from configs.load import load_config
 from controller.start.preflight import check_task
 from controller.start.warm_start import imitate
@@ -16,7 +17,6 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tools import function_tool
-from rollout_pool.tasks.dotted import load_callable
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream, demonstrations

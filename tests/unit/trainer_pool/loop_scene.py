@@ -14,6 +14,7 @@ from buffer.loop_thread import LoopThread
 from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from configs.algorithm_schema import AlgorithmConfig
 from configs.schema import BufferConfig, TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingReplayBuffer
 from trainer_pool.data.packing import Row
@@ -36,7 +37,7 @@ def head_row(number: int) -> Row:
         tokens=dice.integers(0, 256, length).astype(np.int32),
         loss_mask=np.array([0, 0, 0] + [1, 1, 0] * length, np.uint8)[:length],
         rollout_logprobs=np.zeros(length, np.float32),
-        advantage=float(dice.normal()),
+        advantages=np.full(length, dice.normal(), np.float32),
         temperature=0.7 + 0.1 * number,
     )
 
@@ -51,6 +52,7 @@ def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:
             checkpoint_every=2,
             warm_start=WarmStartConfig(num_steps=2, batch_size=4),
         ),
+        algorithm=AlgorithmConfig(),
         weight_sync=WeightSyncConfig(bucket_bytes=20_000, timeout_s=60),
         buffer=BufferConfig(max_staleness=MAX_STALENESS, wait_timeout_s=60, shards=SHARDS),
         model_path=str(folder / "model"),

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from trainer_pool.algorithms.losses import policy_loss
+from configs.algorithm_schema import AlgorithmConfig
+from trainer_pool.algorithms.registry import Algorithm
+from trainer_pool.algorithms.types import BatchStatistics
 from trainer_pool.data.packing import MicroBatch, PackedRow, Row, fill_up, pack, packed_row
 from trainer_pool.model import attention, zero3
 from trainer_pool.model.checkpoint_names import parameter_names
+from trainer_pool.step import loss_inputs
 
 SIZES = {
     "vocab_size": 64,
@@ -135,7 +138,7 @@ def rows() -> list[Row]:
                 tokens=tokens,
                 loss_mask=(np.arange(len(tokens)) >= len(parts[0])).astype(np.uint8),
                 rollout_logprobs=dice.normal(-4, 1, len(tokens)).astype(np.float32),
-                advantage=(1.0, -0.5, 0.7, -1.2)[number],
+                advantages=np.full(len(tokens), (1.0, -0.5, 0.7, -1.2)[number], np.float32),
                 weight=1 / (1 + number % 2),
                 temperature=0.8,
             )
@@ -152,20 +155,12 @@ def loss_and_gradients(
         logits_NV = logits_of(model, batch.row, batch.places_N)
         logprobs_N = (logits_NV / batch.temperatures_N[:, None]).log_softmax(-1)
         trainer_N = logprobs_N.gather(-1, batch.targets_N[:, None]).squeeze(-1)
-        result = policy_loss(
-            trainer_logprobs_BT=trainer_N,
-            proximal_logprobs_BT=trainer_N.detach(),
-            rollout_logprobs_BT=batch.rollout_logprobs_N,
-            advantages_BT=batch.advantages_N,
-            weights_BT=batch.weights_N,
-            mask_BT=batch.mask_N,
-            clip_low=0.2,
-            clip_high=0.28,
-            tis_cap=2.0,
-            num_tokens=40.0,
-        )
-        result.loss.backward()
-        total += result.loss.item()
+        algorithm = Algorithm.load(AlgorithmConfig())
+        start_N = trainer_N.detach()
+        inputs = loss_inputs(batch, trainer_N, start_N, None, algorithm, BatchStatistics())
+        loss = algorithm.objective(inputs, 40.0).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
     return total, gradients(model)
 
 

@@ -32,7 +32,8 @@ def make_row(
         tokens=np.arange(100, 100 + length, dtype=np.int32),
         loss_mask=(np.arange(length) >= prompt_length).astype(np.uint8),
         rollout_logprobs=-np.arange(length, dtype=np.float32),
-        advantage=advantage,
+        advantages=np.full(length, advantage, np.float32),
+        staleness=np.arange(length),
         weight=weight,
         temperature=temperature,
     )
@@ -106,13 +107,11 @@ def test_packing_keeps_every_trained_token(shapes: list[tuple[int, int]]) -> Non
             strict=True,
         )
     expected = [
-        (row.advantage, token, float(logprob), token, token)
+        (float(row.advantages[t]), int(token), float(row.rollout_logprobs[t]), token, token)
         for row in rows
-        for token, logprob in zip(
-            row.tokens[row.loss_mask == 1].tolist(),
-            row.rollout_logprobs[row.loss_mask == 1],
-            strict=True,
-        )
+        if row.advantages is not None
+        for t, token in enumerate(row.tokens.tolist())
+        if row.loss_mask[t]
     ]
     assert sorted(seen) == sorted(expected)
 
@@ -129,6 +128,7 @@ def test_rows_lie_end_to_end_and_only_trained_tokens_are_predicted() -> None:
     assert (batch.segment_ids_N.tolist(), batch.num_segments) == ([0, 1, 1], 2)
     assert batch.mask_N.tolist() == [1, 1, 1]
     assert batch.advantages_N.tolist() == [0.5, -1.0, -1.0]
+    assert batch.staleness_N.tolist() == [3, 4, 5]
     assert batch.weights_N.tolist() == [0.5, 1.0, 1.0]
     torch.testing.assert_close(batch.temperatures_N, torch.tensor([0.7, 1.0, 1.0]))
     assert batch.num_padding == 0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from math import exp, inf, log
+from math import exp, log
 
 import pytest
 import torch
+from token_batch import algorithm, tokens
 from torch import Tensor
 
-from trainer_pool.algorithms.losses import PolicyLoss, policy_loss, supervised_loss
+from configs.algorithm_schema import CorrectionConfig
+from trainer_pool.algorithms.registry import Objective
 
 
 def loss_of(
@@ -21,24 +23,22 @@ def loss_of(
     weights: list[float] | None = None,
     tis_cap: float = 2.0,
     num_tokens: float = 1.0,
-) -> PolicyLoss:
-    """One row; probabilities instead of their logarithms, to be readable."""
-    return policy_loss(
-        trainer_logprobs_BT=trainer,
-        proximal_logprobs_BT=torch.tensor([proximal]).log(),
-        rollout_logprobs_BT=torch.tensor([rollout]).log(),
-        advantages_BT=torch.tensor([advantages]),
-        weights_BT=torch.tensor([[1.0] * len(proximal) if weights is None else weights]),
-        mask_BT=torch.ones(1, len(proximal)) if mask is None else torch.tensor([mask]),
-        clip_low=0.2,
-        clip_high=0.28,
-        tis_cap=tis_cap,
-        num_tokens=num_tokens,
+) -> Objective:
+    """Decoupled PPO of one row; probabilities instead of their logarithms, to be readable."""
+    inputs = tokens(
+        trainer=trainer,
+        proximal=torch.tensor(proximal).log(),
+        rollout=torch.tensor(rollout).log(),
+        advantages=torch.tensor(advantages),
+        weights=None if weights is None else torch.tensor(weights),
+        mask=None if mask is None else torch.tensor(mask),
     )
+    decoupled_ppo = algorithm("tis_token", correction=CorrectionConfig(tis_cap=tis_cap))
+    return decoupled_ppo.objective(inputs, num_tokens)
 
 
 def logprobs(*probabilities: float) -> Tensor:
-    return torch.tensor([probabilities]).log().requires_grad_()
+    return torch.tensor(probabilities).log().requires_grad_()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_ppo_clips_by_the_sign_of_the_advantage(
     assert result.loss.item() == pytest.approx(loss, rel=1e-5)
     assert trainer.grad is not None
     assert trainer.grad.item() == pytest.approx(gradient, rel=1e-5)
-    assert result.is_clipped_BT.item() == (gradient == 0)
+    assert result.diagnostics["clip_fraction"].item() == (gradient == 0)
 
 
 def test_importance_weight_is_proximal_over_rollout_up_to_the_cap() -> None:
@@ -74,10 +74,10 @@ def test_importance_weight_is_proximal_over_rollout_up_to_the_cap() -> None:
     )
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-(1.5 + 2.0 - 0.5), rel=1e-5)
-    assert result.is_truncated_BT.tolist() == [[False, True, False]]
+    assert result.diagnostics["tis_clipped_fraction"].tolist() == [False, True, False]
     assert trainer.grad is not None
     # The weight is a constant: the gradient is - w * A, though proximal and trainer are equal.
-    torch.testing.assert_close(trainer.grad, torch.tensor([[-1.5, -2.0, 0.5]]))
+    torch.testing.assert_close(trainer.grad, torch.tensor([-1.5, -2.0, 0.5]))
 
 
 def test_decoupled_ratio_clips_movement_of_the_step_and_not_staleness() -> None:
@@ -85,13 +85,13 @@ def test_decoupled_ratio_clips_movement_of_the_step_and_not_staleness() -> None:
     trainer = logprobs(0.44)
     result = loss_of(trainer=trainer, proximal=[0.4], rollout=[0.1], advantages=[1.0], tis_cap=10.0)
     assert result.loss.item() == pytest.approx(-4 * 1.1, rel=1e-5)
-    assert not result.is_clipped_BT.item()
+    assert not result.diagnostics["clip_fraction"].item()
 
 
 def test_loss_is_normalized_by_the_tokens_of_the_whole_batch() -> None:
     first, second = logprobs(0.3), logprobs(0.4)
     both = loss_of(
-        trainer=torch.cat([first, second], dim=1),
+        trainer=torch.cat([first, second]),
         proximal=[0.3, 0.2],
         rollout=[0.3, 0.2],
         advantages=[1.0, -2.0],
@@ -120,27 +120,19 @@ def test_trajectories_of_one_episode_share_the_weight_of_one() -> None:
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-(1.0 - 1.0 - 1.0 - 2.0) / 2.5)
     assert trainer.grad is not None
-    torch.testing.assert_close(trainer.grad, torch.tensor([[-0.4, 0.4, 0.4, 0.8]]))
+    torch.testing.assert_close(trainer.grad, torch.tensor([-0.4, 0.4, 0.4, 0.8]))
 
 
 def test_without_branches_loss_and_gradient_are_the_unweighted_ones_bit_for_bit() -> None:
     torch.manual_seed(0)
-    proximal, rollout = -torch.rand(3, 50), -torch.rand(3, 50)
-    advantages, mask = torch.randn(3, 50), (torch.rand(3, 50) < 0.7).float()
-    values = [(proximal + 0.3 * torch.randn(3, 50)).requires_grad_()]
+    proximal, rollout = -torch.rand(150), -torch.rand(150)
+    advantages, mask = torch.randn(150), (torch.rand(150) < 0.7).float()
+    values = [(proximal + 0.3 * torch.randn(150)).requires_grad_()]
     values.append(values[0].detach().clone().requires_grad_())
-    result = policy_loss(
-        trainer_logprobs_BT=values[0],
-        proximal_logprobs_BT=proximal,
-        rollout_logprobs_BT=rollout,
-        advantages_BT=advantages,
-        weights_BT=torch.ones(3, 1).expand(3, 50),
-        mask_BT=mask,
-        clip_low=0.2,
-        clip_high=0.28,
-        tis_cap=2.0,
-        num_tokens=float(mask.sum()),
+    inputs = tokens(
+        trainer=values[0], proximal=proximal, rollout=rollout, advantages=advantages, mask=mask
     )
+    result = algorithm("tis_token").objective(inputs, float(mask.sum()))
     ratio = (values[1] - proximal).masked_fill(mask == 0, 0.0).exp()
     surrogate = (proximal - rollout).exp().clamp(max=2.0) * torch.minimum(
         ratio * advantages, ratio.clamp(0.8, 1.28) * advantages
@@ -154,7 +146,7 @@ def test_without_branches_loss_and_gradient_are_the_unweighted_ones_bit_for_bit(
 
 
 def test_masked_positions_do_not_change_the_loss() -> None:
-    trainer = torch.tensor([[log(0.5), -1e4, 0.0]], requires_grad=True)
+    trainer = torch.tensor([log(0.5), -1e4, 0.0], requires_grad=True)
     result = loss_of(
         trainer=trainer,
         proximal=[0.5, 0.5, 1e-38],
@@ -165,14 +157,13 @@ def test_masked_positions_do_not_change_the_loss() -> None:
     result.loss.backward()
     assert result.loss.item() == pytest.approx(-1.0)
     assert trainer.grad is not None
-    assert trainer.grad[0, 0].item() == pytest.approx(-1.0)
-    assert trainer.grad[0, 1].item() == 0
-    assert result.is_truncated_BT.tolist() == [[False, False, False]]
+    assert trainer.grad[0].item() == pytest.approx(-1.0)
+    assert trainer.grad[1].item() == 0
 
 
 @pytest.mark.parametrize(("log_ratio", "advantage"), [(25.0, -1.0), (-25.0, 1.0)])
 def test_log_ratio_of_a_step_is_bounded_and_counted(log_ratio: float, advantage: float) -> None:
-    trainer = torch.tensor([[-30.0 + log_ratio, -1.0]], requires_grad=True)
+    trainer = torch.tensor([-30.0 + log_ratio, -1.0], requires_grad=True)
     result = loss_of(
         trainer=trainer,
         proximal=[exp(-30.0), exp(-1.0)],
@@ -182,29 +173,34 @@ def test_log_ratio_of_a_step_is_bounded_and_counted(log_ratio: float, advantage:
     result.loss.backward()
     bound = exp(20.0) if log_ratio > 0 else -exp(-20.0)
     assert result.loss.item() == pytest.approx(bound - 1.0, rel=1e-5)
-    assert result.is_bounded_BT.tolist() == [[True, False]]
+    assert result.diagnostics["bounded_fraction"].tolist() == [True, False]
     assert trainer.grad is not None
-    assert trainer.grad.tolist() == [[0.0, -1.0]]
+    assert trainer.grad.tolist() == [0.0, -1.0]
 
 
 def test_log_ratio_of_staleness_is_bounded_and_counted() -> None:
-    trainer = torch.tensor([[-1.0, -120.0, -1.0]], requires_grad=True)
-    result = policy_loss(
-        trainer_logprobs_BT=trainer,
-        proximal_logprobs_BT=trainer.detach(),
-        rollout_logprobs_BT=torch.tensor([[-120.0, -1.0, -120.0]]),
-        advantages_BT=torch.ones(1, 3),
-        weights_BT=torch.ones(1, 3),
-        mask_BT=torch.tensor([[1.0, 1.0, 0.0]]),
-        clip_low=0.2,
-        clip_high=0.28,
-        tis_cap=inf,
-        num_tokens=1.0,
+    trainer = torch.tensor([-1.0, -120.0, -1.0], requires_grad=True)
+    inputs = tokens(
+        trainer=trainer,
+        proximal=trainer.detach(),
+        rollout=torch.tensor([-120.0, -1.0, -120.0]),
+        advantages=torch.ones(3),
+        mask=torch.tensor([1.0, 1.0, 0.0]),
     )
+    uncapped = algorithm("tis_token", correction=CorrectionConfig(tis_cap=1e30))
+    result = uncapped.objective(inputs, 1.0)
     assert result.loss.item() == pytest.approx(-exp(20.0) - exp(-20.0), rel=1e-5)
-    assert result.is_bounded_BT.tolist() == [[True, True, False]]
+    assert result.diagnostics["bounded_fraction"].tolist() == [True, True, False]
 
 
 def test_supervised_loss_is_mean_negative_log_likelihood_of_learnt_tokens() -> None:
-    loss = supervised_loss(logprobs(0.5, 0.25, 0.1), torch.tensor([[1.0, 1.0, 0.0]]), 2)
+    trainer = logprobs(0.5, 0.25, 0.1)
+    inputs = tokens(
+        trainer=trainer,
+        proximal=trainer.detach(),
+        rollout=trainer.detach(),
+        advantages=torch.tensor([-3.0, 0.0, 3.0]),
+        mask=torch.tensor([1.0, 1.0, 0.0]),
+    )
+    loss = algorithm(loss="supervised").objective(inputs, 2).loss
     assert loss.item() == pytest.approx((log(2) + log(4)) / 2)

@@ -90,7 +90,7 @@ def rows_of(sequences: list[Tokens]) -> list[Row]:
             tokens=tokens,
             loss_mask=(np.arange(len(tokens)) % 2).astype(np.uint8),
             rollout_logprobs=-np.arange(len(tokens), dtype=np.float32),
-            advantage=float(i),
+            advantages=np.full(len(tokens), i, np.float32),
         )
         for i, tokens in enumerate(sequences)
     ]

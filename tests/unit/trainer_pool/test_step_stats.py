@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from trainer_pool.algorithms.losses import PolicyLoss
+from configs.algorithm_schema import AlgorithmConfig
+from trainer_pool.algorithms.registry import Algorithm, Objective
+from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import Row, fill_up, pack
+from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.metrics import StepAccumulator, StepStats
-from trainer_pool.step import nan_if_not_finite
+from trainer_pool.step import loss_inputs, nan_if_not_finite
 
 
 @pytest.fixture
@@ -70,30 +72,69 @@ def test_length_of_an_answer_is_what_the_policy_wrote(ranks: Collectives) -> Non
 
 def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Collectives) -> None:
     tally = StepAccumulator(torch.device("cpu"), 1)
-    (batch,) = pack(
-        [
-            Row(
-                tokens=np.arange(4, dtype=np.int32),
-                loss_mask=np.array([0, 0, 1, 1], np.uint8),
-                rollout_logprobs=np.array([0, 0, -1, -1], np.float32),
-                is_current=False,
-            )
-        ],
-        max_tokens=4,
-    )
-    flags = torch.tensor([False, True])
-    result = PolicyLoss(
-        loss=torch.tensor(0.5), is_clipped_BT=flags, is_truncated_BT=~flags, is_bounded_BT=flags
-    )
-    policy = torch.tensor([-1.0, -2.0])
-    tally.add(batch, result, torch.tensor([-math.inf, -2.0]), policy, torch.tensor([1.0, 2.0]))
+    add_tokens(tally, is_current=False)
     stats = stats_of(ranks, tally, norms=[0.5])
     assert math.isnan(stats.logprob_diff_mean) and math.isnan(stats.logprob_diff_max)
     assert stats.logprob_diff_tokens == 0
-    assert (stats.num_tokens, stats.num_bounded_tokens) == (2, 1)
-    assert stats.not_finite_fraction == 0.5
-    assert (stats.entropy, stats.clip_fraction, stats.tis_clipped_fraction) == (1.5, 0.5, 0.5)
-    assert stats.ratio_mean == pytest.approx((1 + math.exp(-1)) / 2)
+    assert (stats.num_tokens, stats.num_bounded_tokens) == (4, 1)
+    assert stats.not_finite_fraction == 0.25
+    assert stats.ratio_max_abs_dev == pytest.approx(math.exp(1) - 1)
+
+
+def test_means_of_tokens_are_reported_in_all_and_by_staleness(ranks: Collectives) -> None:
+    tally = StepAccumulator(torch.device("cpu"), 1)
+    add_tokens(tally, is_current=True)
+    record = stats_of(ranks, tally, norms=[0.5]).record()
+    assert record["entropy"] == 1.75
+    assert record["entropy/staleness_0"] == 1.0
+    assert record["entropy/staleness_2-3"] == 2.0
+    assert record["mine"] == 0.5
+    assert record["mine/staleness_2-3"] == pytest.approx(2 / 3)
+    assert record["ratio_mean"] == pytest.approx((1 + 2 * math.exp(-1) + math.e) / 4)
+    w = [math.exp(-1), math.exp(-1), math.e]
+    assert record["ess/staleness_2-3"] == pytest.approx(sum(w) ** 2 / 3 / sum(x * x for x in w))
+    assert record["ess/staleness_0"] == 1
+    assert "entropy/staleness_1" not in record  # it has no token
+    assert record["per_sequence"] == 2.5
+    assert record["num_tokens"] == 4
+    assert record["logprob_diff_mean"] == 0.75
+
+
+def add_tokens(tally: StepAccumulator, *, is_current: bool) -> None:
+    """Four tokens of staleness 0, 2, 3, 2, and a masked one full of nonsense."""
+    inputs = LossInputs(
+        trainer_logprobs_N=torch.tensor([-math.inf, -2.0, -2.0, -2.0, math.nan]),
+        proximal_logprobs_N=torch.zeros(5),
+        rollout_logprobs_N=torch.tensor([-1.0, -1.0, -1.0, -3.0, math.nan]),
+        advantages_N=torch.zeros(5),
+        weights_N=torch.ones(5),
+        mask_N=torch.tensor([True, True, True, True, False]),
+        staleness_N=torch.tensor([0, 2, 3, 2, 0]),
+        segment_ids_N=torch.tensor([0, 0, 1, 1, 1]),
+        num_segments=2,
+        entropy_N=torch.tensor([1.0, 2.0, 2.0, 2.0, math.nan]),
+    )
+    result = Objective(
+        loss=torch.tensor(0.5),
+        diagnostics={
+            "mine": torch.tensor([False, True, True, False, True]),
+            "bounded_fraction": torch.tensor([False, True, False, False, True]),
+            "num_tokens": torch.ones(5),  # a name of ours: it stays ours
+        },
+        metrics={"per_sequence": (torch.tensor(5.0), torch.tensor(2))},
+    )
+    start_N = torch.tensor([-1.0, -2.0, -2.0, -2.0, math.nan])
+    rows = [
+        Row(
+            tokens=np.arange(length, dtype=np.int32),
+            loss_mask=(np.arange(length) >= 2).astype(np.uint8),
+            rollout_logprobs=np.zeros(length, np.float32),
+            is_current=is_current,
+        )
+        for length in (4, 5)
+    ]
+    (batch,) = pack(rows, max_tokens=9)
+    tally.add(batch, inputs, result, start_N)
 
 
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
@@ -155,7 +196,7 @@ def test_skipped_updates_are_counted_by_reason(ranks: Collectives) -> None:
     assert (stats.num_updates, stats.num_skipped_updates, stats.num_empty_updates) == (3, 1, 1)
     assert stats.grad_norm == 0.25
     stats = stats_of(ranks, StepAccumulator(torch.device("cpu"), 1), norms=[None])
-    assert math.isnan(stats.grad_norm) and math.isnan(stats.entropy)
+    assert math.isnan(stats.grad_norm) and stats.token_means == {"ess": stats.token_means["ess"]}
 
 
 def test_padding_is_the_share_of_tokens_without_a_trajectory(ranks: Collectives) -> None:
@@ -165,10 +206,8 @@ def test_padding_is_the_share_of_tokens_without_a_trajectory(ranks: Collectives)
         rollout_logprobs=np.zeros(6, np.float32),
     )
     tally = StepAccumulator(torch.device("cpu"), 1)
-    flag, one = torch.tensor([False]), torch.tensor([-1.0])
-    result = PolicyLoss(loss=one[0], is_clipped_BT=flag, is_truncated_BT=flag, is_bounded_BT=flag)
     for batch in fill_up(pack([row], max_tokens=8), 2):
-        tally.add(batch, result, one, one, one)
+        add_batch(tally, batch)
     stats = stats_of(ranks, tally, norms=[0.5])
     assert (stats.padding_fraction, stats.shared_fraction) == (2 / 8, 0)
 
@@ -180,11 +219,14 @@ def test_shared_tokens_are_those_of_trajectories_that_no_pass_computed(ranks: Co
         rollout_logprobs=np.zeros(20, np.float32),
     )
     tally = StepAccumulator(torch.device("cpu"), 1)
-    flags, two = torch.tensor([False, False]), torch.tensor([-1.0, -1.0])
-    result = PolicyLoss(
-        loss=two[0], is_clipped_BT=flags, is_truncated_BT=flags, is_bounded_BT=flags
-    )
     (batch,) = pack([row, row], max_tokens=40, should_share_prefixes=True)
-    tally.add(batch, result, two, two, two)
+    add_batch(tally, batch)
     stats = stats_of(ranks, tally, norms=[0.5])
     assert (stats.padding_fraction, stats.shared_fraction) == (0, 0.5)
+
+
+def add_batch(tally: StepAccumulator, batch: MicroBatch) -> None:
+    scored_N = torch.full(batch.mask_N.shape, -1.0)
+    plain, statistics = Algorithm.load(AlgorithmConfig()), BatchStatistics()
+    inputs = loss_inputs(batch, scored_N, scored_N, None, plain, statistics)
+    tally.add(batch, inputs, plain.objective(inputs, 1.0), scored_N)

@@ -334,7 +334,8 @@ def test_gradient_of_two_ranks_is_that_of_full_logits_in_one_process(
         every = logits.log_softmax(-1)
         logprobs = every.gather(1, tokens[1:, None]).squeeze(1)
         entropy = -(every.exp() * every).sum(-1)
-        loss = loss + ((logprobs * row.advantage - 0.5 * entropy) * mask[1:]).sum()
+        assert row.advantages is not None
+        loss = loss + ((logprobs * row.advantages[0] - 0.5 * entropy) * mask[1:]).sum()
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = dict(np.load(folder / "head-2" / "gradients.npz"))
     assert gradients.keys() == {name for name, _ in model.named_parameters()}
@@ -514,6 +515,27 @@ def test_update_whose_logprobs_are_not_finite_is_skipped_on_all_ranks(
         assert json.loads(step["not_finite_groups"]) == ["0-0"]
         assert outcome.results["is_finite_after_nan"]
         assert outcome.results["steps"][0]["not_finite_fraction"] == 0
+
+
+def test_every_algorithm_has_the_same_gradient_for_any_split_of_the_batch(ranks: Ranks) -> None:
+    """One rank with one micro-batch for each update, against two with several."""
+    alone, together = (ranks.run("algorithms", number) for number in (1, 2))
+    gradients = [dict(np.load(output / "gradients.npz")) for output in (alone, together)]
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) >= 2 * 30
+    for name, gradient in gradients[0].items():
+        size = np.linalg.norm(gradient)
+        assert size > 1e-6, name
+        assert np.linalg.norm(gradient - gradients[1][name]) < 1e-5 * size, name
+    records = [json.loads((o / "results.json").read_text()) for o in (alone, together)]
+    for name, record in records[0].items():
+        if name == "steps":
+            continue
+        for key in record.keys() - {"padding_fraction"}:  # ranks wait for each other's passes
+            value, other = record[key], records[1][name][key]
+            same = (
+                value if isinstance(value, str) else pytest.approx(value, 1e-4, 1e-6, nan_ok=True)
+            )
+            assert other == same, (name, key)
 
 
 def test_published_weights_equal_the_export_in_the_serving_dtype(two_ranks: Outcome) -> None:

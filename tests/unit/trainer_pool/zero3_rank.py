@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import deepspeed
 import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy as np
 import torch
@@ -40,11 +41,22 @@ from loop_scene import HEAD_TOKENS, LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, head_row
 from buffer.run_state import STREAM_START
 from buffer.types import TrajectoryGroup
 from buffer.wire.codec import decode_group
-from configs.choices import Backend
+from configs.algorithm_schema import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    MASKS,
+    WEIGHTS,
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+)
+from configs.choices import Backend, Proximal
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
+from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import fill_up, pack
+from trainer_pool.data.rows import StepBatch
 from trainer_pool.model import zero3
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.rank import TrainerRank
@@ -52,7 +64,7 @@ from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.peer_copies import PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
-from trainer_pool.step import StepBatch, train_step
+from trainer_pool.step import train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
@@ -60,6 +72,15 @@ from weight_sync.types import Record
 
 NUM_STEPS = 4
 SAVE_AFTER = 2
+SYNCHRONOUS_RATE = 1e-3
+GSPO = AlgorithmConfig(
+    loss="gspo",
+    # Wider than usual: whether a ratio beside a bound is clipped would hang on rounding.
+    clip_low=0.04,
+    clip_high=0.05,
+    aggregation="sequence_mean_token_mean",
+    correction=CorrectionConfig(kinds=["tis_geometric"]),
+)
 
 
 def config_for(num_ranks: int) -> TrainerConfig:
@@ -84,6 +105,55 @@ OPTIMIZER = TrainerConfig(
     max_grad_norm=0.0,
     gradient_checkpointing=True,
 )
+
+
+def algorithms() -> dict[str, AlgorithmConfig]:
+    """Every loss, aggregation, correction and advantage of ours in some combination."""
+    rollout, none = Proximal.rollout, CorrectionConfig(kinds=[])
+    cases = {
+        loss: AlgorithmConfig(loss=loss, correction=none, proximal=proximal)
+        for loss, proximal in (
+            ("ppo", rollout),
+            ("cispo", rollout),
+            ("sapo", rollout),
+            ("reinforce", Proximal.recomputed),
+            ("importance_sampling", Proximal.recomputed),
+            ("dppo_tv", Proximal.recomputed),
+            ("dppo_kl", Proximal.recomputed),
+            ("supervised", Proximal.recomputed),
+        )
+    }
+    cases["gspo"] = AlgorithmConfig(
+        loss="gspo", clip_low=0.05, clip_high=0.05, proximal=rollout, correction=none
+    )
+    cases["log_linear"] = AlgorithmConfig(proximal=Proximal.log_linear)
+    for kind in (*WEIGHTS, *MASKS):
+        # So wide that some of each group are kept: rollouts of this test are those of no policy.
+        bounds = CorrectionConfig(
+            kinds=[kind],
+            normalize=kind == "tis_sequence",
+            geometric_low=0.5,
+            geometric_high=2.0,
+            product_high=1e3,
+            veto_below=0.4,
+        )
+        cases[kind] = AlgorithmConfig(correction=bounds)
+    for aggregation in AGGREGATIONS:
+        cases[aggregation] = AlgorithmConfig(aggregation=aggregation, aggregation_length=30)
+    for kind in ADVANTAGES:
+        parts = {"right": 1.0} if kind == "gdpo" else {}
+        cases[kind] = AlgorithmConfig(advantage=AdvantageConfig(kind=kind, part_weights=parts))
+    return cases
+
+
+def with_graded_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
+    """No two episodes have the same reward, which is its one part as well."""
+    rewards = [t.reward + 0.1 * t.episode for t in group.trajectories]
+    graded = (
+        replace(t, reward=reward, reward_parts={"right": reward})
+        for t, reward in zip(group.trajectories, rewards, strict=True)
+    )
+    return replace(group, trajectories=tuple(graded))
 
 
 def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
@@ -174,6 +244,7 @@ class Scenario:
         self.engine = engine
         self.ranks = ranks
         self.config = config_for(ranks.num_ranks)
+        self.algorithm = Algorithm.load(AlgorithmConfig())
         self.results: dict[str, object] = {"steps": []}
         self.gradients: dict[str, np.ndarray] = {}
         self.store = CheckpointStore(folder / f"checkpoints-{ranks.num_ranks}")
@@ -328,11 +399,11 @@ class Scenario:
         adam = torch.optim.AdamW(
             whole.values(), betas=(0.5, 0.7), eps=0.01, weight_decay=0.3, fused=False
         )
-        tokens = torch.arange(16).reshape(2, 8)
+        (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
         errors = []
         for rate in (0.1, 0.02):
-            logits = self.engine._engine(input_ids=tokens, use_cache=False).logits
-            self.engine.backward(logits.square().mean() / self.ranks.num_ranks)
+            logprobs = self.engine.score(batch).logprobs
+            self.engine.backward(logprobs.square().mean() / self.ranks.num_ranks)
             for name, parameter in model.named_parameters():
                 whole[name].grad = deepspeed.utils.safe_get_full_grad(parameter).clone()
             self.engine.step(rate)
@@ -462,6 +533,7 @@ class Scenario:
                     self.ranks,
                     batch,
                     self.config,
+                    self.algorithm,
                     learning_rate=1e-2,
                     before_update=noted("before_update", before_update),
                 )
@@ -487,6 +559,7 @@ class Scenario:
             self.ranks,
             replace(batch, groups=groups),
             self.config,
+            self.algorithm,
             learning_rate=1e-2,
             before_update=lambda: None,
         )
@@ -509,6 +582,7 @@ class Scenario:
             self.ranks,
             replace(batch, groups=tuple(groups)),
             self.config,
+            self.algorithm,
             learning_rate=1e-2,
             before_update=lambda: None,
         )
@@ -535,6 +609,7 @@ class Scenario:
                     micro_batch_tokens=micro_batch_tokens,
                     share_prefixes=share_prefixes,
                 ),
+                self.algorithm,
                 learning_rate=0.0,
                 before_update=lambda: None,
             )
@@ -594,6 +669,7 @@ class Scenario:
                 self.ranks,
                 batch,
                 config,
+                self.algorithm,
                 learning_rate=1e-2,
                 before_update=lambda: None,
             )
@@ -608,6 +684,57 @@ class Scenario:
         report = warm_start(self.engine, self.ranks, examples(), self.config)
         self.results["warm_start_losses"] = [report.loss_first, report.loss_last]
         self.results["largest_moment_left"] = max(float(m.abs().max()) for m in self.moments())
+
+    def synchronous(self, algorithm: AlgorithmConfig, num_minibatches: int) -> None:
+        """Train on the batches that the plain loop left in the folder."""
+        settings = replace(self.config, num_minibatches=num_minibatches)
+        chosen, step, steps = Algorithm.load(algorithm), 0, []
+        while list(self.folder.glob(f"batch-{step}-*.group")):
+            batch = read_batch(self.folder, step, self.ranks.rank, self.ranks.num_ranks)
+            stats = train_step(
+                self.engine,
+                self.ranks,
+                batch,
+                settings,
+                chosen,
+                learning_rate=SYNCHRONOUS_RATE,
+                before_update=lambda: None,
+            )
+            steps.append(stats.record())
+            step += 1
+        self.results["steps"] = steps
+        self.write()
+
+    def algorithms(self) -> None:
+        """The gradient of each update of a step with each algorithm; at a learning rate of 0 one
+        does not change the next. One rank has a single micro-batch, two have several."""
+        config = replace(self.config, micro_batch_tokens=2000 if self.ranks.num_ranks == 1 else 48)
+        batch = read_batch(self.folder, 1, self.ranks.rank, self.ranks.num_ranks)
+        batch = replace(batch, groups=tuple(map(with_graded_rewards, batch.groups)))
+        gradients: dict[str, np.ndarray] = {}
+        for name, algorithm in algorithms().items():
+
+            def note(name: str = name) -> None:
+                update = sum(key.startswith(f"{name}:") for key in gradients)
+                parts = [
+                    deepspeed.utils.safe_get_full_grad(parameter).flatten()
+                    for parameter in self.engine._engine.module.parameters()
+                ]
+                gradients[f"{name}:{update}"] = torch.cat(parts).double().numpy()
+
+            stats = train_step(
+                self.engine,
+                self.ranks,
+                batch,
+                config,
+                Algorithm.load(algorithm),
+                learning_rate=0.0,
+                before_update=note,
+            )
+            self.results[name] = stats.record()
+        if self.ranks.rank == 0:
+            self.output.mkdir(exist_ok=True)
+            np.savez(self.output / "gradients.npz", **gradients)
 
     def moments(self) -> list[torch.Tensor]:
         states = self.engine._engine.optimizer.optimizer.state.values()
@@ -714,6 +841,11 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "copies": scenario.copies,
         "packings": scenario.packings,
         "head": scenario.head,
+        "algorithms": scenario.algorithms,
+        "grpo": lambda: scenario.synchronous(AlgorithmConfig(), 1),
+        "grpo_twice": lambda: scenario.synchronous(AlgorithmConfig(), 2),
+        "gspo": lambda: scenario.synchronous(GSPO, 1),
+        "gspo_twice": lambda: scenario.synchronous(GSPO, 2),
     }[name]()
     if rank == 0:
         output.mkdir(exist_ok=True)

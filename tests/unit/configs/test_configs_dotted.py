@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rollout_pool.tasks.dotted import load_callable, load_dotted
+from configs.dotted import load_callable, load_dotted
 
 SETTING = "task.factory"
 

@@ -1,4 +1,4 @@
-"""Loads what a setting names as `module:name` or `file.py:name`: a user's task, reward or tool.
+"""Loads code of a user that a setting names as `module:name` or `file.py:name`.
 
 A file is loaded once per process, so that two names from one file share its state.
 """

@@ -1,0 +1,277 @@
+"""The settings of the algorithm: loss, advantage, corrections, aggregation; what fits together.
+
+A function is chosen by its name, or is a user's own as `file.py:function`. `AlgorithmConfig.rules`
+and `off_policy_rules` refuse the combinations that would train something else than they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from configs.checks import (
+    CODE_PATTERN,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Bound,
+    Rule,
+    Section,
+    at_least,
+    matching,
+    within,
+)
+from configs.choices import Proximal
+
+LOSSES = {
+    "ppo": "proximal",
+    "gspo": "proximal",
+    "cispo": "proximal",
+    "sapo": "proximal",
+    "reinforce": "rollout",
+    "importance_sampling": "rollout",
+    "dppo_tv": "rollout",
+    "dppo_kl": "rollout",
+    "supervised": None,
+}
+"""Each loss, and the policy that its ratio compares the trained one with: its anchor."""
+ADVANTAGES = (
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "batch_std",
+    "max_rl",
+    "gdpo",
+    "pass_at_k",
+)
+WEIGHTS = ("tis_token", "tis_sequence", "tis_geometric", "icepop")
+"""Corrections that weight tokens by proximal / rollout."""
+MASKS = ("geometric_mask", "product_mask", "veto", "opsm", "m2po", "kpop")
+"""Corrections that reject tokens or trajectories."""
+AGGREGATIONS = (
+    "token_mean",
+    "token_sum",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_norm",
+    "prompt_mean",
+)
+KL_ESTIMATORS = ("k1", "k2", "k3", "absolute", "unbiased")
+
+
+def named(names: Iterable[str]) -> Mapping[str, Bound]:
+    """Metadata of a function: one of ours, or a user's."""
+    return matching(rf"{'|'.join(names)}|{CODE_PATTERN}", f"{', '.join(names)} or file.py:name")
+
+
+@dataclass(kw_only=True, slots=True)
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    SECTION: ClassVar[str] = "algorithm.advantage"
+
+    kind: str = field(default="grpo", metadata=named(ADVANTAGES))
+    ddof: int = field(default=1, metadata=within(0, 1))
+    """Standard deviations divide by the number minus this."""
+    epsilon: float = field(default=1e-6, metadata=NOT_NEGATIVE)
+    """Added to a standard deviation before it divides."""
+    part_weights: dict[str, float] = field(default_factory=dict)
+    """gdpo: the weight of each part of the reward; if empty, those of task.rewards."""
+    overlong_start: int | None = field(default=None, metadata=at_least(0))
+    """Generated tokens from which on an episode loses reward; None: length costs nothing."""
+    overlong_end: int | None = field(default=None, metadata=at_least(1))
+    """Where the loss of reward is full; None is rollout.max_response_tokens."""
+    overlong_penalty: float = field(default=1.0, metadata=POSITIVE)
+    """The full loss of reward."""
+    mask_truncated: bool = False
+    """Do not train on answers that ended at their token limit; their rewards still count in the
+    statistics of their group."""
+
+    def rules(self) -> Iterator[Rule]:
+        start, end = self.overlong_start, self.overlong_end
+        yield Rule(
+            start is None or end is None or start < end,
+            "overlong_start",
+            f"must be below algorithm.advantage.overlong_end={end}",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class CorrectionConfig(Section):
+    """Weights and masks for tokens of another policy, by p = proximal / rollout. A rejected token
+    has no gradient, and still counts in the denominator of the loss."""
+
+    SECTION: ClassVar[str] = "algorithm.correction"
+
+    kinds: list[str] = field(
+        default_factory=lambda: ["tis_token"], metadata=named((*WEIGHTS, *MASKS))
+    )
+    """All that are named apply; `[]` for none."""
+    tis_cap: float = field(default=2.0, metadata=within(1))
+    """tis_token, tis_sequence, tis_geometric: the largest weight, of p itself, its product over the
+    trajectory, or its geometric mean."""
+    normalize: bool = False
+    """The same: divide weights by their mean over the batch."""
+    icepop_low: float = field(default=0.5, metadata=within(0, below=1))
+    icepop_high: float = field(default=5.0, metadata=within(above=1))
+    """icepop: tokens with p outside these bounds are rejected, the others weighted by p."""
+    geometric_low: float = field(default=0.99, metadata=within(0, below=1))
+    geometric_high: float = field(default=1.01, metadata=within(above=1))
+    """geometric_mask: bounds of the geometric mean of p over a trajectory."""
+    product_low: float = field(default=0.5, metadata=within(0, below=1))
+    product_high: float = field(default=2.0, metadata=within(above=1))
+    """product_mask: bounds of its product."""
+    veto_below: float = field(default=1e-4, metadata=within(above=0, below=1))
+    """veto: the smallest p that any token of a trajectory may have."""
+    opsm_limit: float = field(default=0.1, metadata=POSITIVE)
+    """opsm: the largest mean of log(rollout / trainer) of a trajectory of negative advantage."""
+    m2po_limit: float = field(default=0.04, metadata=POSITIVE)
+    """m2po: the largest mean of (log p)^2 over the kept tokens of an update."""
+    kpop_limit: float = field(default=0.05, metadata=POSITIVE)
+    """kpop: the largest KL divergence of the choice between a token and any other."""
+
+    def rules(self) -> Iterator[Rule]:
+        weights = [kind for kind in self.kinds if kind in WEIGHTS]
+        yield Rule(len(set(self.kinds)) == len(self.kinds), "kinds", "each correction applies once")
+        yield Rule(
+            len(weights) <= 1,
+            "kinds",
+            f"{' and '.join(weights)} would multiply two weights for the same ratio; keep one",
+        )
+        yield Rule(
+            not self.normalize or (bool(weights) and weights != ["icepop"]),
+            "normalize",
+            "there is no truncated weight to divide by its mean; add tis_token to "
+            "algorithm.correction.kinds, or set false",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig(Section):
+    """What is learnt from a batch. docs/algorithms.md explains the functions and their sources."""
+
+    SECTION: ClassVar[str] = "algorithm"
+
+    loss: str = field(default="ppo", metadata=named(LOSSES))
+    proximal: Proximal = Proximal.recomputed
+    aggregation: str = field(default="token_mean", metadata=named(AGGREGATIONS))
+    """How losses of tokens become one."""
+    aggregation_length: int | None = field(default=None, metadata=at_least(1))
+    """sequence_mean_token_sum_norm: the constant; None is rollout.max_response_tokens."""
+    clip_low: float = field(default=0.2, metadata=within(above=0, most=1))
+    clip_high: float = field(default=0.28, metadata=POSITIVE)
+    """ppo, gspo, cispo: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    dual_clip: float | None = field(default=None, metadata=within(above=1))
+    """ppo, gspo: the loss of a bad token is at most this times its advantage; None: no bound."""
+    sapo_good: float = field(default=1.0, metadata=POSITIVE)
+    sapo_bad: float = field(default=1.05, metadata=POSITIVE)
+    """sapo: steepness of the gate for tokens of positive advantage, and of the others."""
+    weight_cap: float = field(default=2.0, metadata=within(above=0))
+    """reinforce: the largest importance weight, trainer / rollout."""
+    dppo_low: float = field(default=0.2, metadata=POSITIVE)
+    dppo_high: float = field(default=0.2, metadata=POSITIVE)
+    """dppo_tv, dppo_kl: how far a token may diverge down, and up, before it has no gradient."""
+    log_ratio_penalty: float = field(default=1e-3, metadata=NOT_NEGATIVE)
+    """The same: factor of log(trainer / rollout)^2."""
+    entropy_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Entropy bonus: so many times the policy's entropy is subtracted from the loss of each token,
+    whatever the corrections say."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Free, for functions of your own."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the loss is a user's; its anchor is not known."""
+        return self.loss not in LOSSES
+
+    @property
+    def is_anchored_at_rollout(self) -> bool:
+        """Whether the loss itself weights tokens by trainer / rollout."""
+        anchor = LOSSES.get(self.loss)
+        uses_rollout = self.proximal is Proximal.rollout
+        return anchor == "rollout" or (anchor == "proximal" and uses_rollout)
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether anything reads the proximal policy's log-probabilities."""
+        return self.has_own_loss or LOSSES[self.loss] == "proximal" or bool(self.correction.kinds)
+
+    def rules(self) -> Iterator[Rule]:
+        yield from self._correction_rules()
+        yield Rule(
+            self.needs_proximal or self.proximal is Proximal.recomputed,
+            "proximal",
+            f"algorithm.loss={self.loss} without a correction does not read it; leave it out",
+        )
+        yield Rule(
+            self.dual_clip is None or self.loss in ("ppo", "gspo") or self.has_own_loss,
+            "dual_clip",
+            f"algorithm.loss={self.loss} has no such bound; set null, or algorithm.loss=ppo",
+        )
+        for name in ("clip_low", "clip_high"):
+            yield Rule(
+                self.loss != "gspo" or getattr(self, name) <= 0.05,
+                name,
+                "algorithm.loss=gspo clips the geometric mean over a whole trajectory, which stays "
+                "near 1; choose algorithm=gspo, which sets 3e-4 and 4e-4",
+            )
+
+    def _correction_rules(self) -> Iterator[Rule]:
+        kinds, shown = self.correction.kinds, "correction.kinds"
+        weights = [kind for kind in kinds if kind in WEIGHTS]
+        yield Rule(
+            self.loss != "supervised" or not kinds,
+            shown,
+            "algorithm.loss=supervised imitates tokens, whichever policy they are of; set []",
+        )
+        where = f"algorithm.loss={self.loss}"
+        if self.proximal is Proximal.rollout:
+            where += " with algorithm.proximal=rollout"
+        yield Rule(
+            not (self.is_anchored_at_rollout and weights),
+            shown,
+            f"{where} already weights tokens by trainer / rollout, and a second weight would count "
+            "staleness twice; keep only masks, or set []",
+        )
+        blind = [kind for kind in kinds if kind in MASKS and kind != "opsm"]
+        yield Rule(
+            not (self.proximal is Proximal.rollout and blind),
+            shown,
+            "with algorithm.proximal=rollout the ratio to rollout is 1 for every token, so "
+            f"{' and '.join(blind)} would reject nothing; set algorithm.proximal=recomputed, or []",
+        )
+
+    def off_policy_rules(self, max_staleness: int, num_minibatches: int) -> Iterator[Rule]:
+        """Rules for data of other versions, and for several updates with one batch."""
+        is_anchored_at_proximal = LOSSES.get(self.loss) == "proximal"
+        yield Rule(
+            max_staleness == 0
+            or not is_anchored_at_proximal
+            or self.proximal is Proximal.rollout
+            or bool(self.correction.kinds),
+            "correction.kinds",
+            f"with buffer.max_staleness={max_staleness} algorithm.loss={self.loss} would take "
+            "tokens of older versions for the trained one's: its denominator is algorithm.proximal="
+            f"{self.proximal.name}; add a correction as tis_token, set algorithm.proximal=rollout, "
+            "or buffer.max_staleness=0",
+        )
+        yield Rule(
+            self.proximal is not Proximal.log_linear or max_staleness > 0,
+            "proximal",
+            "it interpolates between versions, of which buffer.max_staleness=0 has only one; set "
+            "recomputed",
+        )
+        yield Rule(
+            self.dual_clip is None
+            or num_minibatches > 1
+            or self.proximal is not Proximal.recomputed
+            or self.has_own_loss,
+            "dual_clip",
+            "with trainer.num_minibatches=1 the ratio to the policy at the start of the step is 1 "
+            "and there is nothing to bound; set null, raise trainer.num_minibatches, or set "
+            "algorithm.proximal=rollout",
+        )

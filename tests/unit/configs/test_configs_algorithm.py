@@ -1,0 +1,194 @@
+"""Which anchors, corrections, losses and numbers of updates go together, and why others do not."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from configs.load import ConfigError, load_config, options, read_config, to_yaml
+from trainer_pool.algorithms.trial import check_algorithm
+
+ROLLOUT = "algorithm.proximal=rollout"
+NONE = "algorithm.correction.kinds=[]"
+
+
+def kinds(*names: str) -> str:
+    return f"algorithm.correction.kinds=[{', '.join(names)}]"
+
+
+@pytest.mark.parametrize("name", options("algorithm"))
+@pytest.mark.parametrize("max_staleness", [1, 8])
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_every_file_of_the_group_is_a_legal_algorithm(
+    name: str, max_staleness: int, num_minibatches: int
+) -> None:
+    config = load_config(
+        [
+            f"algorithm={name}",
+            f"buffer.max_staleness={max_staleness}",
+            f"trainer.num_minibatches={num_minibatches}",
+        ]
+    )
+    check_algorithm(config.full_algorithm)
+
+
+def test_default_is_decoupled_ppo() -> None:
+    assert load_config([]).algorithm == load_config(["algorithm=decoupled_ppo"]).algorithm
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["buffer.max_staleness=0", NONE],
+        [ROLLOUT, NONE],
+        [ROLLOUT, kinds("opsm")],
+        ["algorithm.loss=dppo_tv", NONE],
+        ["algorithm.loss=reinforce", kinds("veto", "geometric_mask")],
+        ["algorithm.loss=supervised", NONE],
+        [kinds("m2po")],
+        [kinds("tis_token", "veto", "opsm", "kpop")],
+        ["algorithm.dual_clip=3", "trainer.num_minibatches=2"],
+        ["algorithm.dual_clip=3", ROLLOUT, NONE],
+        [kinds("tis_sequence"), "algorithm.correction.normalize=true"],
+    ],
+)
+def test_legal_combinations_load(settings: list[str]) -> None:
+    load_config(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        # An unknown name.
+        (["algorithm.loss=pppo"], "algorithm.loss='pppo': must be ppo, gspo, cispo, "),
+        ([kinds("tis")], "algorithm.correction.kinds=['tis']: must be tis_token, "),
+        (["algorithm=ppoo"], "algorithm=ppoo: there is no such algorithm;"),
+        # Anchor at the engine and a second weight.
+        (
+            [ROLLOUT],
+            "algorithm.correction.kinds=['tis_token']: algorithm.loss=ppo with "
+            "algorithm.proximal=rollout already weights tokens by trainer / rollout",
+        ),
+        (
+            ["algorithm.loss=cispo", ROLLOUT, kinds("icepop")],
+            "algorithm.correction.kinds=['icepop']: algorithm.loss=cispo with "
+            "algorithm.proximal=rollout already weights tokens by trainer / rollout",
+        ),
+        *(
+            (
+                [f"algorithm.loss={loss}", kinds("tis_sequence")],
+                f"algorithm.correction.kinds=['tis_sequence']: algorithm.loss={loss} already "
+                "weights tokens by trainer / rollout, and a second weight would count staleness "
+                "twice; keep only masks, or set []",
+            )
+            for loss in ("reinforce", "importance_sampling", "dppo_tv", "dppo_kl")
+        ),
+        # Masks that see nothing.
+        (
+            [ROLLOUT, kinds("veto", "opsm")],
+            "algorithm.correction.kinds=['veto', 'opsm']: with algorithm.proximal=rollout the "
+            "ratio to rollout is 1 for every token, so veto would reject nothing",
+        ),
+        # A denominator of the trained version for tokens of others.
+        *(
+            (
+                [f"algorithm.loss={loss}", NONE, *more],
+                "algorithm.correction.kinds=[]: with buffer.max_staleness=2 "
+                f"algorithm.loss={loss} would take tokens of older versions",
+            )
+            for loss, more in (
+                ("ppo", []),
+                ("gspo", ["algorithm.clip_low=3e-4", "algorithm.clip_high=4e-4"]),
+                ("cispo", []),
+                ("sapo", ["algorithm.proximal=log_linear"]),
+            )
+        ),
+        # Settings without an effect.
+        (
+            ["algorithm.loss=dppo_tv", NONE, ROLLOUT],
+            "algorithm.proximal='rollout': algorithm.loss=dppo_tv without a correction does not "
+            "read it",
+        ),
+        (
+            ["algorithm.proximal=log_linear", "buffer.max_staleness=0"],
+            "algorithm.proximal='log_linear': it interpolates between versions, of which "
+            "buffer.max_staleness=0 has only one",
+        ),
+        (
+            ["algorithm.dual_clip=3"],
+            "algorithm.dual_clip=3.0: with trainer.num_minibatches=1 the ratio to the policy at "
+            "the start of the step is 1",
+        ),
+        (
+            ["algorithm.loss=sapo", "algorithm.dual_clip=3", "trainer.num_minibatches=2"],
+            "algorithm.dual_clip=3.0: algorithm.loss=sapo has no such bound",
+        ),
+        (
+            [kinds("icepop"), "algorithm.correction.normalize=true"],
+            "algorithm.correction.normalize=True: there is no truncated weight",
+        ),
+        # Two weights, or one twice.
+        (
+            [kinds("tis_token", "icepop")],
+            "algorithm.correction.kinds=['tis_token', 'icepop']: tis_token and icepop would "
+            "multiply two weights",
+        ),
+        ([kinds("veto", "veto")], "algorithm.correction.kinds=['veto', 'veto']: each correction"),
+        (
+            ["algorithm.loss=supervised"],
+            "algorithm.correction.kinds=['tis_token']: algorithm.loss=supervised imitates",
+        ),
+        # Bounds of tokens for whole trajectories.
+        (
+            ["algorithm.loss=gspo"],
+            "algorithm.clip_low=0.2: algorithm.loss=gspo clips the geometric mean",
+        ),
+        # Advantages.
+        (
+            ["algorithm.advantage.kind=gdpo"],
+            "algorithm.advantage.kind='gdpo': it needs named parts of the reward",
+        ),
+        (
+            ["algorithm.advantage.overlong_start=8"],
+            "algorithm.advantage.overlong_start=8: the loss of reward must begin below "
+            "algorithm.advantage.overlong_end=8, and that be at most rollout.max_response_tokens=8",
+        ),
+        (
+            ["algorithm.advantage.overlong_start=4", "algorithm.advantage.overlong_end=3"],
+            "algorithm.advantage.overlong_start=4: must be below",
+        ),
+    ],
+)
+def test_illegal_combination_is_refused_with_its_reason(settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}") as caught:
+        load_config(settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_other_sections_say_fills_the_algorithm() -> None:
+    config = load_config(
+        [
+            "task.rewards={right: {kind: task, weight: 2}, t: {kind: teacher, url: 'http://h', "
+            "model: m}}",
+            "algorithm.advantage.kind=gdpo",
+            "algorithm.advantage.overlong_start=4",
+        ]
+    )
+    full = config.full_algorithm
+    assert full.aggregation_length == full.advantage.overlong_end == 8
+    assert full.advantage.part_weights == {"right": 2.0}
+    assert config.algorithm.aggregation_length is None
+
+
+def test_algorithm_survives_the_file_of_a_run(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = load_config(["algorithm=gspo", "algorithm.params.mine=[1, 2]"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert read_config(tmp_path / "config.yaml") == config
+
+
+def test_live_staleness_is_held_against_the_algorithm(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    config = load_config(["buffer.max_staleness=0", NONE])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    with pytest.raises(ConfigError, match=r"with buffer\.max_staleness=1 algorithm\.loss=ppo"):
+        read_config(tmp_path / "config.yaml", ["buffer.max_staleness=1"])

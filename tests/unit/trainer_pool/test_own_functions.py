@@ -1,0 +1,144 @@
+"""A user's own functions: what is refused before a run starts, and what they may rely on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.algorithm_schema import AdvantageConfig, AlgorithmConfig, CorrectionConfig
+from configs.load import load_config
+from trainer_pool.algorithms.registry import Algorithm
+from trainer_pool.algorithms.trial import check_algorithm
+
+CODE = """
+import numpy as np
+import torch
+from trainer_pool.algorithms.aggregation import Aggregation
+from trainer_pool.algorithms.types import Correction, LossOutputs
+
+def good(inputs, config):
+    scale = config.params.get("scale", 1.0)
+    loss_N = -scale * inputs.advantages_N * inputs.trainer_logprobs_N
+    return LossOutputs(loss_N=loss_N, diagnostics={"mine": inputs.advantages_N})
+
+def summed(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N.sum())
+
+def tensor(inputs, config):
+    return inputs.trainer_logprobs_N
+
+def short_diagnostic(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N, diagnostics={"few": torch.zeros(2)})
+
+def detached(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N.detach())
+
+def fails(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N / config.params["scale"])
+
+def three(inputs, config, more):
+    return good(inputs, config)
+
+def keeps_all(inputs, config):
+    return Correction(factors_N=torch.ones_like(inputs.rollout_logprobs_N))
+
+def keeps_one(inputs, config):
+    return Correction(factors_N=torch.ones(1))
+
+def ones(inputs, config):
+    return [np.ones(t.num_tokens, np.float32) for t in inputs.trajectories]
+
+def by_episode(inputs, config):
+    return inputs.rewards_E
+
+def halves(inputs, config):
+    return Aggregation(weights_R=inputs.shares_R / 2, denominator=1.0)
+
+def one_weight(inputs, config):
+    return Aggregation(weights_R=inputs.shares_R[:1], denominator=1.0)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(CODE)
+    return str(path)
+
+
+def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
+    config = AlgorithmConfig(
+        loss=f"{mine}:good",
+        aggregation=f"{mine}:halves",
+        advantage=AdvantageConfig(kind=f"{mine}:ones"),
+        correction=CorrectionConfig(kinds=["veto", f"{mine}:keeps_all"]),
+        params={"scale": 2.0},
+    )
+    check_algorithm(config)
+    assert Algorithm.load(config).loss.__name__ == "good"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss": "mine:absent"}, r"algorithm\.loss='mine:absent': there is no module named"),
+        ({"loss": "nowhere/mine.py:good"}, r"algorithm\.loss='nowhere/mine\.py:good': there is no"),
+        ({"loss": "MINE:absent"}, r"algorithm\.loss='.*:absent': .*nothing named 'absent'"),
+        ({"loss": "MINE:CODE"}, r"has nothing named 'CODE'"),
+        (
+            {"loss": "MINE:three"},
+            r"algorithm\.loss='.*': must take \(inputs, config\), and takes \(inputs, config, m",
+        ),
+        ({"loss": "MINE:summed"}, r"loss_N has the shape \(\); return one value for each of the 5"),
+        ({"loss": "MINE:tensor"}, r"algorithm\.loss='.*': must return LossOutputs, not Tensor"),
+        ({"loss": "MINE:short_diagnostic"}, r"few has the shape \(2,\); return one value for each"),
+        ({"loss": "MINE:detached"}, r"does not depend on inputs\.trainer_logprobs_N"),
+        (
+            {"loss": "MINE:fails"},
+            r"algorithm\.loss='.*:fails': failed on a batch of 5 tokens: KeyError: 'scale'",
+        ),
+        ({"aggregation": "MINE:one_weight"}, r"algorithm\.aggregation='.*a weight for each of 2"),
+        ({"aggregation": "MINE:ones"}, r"algorithm\.aggregation='.*:ones': failed on a batch"),
+        ({"kind": "MINE:by_episode"}, r"algorithm\.advantage\.kind='.*must return an array \[T\]"),
+        (
+            {"kinds": ["MINE:keeps_one"]},
+            r"algorithm\.correction\.kinds=.*a factor for each of the",
+        ),
+    ],
+)
+def test_function_that_cannot_be_used_is_refused_with_setting_value_and_fix(
+    mine: str, settings: dict[str, str | list[str]], message: str
+) -> None:
+    def name(value: str | list[str]) -> str:
+        assert isinstance(value, str)
+        return value.replace("MINE", mine)
+
+    config = AlgorithmConfig()
+    for key, value in settings.items():
+        if key == "kind":
+            config.advantage.kind = name(value)
+        elif key == "kinds":
+            config.correction.kinds = [name(one) for one in value]
+        else:
+            setattr(config, key, name(value))
+    with pytest.raises(ValueError, match=message):
+        check_algorithm(config)
+
+
+def test_relative_file_of_a_loss_means_the_folder_of_the_command(
+    mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(mine).parent)
+    config = load_config(
+        [
+            "algorithm.loss=mine.py:good",
+            "algorithm.advantage.kind=mine.py:ones",
+            "algorithm.correction.kinds=[tis_token, 'mine.py:keeps_all']",
+            "algorithm.params.scale=3",
+        ]
+    )
+    assert config.algorithm.loss == f"{mine}:good"
+    assert config.algorithm.correction.kinds == ["tis_token", f"{mine}:keeps_all"]
+    assert config.algorithm.params == {"scale": 3}
+    check_algorithm(config.full_algorithm)

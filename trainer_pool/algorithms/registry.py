@@ -1,0 +1,243 @@
+"""From the settings of the algorithm to its functions, ours by name or a user's by `file.py:name`.
+
+rewards ─ advantage ─► advantages of tokens ┐
+trajectories ─ aggregation ─► weights ──────┤
+                                            ├─ loss x corrections x weights ─► sum / denominator
+log-probabilities of three policies ────────┘
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.algorithm_schema import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    MASKS,
+    WEIGHTS,
+    AlgorithmConfig,
+)
+from configs.choices import Proximal
+from configs.dotted import load_callable
+from trainer_pool.algorithms import advantages, aggregation, corrections, kl, losses
+from trainer_pool.algorithms.advantages import AdvantageInputs, TokenAdvantages
+from trainer_pool.algorithms.aggregation import Aggregation, AggregationInputs
+from trainer_pool.algorithms.types import (
+    MAX_LOG_RATIO,
+    BatchStatistics,
+    Correction,
+    LossInputs,
+    LossOutputs,
+)
+
+LossFunction = Callable[[LossInputs, AlgorithmConfig], LossOutputs]
+CorrectionFunction = Callable[[LossInputs, AlgorithmConfig], Correction]
+AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], TokenAdvantages]
+AggregationFunction = Callable[[AggregationInputs, AlgorithmConfig], Aggregation]
+KLFunction = Callable[[LossInputs, AlgorithmConfig], Tensor]
+
+
+def _functions(module: Any, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    return {name: getattr(module, name) for name in names}
+
+
+FAMILIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "algorithm.loss": _functions(losses, [*LOSSES]),
+    "algorithm.correction.kinds": _functions(corrections, [*WEIGHTS, *MASKS]),
+    "algorithm.advantage.kind": _functions(advantages, ADVANTAGES),
+    "algorithm.aggregation": _functions(aggregation, AGGREGATIONS),
+}
+"""Our functions by the setting that names them. Each takes (inputs, config)."""
+KL: Mapping[str, KLFunction] = _functions(kl, KL_ESTIMATORS)
+
+
+def find(setting: str, name: str) -> Callable[..., Any]:
+    """The function of that name. Raises ValueError if a user's cannot be loaded, or if it does not
+    take (inputs, config)."""
+    if name in FAMILIES[setting]:
+        return FAMILIES[setting][name]
+    function: Callable[..., Any] = load_callable(name, setting)
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"{setting}={name!r}: must take (inputs, config), and takes "
+            f"{inspect.signature(function)}; docs/algorithms.md has an example"
+        ) from error
+    return function
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Objective:
+    """The loss of one micro-batch, and what the metrics of a step are made from."""
+
+    loss: Tensor
+    """Scalar, to differentiate: this micro-batch's share of the loss of the update."""
+    diagnostics: Mapping[str, Tensor]
+    """[N] each."""
+    metrics: Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Algorithm:
+    """The functions that the settings name.
+
+        algorithm = Algorithm.load(config)           # raises ValueError
+        advantages = algorithm.advantages(episodes)
+        objective = algorithm.objective(inputs, denominator)
+        objective.loss.backward()
+
+    What a user's function returns is checked here; what it computes is its own affair.
+    """
+
+    config: AlgorithmConfig
+    loss: LossFunction
+    corrections: tuple[CorrectionFunction, ...]
+    advantage: AdvantageFunction
+    aggregation: AggregationFunction
+
+    @classmethod
+    def load(cls, config: AlgorithmConfig) -> Algorithm:
+        """Raises ValueError naming the setting whose function cannot be used."""
+        return cls(
+            config=config,
+            loss=find("algorithm.loss", config.loss),
+            corrections=tuple(
+                find("algorithm.correction.kinds", kind) for kind in config.correction.kinds
+            ),
+            advantage=find("algorithm.advantage.kind", config.advantage.kind),
+            aggregation=find("algorithm.aggregation", config.aggregation),
+        )
+
+    def advantages(self, inputs: AdvantageInputs) -> TokenAdvantages:
+        """Raises ValueError if a user's function returns something else than [T] each."""
+        found = self.advantage(inputs, self.config)
+        shapes = [np.shape(values) for values in found]
+        expected = [(trajectory.num_tokens,) for trajectory in inputs.trajectories]
+        if shapes != expected:
+            raise ValueError(
+                f"algorithm.advantage.kind={self.config.advantage.kind!r}: must return an array "
+                f"[T] for each of {len(expected)} trajectories, the first of the shapes "
+                f"{expected[:3]}; it returned {len(shapes)}, the first {shapes[:3]}"
+            )
+        return found
+
+    def aggregate(self, inputs: AggregationInputs) -> Aggregation:
+        """Raises ValueError if a user's function returns something else than [R] weights."""
+        found = self.aggregation(inputs, self.config)
+        what = f"algorithm.aggregation={self.config.aggregation!r}"
+        if not isinstance(found, Aggregation):
+            raise ValueError(f"{what}: must return Aggregation, not {type(found).__name__}")
+        if found.weights_R.shape != inputs.shares_R.shape:
+            raise ValueError(
+                f"{what}: must return a weight for each of {len(inputs.shares_R)} trajectories, "
+                f"not {found.weights_R.shape}"
+            )
+        return found
+
+    def proximal(self, scored_N: Tensor, rollout_N: Tensor, staleness_N: Tensor) -> Tensor:
+        """[...] log-probabilities of the proximal policy, where the trained one's are `scored_N`:
+        at the start of the step, or, if it is approximated, now.
+
+        log_linear (A-3PO, arXiv 2512.06547): the policy one version before the trained one, on the
+        line between rollout and trained policy, of which each version is a step.
+        """
+        if self.config.proximal is Proximal.rollout:
+            return rollout_N
+        if self.config.proximal is Proximal.recomputed:
+            return scored_N
+        share_N = (staleness_N - 1).clamp(min=0) / staleness_N.clamp(min=1)
+        return rollout_N + share_N.to(scored_N.dtype) * (scored_N - rollout_N)
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether `statistics` of the whole update are needed before its first backward pass."""
+        return corrections.needs_batch(self.config)
+
+    def statistics(
+        self, parts: Sequence[LossInputs], sum_over_ranks: Callable[[Tensor], Tensor]
+    ) -> BatchStatistics:
+        # Weights alone: with the zeros of masks, tokens would weigh more, the more are rejected.
+        return corrections.batch_statistics(
+            parts, self.config, lambda part: self._factors(part, WEIGHTS)[0], sum_over_ranks
+        )
+
+    def _factors(
+        self, inputs: LossInputs, only: Sequence[str] = ()
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """[N] product of the factors of all corrections, or of those named; their diagnostics."""
+        factors_N = torch.ones_like(inputs.rollout_logprobs_N)
+        diagnostics: dict[str, Tensor] = {}
+        for kind, correction in zip(self.config.correction.kinds, self.corrections, strict=True):
+            if only and kind not in only:
+                continue
+            part = correction(inputs, self.config)
+            if not isinstance(part, Correction) or part.factors_N.shape != factors_N.shape:
+                raise ValueError(
+                    f"algorithm.correction.kinds={self.config.correction.kinds!r}: each must "
+                    f"return a Correction with a factor for each of the {len(factors_N)} tokens"
+                )
+            factors_N = factors_N * part.factors_N
+            diagnostics.update(part.diagnostics)
+        return factors_N, diagnostics
+
+    def objective(self, inputs: LossInputs, denominator: float) -> Objective:
+        """The loss of a micro-batch: sum of weight x factor x loss of the token / denominator, and
+        the entropy bonus.
+
+        Raises ValueError if a user's loss returns something else than [N] losses.
+        """
+        outputs = self.loss(inputs, self.config)
+        self._check(outputs, inputs)
+        factors_N, diagnostics = self._factors(inputs)
+        factors_N = factors_N / inputs.batch.mean_weight
+        loss_N = inputs.weights_N * factors_N * outputs.loss_N
+        if self.config.entropy_weight:
+            loss_N = loss_N - inputs.weights_N * self._bonus(inputs)
+        return Objective(
+            loss=loss_N.masked_fill(~inputs.mask_N, 0.0).sum() / denominator,
+            diagnostics={
+                **outputs.diagnostics,
+                **diagnostics,
+                "rejected_fraction": factors_N == 0,
+                "bounded_fraction": is_bounded(inputs),
+            },
+            metrics=outputs.metrics,
+        )
+
+    def _bonus(self, inputs: LossInputs) -> Tensor:
+        weight, entropy_N = self.config.entropy_weight, inputs.entropy_N
+        # A bonus without a gradient would be a setting that does nothing.
+        if entropy_N is None or not entropy_N.requires_grad:
+            raise ValueError(
+                f"algorithm.entropy_weight={weight:g}: the entropy comes without a gradient; set 0"
+            )
+        return weight * entropy_N
+
+    def _check(self, outputs: object, inputs: LossInputs) -> None:
+        what = f"algorithm.loss={self.config.loss!r}"
+        if not isinstance(outputs, LossOutputs):
+            raise ValueError(f"{what}: must return LossOutputs, not {type(outputs).__name__}")
+        shape = inputs.mask_N.shape
+        for name, values in {"loss_N": outputs.loss_N, **outputs.diagnostics}.items():
+            if values.shape != shape:
+                raise ValueError(
+                    f"{what}: {name} has the shape {tuple(values.shape)}; return one value for "
+                    f"each of the {shape[0]} tokens, not yet summed"
+                )
+
+
+def is_bounded(inputs: LossInputs) -> Tensor:
+    """[N] whether one of a token's log ratios exceeded MAX_LOG_RATIO."""
+    moved_N = inputs.trainer_logprobs_N.detach() - inputs.proximal_logprobs_N
+    stale_N = inputs.proximal_logprobs_N - inputs.rollout_logprobs_N
+    return (moved_N.abs() > MAX_LOG_RATIO) | (stale_N.abs() > MAX_LOG_RATIO)

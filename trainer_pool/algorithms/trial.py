@@ -1,0 +1,108 @@
+"""Tries a user's functions on a few tokens before a run starts, so that a mistake costs seconds."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from buffer.types import Trajectory, VersionSpan
+from configs.algorithm_schema import AlgorithmConfig
+from trainer_pool.algorithms.advantages import AdvantageInputs
+from trainer_pool.algorithms.aggregation import AggregationInputs
+from trainer_pool.algorithms.registry import FAMILIES, Algorithm
+from trainer_pool.algorithms.types import LossInputs
+
+_CORRECTION = "algorithm.correction.kinds"
+_LENGTHS = (3, 2)
+"""Trained tokens of the two trajectories of one group."""
+
+
+def check_algorithm(config: AlgorithmConfig) -> None:
+    """Raises ValueError naming a setting whose function cannot be loaded, does not take
+    (inputs, config), fails, or returns something else than it should."""
+    algorithm = Algorithm.load(config)
+    correction = next((k for k in config.correction.kinds if _is_own(_CORRECTION, k)), None)
+    trials = {
+        ("algorithm.advantage.kind", config.advantage.kind): _try_advantage,
+        ("algorithm.aggregation", config.aggregation): _try_aggregation,
+        ("algorithm.loss", config.loss): _try_loss,
+        (_CORRECTION, correction): _try_loss,
+    }
+    for (setting, name), trial in trials.items():
+        if name is None or not _is_own(setting, name):
+            continue
+        try:
+            trial(algorithm)
+        except Exception as error:  # a user's function may raise anything
+            if isinstance(error, ValueError) and str(error).startswith("algorithm."):
+                raise
+            raise ValueError(
+                f"{setting}={name!r}: failed on a batch of {sum(_LENGTHS)} tokens: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _is_own(setting: str, name: str) -> bool:
+    return name not in FAMILIES[setting]
+
+
+def _try_loss(algorithm: Algorithm) -> None:
+    """Also backward; a loss that has no gradient would only be noticed by its learning nothing."""
+    trainer_N = torch.tensor([-0.5, -1.0, -0.2, -2.0, -0.7], requires_grad=True)
+    rollout_N = torch.tensor([-0.6, -0.8, -0.3, -2.0, -0.9])
+    inputs = LossInputs(
+        trainer_logprobs_N=trainer_N,
+        proximal_logprobs_N=torch.tensor([-0.5, -0.9, -0.3, -2.1, -0.7]),
+        rollout_logprobs_N=rollout_N,
+        advantages_N=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]),
+        weights_N=torch.ones(5),
+        mask_N=torch.ones(5, dtype=torch.bool),
+        staleness_N=torch.tensor([1, 1, 0, 0, 0]),
+        segment_ids_N=torch.tensor([0, 0, 0, 1, 1]),
+        num_segments=2,
+        entropy_N=torch.full((5,), 0.4, requires_grad=algorithm.config.entropy_weight > 0),
+    )
+    loss = algorithm.objective(inputs, 5.0).loss
+    if not loss.requires_grad:
+        raise ValueError(
+            f"algorithm.loss={algorithm.config.loss!r}: its result does not depend on "
+            "inputs.trainer_logprobs_N, so nothing would be learnt; do not detach all of it"
+        )
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def _try_advantage(algorithm: Algorithm) -> None:
+    algorithm.advantages(
+        AdvantageInputs(
+            rewards_E=np.array([1.0, 0.0]),
+            groups_E=np.array([0, 0]),
+            num_tokens_E=np.array(_LENGTHS, np.float64),
+            parts={name: np.array([1.0, 0.0]) for name in algorithm.config.advantage.part_weights},
+            trajectories=[_trajectory(length, place) for place, length in enumerate(_LENGTHS)],
+            episodes=[0, 1],
+        )
+    )
+
+
+def _trajectory(num_trained: int, episode: int) -> Trajectory:
+    mask = np.array([0, *[1] * num_trained], np.uint8)
+    return Trajectory(
+        tokens=np.zeros(len(mask), np.int32),
+        loss_mask=mask,
+        rollout_logprobs=-mask.astype(np.float32),
+        version_spans=(VersionSpan(version=0, start=1, end=len(mask)),),
+        prompt_length=1,
+        reward=float(episode == 0),
+        finish_reason="stop",
+        episode=episode,
+    )
+
+
+def _try_aggregation(algorithm: Algorithm) -> None:
+    algorithm.aggregate(
+        AggregationInputs(
+            num_tokens_R=np.array(_LENGTHS, np.int64),
+            shares_R=np.ones(2),
+            groups_R=np.zeros(2, np.int64),
+        )
+    )

@@ -1,0 +1,128 @@
+"""What losses, corrections and KL estimators take and return.
+
+Letters: N tokens of one micro-batch, S trajectories in it. Values of tokens that are not trained
+are 0 (their mask is false), so no function has to look out for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO = 20.0
+"""The same bound as in verl (`trainer/ppo/core_algos.py`)."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class BatchStatistics:
+    """What a correction needs to know of all tokens of an update, on all ranks."""
+
+    mean_weight: float = 1.0
+    """Mean of the importance weights, by which batch-normalised ones are divided."""
+    largest_square: float = float("inf")
+    """The largest squared log ratio that M2PO keeps."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class LossInputs:
+    """The tokens of one micro-batch; a trajectory is never split over micro-batches.
+
+    Example: two trajectories of three and two trained tokens.
+
+        segment_ids_N        0    0    0    1    1
+        advantages_N         1.2  1.2  1.2 -0.8 -0.8
+        staleness_N          1    1    0    0    0      a commit came before the third token
+    """
+
+    trainer_logprobs_N: Tensor
+    """Of the policy being updated; the only one with a gradient, beside the entropy."""
+    proximal_logprobs_N: Tensor
+    """Of the policy at the start of the step, or what `algorithm.proximal` puts in its place."""
+    rollout_logprobs_N: Tensor
+    """Of the policies that sampled the tokens, as the engines measured them."""
+    advantages_N: Tensor
+    weights_N: Tensor
+    """Weight of each token in the sum that becomes the loss; from the aggregation."""
+    mask_N: Tensor
+    """Bool: the token is trained."""
+    staleness_N: Tensor
+    """int64: versions between the one that sampled the token and the one being trained."""
+    segment_ids_N: Tensor
+    """int64: the trajectory that a token belongs to, from 0."""
+    num_segments: int
+    entropy_N: Tensor | None = None
+    """Of the policy being updated, in nats."""
+    reference_logprobs_N: Tensor | None = None
+    teacher_logprobs_N: Tensor | None = None
+    batch: BatchStatistics = BatchStatistics()
+
+    def __post_init__(self) -> None:
+        assert self.mask_N.dtype == torch.bool and self.mask_N.ndim == 1
+        assert self.segment_ids_N.shape == self.trainer_logprobs_N.shape == self.mask_N.shape
+
+    def log_ratio(self, numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
+        """Their difference within +-MAX_LOG_RATIO, without a gradient where it was clamped: a
+        single token must not dominate the loss."""
+        return bounded((numerator_N - denominator_N).masked_fill(~self.mask_N, 0.0))
+
+    @property
+    def moved_N(self) -> Tensor:
+        """log(trainer / proximal), with the gradient of the trainer's."""
+        return self.log_ratio(self.trainer_logprobs_N, self.proximal_logprobs_N)
+
+    @property
+    def stale_N(self) -> Tensor:
+        """log(proximal / rollout): staleness, and how engine and trainer differ; no gradient."""
+        return self.log_ratio(self.proximal_logprobs_N, self.rollout_logprobs_N).detach()
+
+    @property
+    def off_policy_N(self) -> Tensor:
+        """log(trainer / rollout), with the gradient of the trainer's."""
+        return self.log_ratio(self.trainer_logprobs_N, self.rollout_logprobs_N)
+
+    def sum_by_segment(self, values_N: Tensor) -> Tensor:
+        """[S] sums over the trained tokens of each trajectory."""
+        zeros_S = torch.zeros(self.num_segments, dtype=values_N.dtype, device=values_N.device)
+        return zeros_S.index_add(0, self.segment_ids_N, values_N.masked_fill(~self.mask_N, 0.0))
+
+    def mean_by_segment(self, values_N: Tensor) -> Tensor:
+        """[S] means over the trained tokens of each trajectory; 0 if it has none."""
+        lengths_S = self.sum_by_segment(torch.ones_like(values_N))
+        return self.sum_by_segment(values_N) / lengths_S.clamp(min=1)
+
+    def spread(self, values_S: Tensor) -> Tensor:
+        """[N] the value of each token's trajectory."""
+        return values_S[self.segment_ids_N]
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """`log_ratio` clamped to +-MAX_LOG_RATIO, without gradient where it was clamped."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class LossOutputs:
+    """The loss of each token, before it is weighted, corrected and summed."""
+
+    loss_N: Tensor
+    """To be minimised."""
+    diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] each. The metrics of a step have their means over the trained tokens, by name, in all and
+    by staleness."""
+    metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """A sum and a count each; the metrics of a step have sum / count over all ranks."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Correction:
+    """The factor by which a correction multiplies the loss of each token; no gradient.
+
+    A token with factor 0 is rejected. It still counts in the denominator of the loss: otherwise
+    the tokens that remain would weigh more, the more are rejected.
+    """
+
+    factors_N: Tensor
+    diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
