@@ -135,8 +135,8 @@ class TrainerRank:
             self._copies.clear(kept=None)
 
     def _restore(self, folder: Path) -> None:
-        """Go on from the checkpoint in `folder`, or from a later copy in memory, as
-        `publish_initial` tells all others."""
+        """Go on from the checkpoint in `folder`, or from a later copy in memory;
+        `publish_initial` then reconciles the buffer with it."""
         self._durable = state = read_state(folder)
         copy, only = self._find_copy(state.step), None
         if copy is not None:

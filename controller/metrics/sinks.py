@@ -152,7 +152,7 @@ class SinkThread:
     def __init__(
         self, name: str, opener: Callable[[], Sink], *, step: int, say: Callable[[str], None]
     ) -> None:
-        """`step`: the newest one of a run that goes on. `say` is told when the sink has failed."""
+        """`step`: the newest one of a run that goes on. `say` is called with a failure."""
         self._name = name
         self._step = step
         self._say = say

@@ -204,7 +204,7 @@ class Fleet:
         self._pool.restart_worker(worker)
 
     async def _follow_nodes(self) -> None:
-        """Tells the processes on nodes that Ray is draining to end."""
+        """Notifies the processes on nodes that Ray is draining."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
             if not (nodes := await asyncio.to_thread(self._pool.draining_nodes)):

@@ -161,8 +161,8 @@ class PeerCopies:
     def _send(self, step: int) -> None:
         """To the next machine, and what comes from the one before; on a thread."""
         try:
-            pairs = [(rank, _next_host(rank, self._hosts)) for rank in range(len(self._hosts))]
-            self._exchange(step, pairs)
+            for rank in range(len(self._hosts)):
+                self._transfer(step, rank, _next_host(rank, self._hosts), rank)
             dist.barrier(group=self._group)
             self._remove_all_but(step)
         except (RuntimeError, OSError) as error:
@@ -171,16 +171,11 @@ class PeerCopies:
 
     def _fetch(self, step: int, holders: list[int]) -> None:
         """Give each rank that lacks it its copy."""
-        pairs = [(holder, rank, rank) for rank, holder in enumerate(holders)]
         self._step_folder(step).mkdir(exist_ok=True)
-        for source, target, owner in pairs:
-            if self._hosts[source] != self._hosts[target]:
-                self._transfer(step, source, target, owner)
+        for rank, holder in enumerate(holders):
+            if self._hosts[holder] != self._hosts[rank]:
+                self._transfer(step, holder, rank, rank)
         dist.barrier(group=self._group)
-
-    def _exchange(self, step: int, pairs: list[tuple[int, int]]) -> None:
-        for source, target in pairs:
-            self._transfer(step, source, target, source)
 
     def _transfer(self, step: int, source: int, target: int, owner: int) -> None:
         """The files of rank `owner`, from one rank to another, the state file last."""

@@ -136,7 +136,7 @@ def test_run_without_a_checkpoint_or_with_all_steps_done_is_refused(run_dir: Run
 
 def test_export_takes_the_checkpoint_that_a_resume_goes_on_from(run_dir: RunDir) -> None:
     folder = run_dir.path / "checkpoints"
-    for name in ("step-000009", "step-000006.bak"):  # undone by a restart; somebody's copy
+    for name in ("step-000009", "step-000006.bak"):  # undone by a restart; a user's copy
         (folder / name).mkdir()
     assert checkpoint_of(run_dir, None) == folder / "step-000006"
     assert checkpoint_of(run_dir, 9) == folder / "step-000009"
@@ -184,9 +184,9 @@ def test_changed_settings_are_kept_once_redis_has_them_too(run_dir: RunDir, conf
     assert run_dir.read_record().state == "failed"
     run_dir.write_record(replace(run_dir.read_record(), state="failed"))
     (run_dir.path / "password").write_text("secret")
-    told = find_resumption(run_dir, [f"buffer.password_file={run_dir.path / 'password'}"])
+    resumption = find_resumption(run_dir, [f"buffer.password_file={run_dir.path / 'password'}"])
     with pytest.raises(BufferConnectionError, match=r"127\.0\.0\.1:1"):  # it is asked
-        resume(run_dir, told, StopRequest(), lambda folder: None)
+        resume(run_dir, resumption, StopRequest(), lambda folder: None)
     again = find_resumption(run_dir, [])  # it would not replace the setting in Redis
     assert again.config.buffer.max_staleness == config.buffer.max_staleness
 
