@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 
 from configs.checks import (
     CODE_PATTERN,
+    FINITE,
+    NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
     Bound,
@@ -21,7 +23,7 @@ from configs.checks import (
     matching,
     within,
 )
-from configs.choices import Proximal
+from configs.choices import KLPlace, Proximal, StreamTokens
 
 LOSSES = {
     "ppo": "proximal",
@@ -59,6 +61,10 @@ AGGREGATIONS = (
     "prompt_mean",
 )
 KL_ESTIMATORS = ("k1", "k2", "k3", "absolute", "unbiased")
+STREAM_LOSSES = ("supervised", "teacher_kl")
+POLICY = "policy"
+"""The stream that `loss`, `correction` and `advantage` are about."""
+TEACHER_COLUMN, REFERENCE_COLUMN = "teacher_logprobs", "reference_logprobs"
 
 
 def named(names: Iterable[str]) -> Mapping[str, Bound]:
@@ -149,6 +155,70 @@ class CorrectionConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class KLConfig(Section):
+    """Holds the policy near a reference, whose weights each rank keeps its share of."""
+
+    SECTION: ClassVar[str] = "algorithm.kl"
+
+    weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """0: there is no reference."""
+    estimator: str = field(
+        default="k3", metadata=matching("|".join(KL_ESTIMATORS), ", ".join(KL_ESTIMATORS))
+    )
+    """Of KL(trainer | reference), token by token."""
+    where: KLPlace = KLPlace.loss
+    reference: str | None = field(default=None, metadata=NOT_EMPTY)
+    """Folder or name of the reference model, of the same shape; None is the policy that RL begins
+    with, after its warm start."""
+    offload: bool = False
+    """Keep its weights in host memory between passes."""
+
+    def rules(self) -> Iterator[Rule]:
+        for name in ("reference", "offload"):
+            yield Rule(
+                self.weight > 0 or not getattr(self, name),
+                name,
+                "with algorithm.kl.weight=0 there is no reference; raise it, or leave this out",
+            )
+        yield Rule(
+            not (self.weight and self.where is KLPlace.loss and self.estimator == "k1"),
+            "estimator",
+            "as a term of the loss the gradient of k1 has the mean 0: nothing would be held; "
+            "choose k2, k3 or unbiased, or set algorithm.kl.where=reward",
+        )
+        yield Rule(
+            not (self.where is KLPlace.reward and self.estimator == "unbiased"),
+            "estimator",
+            "a reward is computed with the policy that sampled the tokens, so there is no ratio to "
+            "weight by; choose k1, whose mean is the divergence",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamConfig(Section):
+    """A further loss in the same step, with a denominator of its own; its name is its key in
+    `algorithm.streams`."""
+
+    SECTION: ClassVar[str] = "algorithm.streams.*"
+
+    loss: str = field(default="supervised", metadata=named(STREAM_LOSSES))
+    weight: float = field(default=1.0, metadata=POSITIVE)
+    """Factor of its loss in the sum of all."""
+    tokens: StreamTokens = StreamTokens.answers
+    aggregation: str = field(default="token_mean", metadata=named(AGGREGATIONS))
+    min_reward: float | None = field(default=None, metadata=FINITE)
+    """Only from episodes with at least this reward; None: from all."""
+
+    def rules(self) -> Iterator[Rule]:
+        yield Rule(
+            self.loss != "teacher_kl" or self.tokens is StreamTokens.answers,
+            "tokens",
+            "algorithm.streams.*.loss=teacher_kl compares two policies on tokens that one of them "
+            "sampled; set answers",
+        )
+
+
+@dataclass(kw_only=True, slots=True)
 class AlgorithmConfig(Section):
     """What is learnt from a batch. docs/algorithms.md explains the functions and their sources."""
 
@@ -178,10 +248,15 @@ class AlgorithmConfig(Section):
     entropy_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Entropy bonus: so many times the policy's entropy is subtracted from the loss of each token,
     whatever the corrections say."""
+    policy_weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Factor of `loss` in the sum of all streams; 0: only the others learn."""
     params: dict[str, Any] = field(default_factory=dict)
     """Free, for functions of your own."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    streams: dict[str, StreamConfig] = field(default_factory=dict)
+    """Further losses by name, as distillation from a teacher: docs/algorithms.md#streams."""
 
     @property
     def has_own_loss(self) -> bool:
@@ -198,9 +273,42 @@ class AlgorithmConfig(Section):
     @property
     def needs_proximal(self) -> bool:
         """Whether anything reads the proximal policy's log-probabilities."""
-        return self.has_own_loss or LOSSES[self.loss] == "proximal" or bool(self.correction.kinds)
+        is_own = self.has_own_loss or any(
+            stream.loss not in STREAM_LOSSES for stream in self.streams.values()
+        )
+        return is_own or LOSSES[self.loss] == "proximal" or bool(self.correction.kinds)
+
+    @property
+    def needs_teacher(self) -> bool:
+        return any(stream.loss == "teacher_kl" for stream in self.streams.values())
+
+    @property
+    def may_read_teacher(self) -> bool:
+        """Whether a teacher's column can be of use: a function of a user may read it, too."""
+        chosen = [self.loss, self.advantage.kind, *self.correction.kinds]
+        chosen += [stream.loss for stream in self.streams.values()]
+        ours = {*LOSSES, *ADVANTAGES, *WEIGHTS, *MASKS, *STREAM_LOSSES}
+        return self.needs_teacher or not ours.issuperset(chosen)
 
     def rules(self) -> Iterator[Rule]:
+        yield Rule(
+            self.policy_weight > 0 or bool(self.streams),
+            "policy_weight",
+            "nothing would be learnt; raise it, or set a stream, as "
+            "algorithm.streams.teacher.loss=teacher_kl",
+        )
+        yield Rule(
+            self.policy_weight > 0 or self.kl.weight == 0 or self.kl.where is KLPlace.loss,
+            "policy_weight",
+            "algorithm.kl.where=reward acts by the policy's loss; raise this, or set "
+            "algorithm.kl.where=loss",
+        )
+        yield Rule(
+            POLICY not in self.streams and all(name.isidentifier() for name in self.streams),
+            "streams",
+            f"names must be words of letters, digits and _, and {POLICY} is that of algorithm.loss",
+            [*self.streams],
+        )
         yield from self._correction_rules()
         yield Rule(
             self.needs_proximal or self.proximal is Proximal.recomputed,

@@ -128,6 +128,20 @@ class TailPolicy(Enum):
     postpone = "postpone"  # stopped when the next batch is full without them, resumed after others
 
 
+class KLPlace(Enum):
+    """Where the divergence from the reference counts."""
+
+    loss = "loss"  # its estimate is added to the loss of each token
+    reward = "reward"  # its sum over an episode is subtracted from the reward
+
+
+class StreamTokens(Enum):
+    """The tokens that a stream learns from."""
+
+    answers = "answers"  # those that the policy wrote
+    observations = "observations"  # those that an environment or a tool put between its turns
+
+
 class ToolParser(Enum):
     """The format of a model's tool calls."""
 

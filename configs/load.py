@@ -31,9 +31,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.choices import TaskKind
-from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.rollout_schema import TaskConfig
 from configs.schema import Config
-from configs.settings import all_sections, all_settings, setting_named
+from configs.settings import NAMED_SECTIONS, all_sections, all_settings, setting_named
 
 CONFIG_DIR = Path(__file__).resolve().parent
 GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(folder.glob("*.yaml"))))
@@ -168,8 +168,8 @@ def _as_override(name: str, value: Any) -> str:
     setting = setting_named(name)
     if setting is not None and setting.annotation is str and value is not None:
         return _as_text(value)
-    if name == "task.rewards":
-        usual = {field.name: _plain(field.default) for field in fields(RewardConfig)}
+    if name in NAMED_SECTIONS:
+        usual = {field.name: _plain(field.default) for field in fields(NAMED_SECTIONS[name])}
         value = {part: {k: v for k, v in of.items() if v != usual[k]} for part, of in value.items()}
     return (
         yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
@@ -344,17 +344,23 @@ def _anchor_paths(config: Config) -> None:
     algorithm.aggregation = _absolute_code(algorithm.aggregation)
     algorithm.advantage.kind = _absolute_code(algorithm.advantage.kind)
     algorithm.correction.kinds = [_absolute_code(kind) for kind in algorithm.correction.kinds]
+    for stream in algorithm.streams.values():
+        stream.loss = _absolute_code(stream.loss)
+        stream.aggregation = _absolute_code(stream.aggregation)
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
-    # A name on the hub looks like a path too: only an existing folder, or ./ and ~, is one.
-    if model.path is not None and (
-        Path(model.path).expanduser().is_dir() or model.path[0] in "./~"
-    ):
-        model.path = _absolute(model.path)
+    model.path = model.path and _absolute_model(model.path)
+    algorithm.kl.reference = algorithm.kl.reference and _absolute_model(algorithm.kl.reference)
 
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
+
+
+def _absolute_model(path: str) -> str:
+    """A name on the hub looks like a path too: only an existing folder, or ./ and ~, is one."""
+    is_folder = Path(path).expanduser().is_dir() or path[0] in "./~"
+    return _absolute(path) if is_folder else path
 
 
 def _absolute_code(name: str) -> str:

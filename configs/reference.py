@@ -16,7 +16,7 @@ from configs.settings import (
     all_sections,
     all_settings,
     enum_docs,
-    reward_settings,
+    named_settings,
     section_doc,
 )
 
@@ -65,7 +65,7 @@ def _section_tables() -> Iterator[str]:
         name: [s for s in all_settings() if s.section is section]
         for name, section in all_sections().items()
     }
-    for name, settings in {**by_section, "task.rewards.NAME": [*reward_settings()]}.items():
+    for name, settings in {**by_section, **named_settings()}.items():
         section = settings[0].section
         yield f"## {name}\n"
         if doc := section_doc(section):
@@ -86,7 +86,7 @@ def _row(setting: Setting) -> str:
 def _choice_tables() -> Iterator[str]:
     yield "## What the choices mean\n"
     seen: set[object] = set()
-    every = (*all_settings(), *reward_settings())
+    every = (*all_settings(), *(s for of in named_settings().values() for s in of))
     for setting in every:
         choices = setting.annotation
         if not (isinstance(choices, type) and issubclass(choices, Enum)) or choices in seen:

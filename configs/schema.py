@@ -466,15 +466,17 @@ class Config(Section):
         kinds = [reward.kind for reward in task.rewards.values()]
         shown = [kind.name for kind in kinds]
         parts = [r for r in task.rewards.values() if r.kind is not RewardKind.teacher]
+        # Streams may learn without any reward.
+        learns_from_rewards = self.algorithm.policy_weight > 0
         yield Rule(
-            not task.rewards or bool(parts),
+            not task.rewards or bool(parts) or not learns_from_rewards,
             "task.rewards",
             "a teacher gives no reward, so every reward would be 0 and nothing would be learnt; "
-            "add another part, as in task.rewards.right.kind=task",
+            "add another part, as task.rewards.right.kind=task, or set algorithm.policy_weight=0",
             shown,
         )
         yield Rule(
-            not parts or any(reward.weight for reward in parts),
+            not parts or not learns_from_rewards or any(reward.weight for reward in parts),
             "task.rewards.*.weight",
             "every reward would be 0 and nothing would be learnt; give one part another weight",
             [reward.weight for reward in parts],
@@ -504,6 +506,28 @@ class Config(Section):
             "algorithm.advantage.kind",
             "it needs named parts of the reward; set task.rewards, or, for the parts of an "
             "environment, algorithm.advantage.part_weights",
+        )
+        kinds = [reward.kind for reward in self.task.rewards.values()]
+        shown = [kind.name for kind in kinds]
+        yield Rule(
+            RewardKind.teacher in kinds or not algorithm.needs_teacher,
+            "task.rewards",
+            "a stream with loss=teacher_kl learns from a teacher's log-probabilities; add one, as "
+            "task.rewards.teacher={kind: teacher, url: http://host:port/v1, model: NAME}",
+            shown,
+        )
+        yield Rule(
+            RewardKind.teacher not in kinds or algorithm.may_read_teacher,
+            "task.rewards",
+            "nothing would read the teacher's log-probabilities; set "
+            "algorithm.streams.teacher.loss=teacher_kl, or remove the teacher",
+            shown,
+        )
+        yield Rule(
+            algorithm.policy_weight > 0 or not self.rollout.filter_zero_variance,
+            "rollout.filter_zero_variance",
+            "with algorithm.policy_weight=0 groups of equal rewards teach as much as others; set "
+            "false",
         )
         longest = self.rollout.max_response_tokens
         end = longest if advantage.overlong_end is None else advantage.overlong_end

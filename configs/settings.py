@@ -83,10 +83,20 @@ def setting_named(name: str) -> Setting | None:
     return next((setting for setting in all_settings() if setting.name == name), None)
 
 
+NAMED_SECTIONS = {
+    "algorithm.streams": algorithm_schema.StreamConfig,
+    "task.rewards": rollout_schema.RewardConfig,
+}
+"""Settings that are mappings of sections, which the user names."""
+
+
 @cache
-def reward_settings() -> tuple[Setting, ...]:
-    """The settings of one part of the reward; the user names its section."""
-    return tuple(_walk(rollout_schema.RewardConfig, prefix="task.rewards.NAME."))
+def named_settings() -> dict[str, tuple[Setting, ...]]:
+    """The settings of each of `NAMED_SECTIONS`, by `MAPPING.NAME`."""
+    return {
+        f"{name}.NAME": tuple(_walk(section, prefix=f"{name}.NAME."))
+        for name, section in NAMED_SECTIONS.items()
+    }
 
 
 @cache

@@ -156,15 +156,19 @@ class StepAccumulator:
             pair = torch.stack([total.double(), count.double()])
             self._metrics[name] = self._metrics.get(name, 0) + pair
         self._loss += result.loss.double()
-        self._num_computed += len(batch.row.tokens_L)
-        self._num_padding += batch.num_padding
-        self._num_in_trajectories += batch.num_tokens
+        self.add_padding(batch)
         maxima = torch.stack([deviation_N.max().double(), apart_N.max().double()])
         self._maxima = torch.maximum(self._maxima, maxima)
 
+    def add_padding(self, batch: MicroBatch) -> None:
+        """Add what a micro-batch computed, of which nothing else need be told."""
+        self._num_computed += len(batch.row.tokens_L)
+        self._num_padding += batch.num_padding
+        self._num_in_trajectories += batch.num_tokens
+
     def add_culprits(self, batch: MicroBatch, not_finite_L: Tensor) -> None:
         """Positions of a micro-batch's row whose gradient is not finite."""
-        is_culprit_N = (not_finite_L[batch.places_N] & (batch.mask_N != 0)).double()
+        is_culprit_N = not_finite_L[batch.places_N].double()
         self._culprits.index_add_(0, batch.groups_N % len(self._culprits), is_culprit_N)
 
     def _add_tokens(self, values: Mapping[str, Tensor], inputs: LossInputs) -> None:

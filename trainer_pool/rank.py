@@ -208,6 +208,8 @@ class TrainerRank:
 
         Raises WeightSyncError naming the engines that did not commit it in `trainer.timeout_s`.
         """
+        if self._algorithm.needs_reference:
+            self._hold_reference()
         if self._is_lead:
             # From here on the buffer rejects an earlier trainer of this run.
             restored, durable = self._restored, self._durable
@@ -225,6 +227,18 @@ class TrainerRank:
         report = self._publish_weights()
         self._sending.wait_committed(self._version, self._spec.config.timeout_s)
         return report
+
+    def _hold_reference(self) -> None:
+        """That of the settings, or the policy that RL begins with, also after a resume."""
+        kl, path = self._algorithm.config.kl, self._spec.model_path
+        if kl.reference is not None:
+            path = kl.reference
+        elif self._spec.config.warm_start.num_steps:
+            path = str(Path(self._spec.run_dir) / "reference_model")
+            if self._restored is None:
+                self._engine.export(Path(path))
+                self._ranks.barrier()
+        self._engine.hold_reference(path, offload=kl.offload)
 
     @property
     def _sending(self) -> CheckpointEngine:

@@ -5,7 +5,8 @@
 
 Each rank has its own share of the groups. The denominator of a loss is that of the whole minibatch
 over all ranks, and a group's minibatch depends only on its position in the whole batch. So the
-number of ranks and of micro-batches changes nothing but rounding.
+number of ranks and of micro-batches changes nothing but rounding. Each stream has a loss and a
+denominator of its own; an update adds their gradients.
 
 Letters: N trained tokens of a micro-batch.
 """
@@ -13,18 +14,21 @@ Letters: N trained tokens of a micro-batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from configs.algorithm_schema import POLICY
 from configs.choices import Proximal
 from configs.schema import TrainerConfig
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import MicroBatch, PassCost, Row, fill_up, pack
+from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
 from trainer_pool.model.zero3 import Zero3Engine
@@ -36,8 +40,8 @@ class Minibatch:
 
     micro_batches: list[MicroBatch]
     """The same number on every rank."""
-    denominator: float
-    """Of its loss, over all ranks."""
+    denominators: Mapping[str, float]
+    """Of the loss of each stream, over all ranks."""
 
 
 def train_step(
@@ -55,7 +59,7 @@ def train_step(
     `before_update` is called before each change of the weights.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
-    minibatches = plan_minibatches(batch, config, algorithm, ranks, engine.cost)
+    minibatches = plan_minibatches(engine, batch, config, algorithm, ranks)
     scores = _scores_at_start(engine, minibatches, algorithm)
     totals, norms = StepAccumulator(engine.device, len(batch.group_ids)), list[float | None]()
     for minibatch, scored in zip(minibatches, scores, strict=True):
@@ -68,7 +72,7 @@ def train_step(
                 scored_N,
                 algorithm,
                 statistics,
-                denominator=minibatch.denominator,
+                minibatch.denominators,
             )
         before_update()
         norms.append(engine.step(learning_rate))
@@ -89,19 +93,29 @@ def _accumulate(
     scored_N: Tensor | None,
     algorithm: Algorithm,
     statistics: BatchStatistics,
-    *,
-    denominator: float,
+    denominators: Mapping[str, float],
 ) -> None:
     """Add the gradient of one micro-batch.
 
     `scored_N`: log-probabilities at the start of the step; None if nothing has changed since.
     """
     trainer_N, entropy_N, _ = engine.score(batch)
+    if batch.num_tokens == 0:  # backward all the same: other ranks wait for this pass
+        engine.backward(trainer_N.masked_fill(batch.mask_N == 0, 0.0).sum())
+        totals.add_padding(batch)
+        return
     start_N = trainer_N.detach() if scored_N is None else scored_N
     inputs = loss_inputs(batch, trainer_N, start_N, entropy_N, algorithm, statistics)
-    result = algorithm.objective(inputs, denominator)
-    logprobs_N = inputs.trainer_logprobs_N + inputs.proximal_logprobs_N
-    loss = nan_if_not_finite(result.loss, logprobs_N, inputs.mask_N)
+    result = algorithm.objective(inputs, denominators[POLICY])
+    for name in algorithm.streams:
+        weights_N = batch.streams[name]
+        of_stream = loss_inputs(
+            replace(batch, mask_N=(weights_N != 0).float(), weights_N=weights_N),
+            *(trainer_N, start_N, entropy_N, algorithm, statistics),
+        )
+        result = result.plus(algorithm.stream_objective(name, of_stream, denominators[name]))
+    is_scored_N = torch.ones_like(inputs.mask_N)
+    loss = nan_if_not_finite(result.loss, trainer_N + start_N, is_scored_N)
     totals.add_culprits(batch, engine.backward(loss))
     totals.add(batch, inputs, result, start_N)
 
@@ -133,6 +147,7 @@ def loss_inputs(
         segment_ids_N=batch.segment_ids_N,
         num_segments=batch.num_segments,
         entropy_N=None if entropy_N is None else trained(entropy_N),
+        columns={name: trained(values_N) for name, values_N in batch.columns.items()},
         batch=statistics,
     )
 
@@ -187,35 +202,68 @@ def _statistics(
 
 
 def plan_minibatches(
+    engine: Zero3Engine,
     batch: StepBatch,
     config: TrainerConfig,
     algorithm: Algorithm,
     ranks: Collectives,
-    cost: PassCost,
 ) -> list[Minibatch]:
     """Split the step into updates with nearly equal numbers of groups; collective.
 
     Updates without a trained token on any rank are omitted.
     """
-    places, rows = batch.places, rows_by_group(batch, algorithm, ranks)
+
+    def score_reference(rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        return _reference_logprobs(engine, rows, config, ranks)
+
+    places = batch.places
+    rows = rows_by_group(
+        batch, algorithm, ranks, score_reference if algorithm.needs_reference else None
+    )
     parts: list[list[list[Row]]] = [[] for _ in range(config.num_minibatches)]
     for group, of_group in zip(batch.groups, rows, strict=True):
         parts[places[group.group_id] * config.num_minibatches // len(places)].append(of_group)
     found = [weighted(part, algorithm) for part in parts]
-    budget, share = config.micro_batch_tokens, config.share_prefixes
-    mine = [pack(part, budget, cost, should_share_prefixes=share) for part, _ in found]
-    tokens = [sum(row.num_trained for row in part) for part, _ in found]
-    shares = [math.nan if denominator is None else denominator for _, denominator in found]
-    numbers = torch.tensor([*tokens, *shares, *map(len, mine)], dtype=torch.float64)
-    every = ranks.gather(numbers).view(ranks.num_ranks, 3, len(mine))
-    all_tokens, denominators = every[:, 0].sum(0).tolist(), every[:, 1].sum(0).tolist()
+    mine = [_pack(engine, part, config) for part, _ in found]
+    names = [POLICY, *algorithm.streams]
+    shares = [[math.nan if of[name] is None else of[name] for name in names] for _, of in found]
+    tokens = [sum(int(row.is_scored.sum()) for row in part) for part, _ in found]
+    numbers = torch.tensor(
+        [[len(part), n, *of] for part, n, of in zip(mine, tokens, shares, strict=True)],
+        dtype=torch.float64,
+    )
+    every = ranks.gather(numbers.view(-1)).view(ranks.num_ranks, *numbers.shape)
+    passes, totals = every[:, :, 0].amax(0).tolist(), every[:, :, 1:].sum(0).tolist()
     return [
         Minibatch(
-            micro_batches=fill_up(part, int(passes)),
-            denominator=1.0 if math.isnan(denominator) else denominator,
+            micro_batches=fill_up(part, int(count)),
+            denominators={
+                # NaN: not divided. A stream without a token has no loss to divide.
+                name: 1.0 if math.isnan(total) or total == 0 else total
+                for name, total in zip(names, of_streams, strict=True)
+            },
         )
-        for part, num_tokens, denominator, passes in zip(
-            mine, all_tokens, denominators, every[:, 2].amax(0).tolist(), strict=True
-        )
+        for part, count, (num_tokens, *of_streams) in zip(mine, passes, totals, strict=True)
         if num_tokens > 0
     ]
+
+
+def _pack(engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig) -> list[MicroBatch]:
+    share = config.share_prefixes
+    return pack(rows, config.micro_batch_tokens, engine.cost, should_share_prefixes=share)
+
+
+def _reference_logprobs(
+    engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig, ranks: Collectives
+) -> list[NDArray[np.float32]]:
+    """[T] for each row, 0 where no token is trained."""
+    batches = _pack(engine, rows, config)
+    count = ranks.gather(torch.tensor([len(batches)], dtype=torch.float64)).max()
+    found = [np.zeros(len(row.tokens), np.float32) for row in rows]
+    with engine.reference():
+        for batch in fill_up(batches, int(count)):
+            values = _score(engine, batch).cpu().numpy()
+            for segment, number in enumerate(batch.rows):
+                mine = batch.segment_ids_N.numpy() == segment
+                found[number][rows[number].is_scored] = values[mine]
+    return found

@@ -41,5 +41,4 @@ def unbiased(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
 
 
 def _apart(inputs: LossInputs) -> Tensor:
-    assert inputs.reference_logprobs_N is not None
     return inputs.log_ratio(inputs.trainer_logprobs_N, inputs.reference_logprobs_N)

@@ -142,3 +142,19 @@ def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
 def supervised(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """- log(trainer): imitation of every trained token, whatever its advantage."""
     return LossOutputs(loss_N=-inputs.trainer_logprobs_N)
+
+
+def teacher_kl(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+    """sg(min(w, weight_cap) log(trainer / teacher)) log(trainer): on-policy distillation.
+
+    Its gradient is that of KL(trainer | teacher) at each token, estimated by the token that was
+    sampled (Thinking Machines, "On-Policy Distillation", 2025; MiniLLM, arXiv 2306.08543), and
+    weighted as in `reinforce` where an older policy sampled it.
+    """
+    apart_N = inputs.log_ratio(inputs.trainer_logprobs_N, inputs.teacher_logprobs_N).detach()
+    weight_N = inputs.off_policy_N.detach().exp()
+    capped_N = weight_N.clamp(max=config.weight_cap)
+    return LossOutputs(
+        loss_N=capped_N * apart_N * inputs.trainer_logprobs_N,
+        diagnostics={"kl": capped_N * apart_N, "clip_fraction": capped_N != weight_N},
+    )

@@ -4,17 +4,21 @@ rewards ─ advantage ─► advantages of tokens ┐
 trajectories ─ aggregation ─► weights ──────┤
                                             ├─ loss x corrections x weights ─► sum / denominator
 log-probabilities of three policies ────────┘
+
+The loss of an update is the sum of its streams: the policy's, as above, and those of
+`algorithm.streams`, each with its own loss, weights and denominator.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from configs.algorithm_schema import (
@@ -23,10 +27,12 @@ from configs.algorithm_schema import (
     KL_ESTIMATORS,
     LOSSES,
     MASKS,
+    STREAM_LOSSES,
     WEIGHTS,
     AlgorithmConfig,
+    StreamConfig,
 )
-from configs.choices import Proximal
+from configs.choices import KLPlace, Proximal
 from configs.dotted import load_callable
 from trainer_pool.algorithms import advantages, aggregation, corrections, kl, losses
 from trainer_pool.algorithms.advantages import AdvantageInputs, TokenAdvantages
@@ -43,6 +49,7 @@ LossFunction = Callable[[LossInputs, AlgorithmConfig], LossOutputs]
 CorrectionFunction = Callable[[LossInputs, AlgorithmConfig], Correction]
 AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], TokenAdvantages]
 AggregationFunction = Callable[[AggregationInputs, AlgorithmConfig], Aggregation]
+Columns = Mapping[str, NDArray[np.float32]]
 KLFunction = Callable[[LossInputs, AlgorithmConfig], Tensor]
 
 
@@ -55,6 +62,7 @@ FAMILIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "algorithm.correction.kinds": _functions(corrections, [*WEIGHTS, *MASKS]),
     "algorithm.advantage.kind": _functions(advantages, ADVANTAGES),
     "algorithm.aggregation": _functions(aggregation, AGGREGATIONS),
+    "algorithm.streams.*.loss": _functions(losses, STREAM_LOSSES),
 }
 """Our functions by the setting that names them. Each takes (inputs, config)."""
 KL: Mapping[str, KLFunction] = _functions(kl, KL_ESTIMATORS)
@@ -86,6 +94,20 @@ class Objective:
     """[N] each."""
     metrics: Mapping[str, tuple[Tensor, Tensor]]
 
+    def plus(self, stream: Objective) -> Objective:
+        """With a further stream's loss."""
+        metrics = {**self.metrics, **stream.metrics}
+        return replace(self, loss=self.loss + stream.loss, metrics=metrics)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class Stream:
+    """A further loss in the same step."""
+
+    loss: LossFunction
+    aggregation: AggregationFunction
+    config: StreamConfig
+
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Algorithm:
@@ -104,6 +126,7 @@ class Algorithm:
     corrections: tuple[CorrectionFunction, ...]
     advantage: AdvantageFunction
     aggregation: AggregationFunction
+    streams: Mapping[str, Stream]
 
     @classmethod
     def load(cls, config: AlgorithmConfig) -> Algorithm:
@@ -116,6 +139,14 @@ class Algorithm:
             ),
             advantage=find("algorithm.advantage.kind", config.advantage.kind),
             aggregation=find("algorithm.aggregation", config.aggregation),
+            streams={
+                name: Stream(
+                    loss=find("algorithm.streams.*.loss", stream.loss),
+                    aggregation=find("algorithm.aggregation", stream.aggregation),
+                    config=stream,
+                )
+                for name, stream in config.streams.items()
+            },
         )
 
     def advantages(self, inputs: AdvantageInputs) -> TokenAdvantages:
@@ -131,10 +162,17 @@ class Algorithm:
             )
         return found
 
-    def aggregate(self, inputs: AggregationInputs) -> Aggregation:
-        """Raises ValueError if a user's function returns something else than [R] weights."""
-        found = self.aggregation(inputs, self.config)
-        what = f"algorithm.aggregation={self.config.aggregation!r}"
+    def aggregate(self, inputs: AggregationInputs, stream: str | None = None) -> Aggregation:
+        """Of the policy's loss, or of a further stream's.
+
+        Raises ValueError if a user's function returns something else than [R] weights.
+        """
+        if stream is None:
+            function, what = self.aggregation, f"algorithm.aggregation={self.config.aggregation!r}"
+        else:
+            function, chosen = self.streams[stream].aggregation, self.streams[stream].config
+            what = f"algorithm.streams.{stream}.aggregation={chosen.aggregation!r}"
+        found = function(inputs, self.config)
         if not isinstance(found, Aggregation):
             raise ValueError(f"{what}: must return Aggregation, not {type(found).__name__}")
         if found.weights_R.shape != inputs.shares_R.shape:
@@ -191,18 +229,25 @@ class Algorithm:
         return factors_N, diagnostics
 
     def objective(self, inputs: LossInputs, denominator: float) -> Objective:
-        """The loss of a micro-batch: sum of weight x factor x loss of the token / denominator, and
-        the entropy bonus.
+        """The policy's loss in a micro-batch: sum of weight x factor x loss of the token /
+        denominator, the entropy bonus, and the divergence from the reference.
 
         Raises ValueError if a user's loss returns something else than [N] losses.
         """
-        outputs = self.loss(inputs, self.config)
-        self._check(outputs, inputs)
+        config = self.config
+        outputs = self.loss(inputs, config)
+        self._check(outputs, inputs, f"algorithm.loss={config.loss!r}")
         factors_N, diagnostics = self._factors(inputs)
         factors_N = factors_N / inputs.batch.mean_weight
-        loss_N = inputs.weights_N * factors_N * outputs.loss_N
-        if self.config.entropy_weight:
-            loss_N = loss_N - inputs.weights_N * self._bonus(inputs)
+        loss_N = config.policy_weight * factors_N * outputs.loss_N
+        if config.entropy_weight:
+            loss_N = loss_N - self._bonus(inputs)
+        if config.kl.weight:
+            kl_N = KL[config.kl.estimator](inputs, config)
+            diagnostics["kl"] = kl_N.detach()
+            if config.kl.where is KLPlace.loss:
+                loss_N = loss_N + config.kl.weight * kl_N
+        loss_N = inputs.weights_N * loss_N
         return Objective(
             loss=loss_N.masked_fill(~inputs.mask_N, 0.0).sum() / denominator,
             diagnostics={
@@ -214,6 +259,46 @@ class Algorithm:
             metrics=outputs.metrics,
         )
 
+    def stream_objective(self, name: str, inputs: LossInputs, denominator: float) -> Objective:
+        """A further stream's loss in a micro-batch; `inputs` has its weights and its mask."""
+        stream = self.streams[name]
+        outputs = stream.loss(inputs, self.config)
+        self._check(outputs, inputs, f"algorithm.streams.{name}.loss={stream.config.loss!r}")
+        loss_N = (inputs.weights_N * outputs.loss_N).masked_fill(~inputs.mask_N, 0.0)
+        count = inputs.mask_N.sum()
+        sums = {"loss": outputs.loss_N, **outputs.diagnostics}
+        return Objective(
+            loss=stream.config.weight * loss_N.sum() / denominator,
+            diagnostics={},
+            metrics={
+                f"{name}/{key}": (values.detach().masked_fill(~inputs.mask_N, 0).sum(), count)
+                for key, values in sums.items()
+            }
+            | {f"{name}/{key}": pair for key, pair in outputs.metrics.items()},
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.kl.weight > 0
+
+    def reward_penalty(self, rollout_T: NDArray[np.float32], columns: Columns) -> float:
+        """What the trained tokens of a trajectory, whose numbers these are, take off its reward."""
+        logprobs_N = torch.from_numpy(rollout_T)
+        inputs = LossInputs(
+            trainer_logprobs_N=logprobs_N,
+            proximal_logprobs_N=logprobs_N,
+            rollout_logprobs_N=logprobs_N,
+            advantages_N=torch.zeros_like(logprobs_N),
+            weights_N=torch.ones_like(logprobs_N),
+            mask_N=torch.ones_like(logprobs_N, dtype=torch.bool),
+            staleness_N=torch.zeros_like(logprobs_N, dtype=torch.int64),
+            segment_ids_N=torch.zeros_like(logprobs_N, dtype=torch.int64),
+            num_segments=1,
+            columns={name: torch.from_numpy(values) for name, values in columns.items()},
+        )
+        kl = self.config.kl
+        return kl.weight * float(KL[kl.estimator](inputs, self.config).double().sum())
+
     def _bonus(self, inputs: LossInputs) -> Tensor:
         weight, entropy_N = self.config.entropy_weight, inputs.entropy_N
         # A bonus without a gradient would be a setting that does nothing.
@@ -223,8 +308,7 @@ class Algorithm:
             )
         return weight * entropy_N
 
-    def _check(self, outputs: object, inputs: LossInputs) -> None:
-        what = f"algorithm.loss={self.config.loss!r}"
+    def _check(self, outputs: object, inputs: LossInputs, what: str) -> None:
         if not isinstance(outputs, LossOutputs):
             raise ValueError(f"{what}: must return LossOutputs, not {type(outputs).__name__}")
         shape = inputs.mask_N.shape

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from buffer.types import Trajectory, VersionSpan
-from configs.algorithm_schema import AlgorithmConfig
+from configs.algorithm_schema import REFERENCE_COLUMN, TEACHER_COLUMN, AlgorithmConfig
 from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.aggregation import AggregationInputs
 from trainer_pool.algorithms.registry import FAMILIES, Algorithm
@@ -22,13 +22,16 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     (inputs, config), fails, or returns something else than it should."""
     algorithm = Algorithm.load(config)
     correction = next((k for k in config.correction.kinds if _is_own(_CORRECTION, k)), None)
-    trials = {
-        ("algorithm.advantage.kind", config.advantage.kind): _try_advantage,
-        ("algorithm.aggregation", config.aggregation): _try_aggregation,
-        ("algorithm.loss", config.loss): _try_loss,
-        (_CORRECTION, correction): _try_loss,
-    }
-    for (setting, name), trial in trials.items():
+    trials = [
+        ("algorithm.advantage.kind", config.advantage.kind, _try_advantage),
+        ("algorithm.aggregation", config.aggregation, _try_aggregation),
+        ("algorithm.loss", config.loss, _try_loss),
+        (_CORRECTION, correction, _try_loss),
+    ]
+    for stream in config.streams.values():
+        trials.append(("algorithm.streams.*.loss", stream.loss, _try_loss))
+        trials.append(("algorithm.aggregation", stream.aggregation, _try_aggregation))
+    for setting, name, trial in trials:
         if name is None or not _is_own(setting, name):
             continue
         try:
@@ -61,14 +64,19 @@ def _try_loss(algorithm: Algorithm) -> None:
         segment_ids_N=torch.tensor([0, 0, 0, 1, 1]),
         num_segments=2,
         entropy_N=torch.full((5,), 0.4, requires_grad=algorithm.config.entropy_weight > 0),
+        columns={TEACHER_COLUMN: rollout_N, REFERENCE_COLUMN: rollout_N},
     )
-    loss = algorithm.objective(inputs, 5.0).loss
-    if not loss.requires_grad:
-        raise ValueError(
-            f"algorithm.loss={algorithm.config.loss!r}: its result does not depend on "
-            "inputs.trainer_logprobs_N, so nothing would be learnt; do not detach all of it"
-        )
-    loss.backward()  # type: ignore[no-untyped-call]
+    losses = {f"algorithm.loss={algorithm.config.loss!r}": algorithm.objective(inputs, 5.0).loss}
+    for name, stream in algorithm.streams.items():
+        what = f"algorithm.streams.{name}.loss={stream.config.loss!r}"
+        losses[what] = algorithm.stream_objective(name, inputs, 5.0).loss
+    for what, loss in losses.items():
+        if not loss.requires_grad:
+            raise ValueError(
+                f"{what}: its result does not depend on inputs.trainer_logprobs_N, so nothing "
+                "would be learnt; do not detach all of it"
+            )
+    torch.stack([*losses.values()]).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _try_advantage(algorithm: Algorithm) -> None:
@@ -99,10 +107,10 @@ def _trajectory(num_trained: int, episode: int) -> Trajectory:
 
 
 def _try_aggregation(algorithm: Algorithm) -> None:
-    algorithm.aggregate(
-        AggregationInputs(
-            num_tokens_R=np.array(_LENGTHS, np.int64),
-            shares_R=np.ones(2),
-            groups_R=np.zeros(2, np.int64),
-        )
+    inputs = AggregationInputs(
+        num_tokens_R=np.array(_LENGTHS, np.int64),
+        shares_R=np.ones(2),
+        groups_R=np.zeros(2, np.int64),
     )
+    for stream in (None, *algorithm.streams):
+        algorithm.aggregate(inputs, stream)

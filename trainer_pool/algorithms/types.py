@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from configs.algorithm_schema import REFERENCE_COLUMN, TEACHER_COLUMN
+
 MAX_LOG_RATIO = 20.0
 """The same bound as in verl (`trainer/ppo/core_algos.py`)."""
 
@@ -55,13 +57,27 @@ class LossInputs:
     num_segments: int
     entropy_N: Tensor | None = None
     """Of the policy being updated, in nats."""
-    reference_logprobs_N: Tensor | None = None
-    teacher_logprobs_N: Tensor | None = None
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N] each: those of the trajectories, as a teacher's log-probabilities, and the reference's.
+    """
     batch: BatchStatistics = BatchStatistics()
 
     def __post_init__(self) -> None:
         assert self.mask_N.dtype == torch.bool and self.mask_N.ndim == 1
         assert self.segment_ids_N.shape == self.trainer_logprobs_N.shape == self.mask_N.shape
+
+    @property
+    def reference_logprobs_N(self) -> Tensor:
+        return self._column(REFERENCE_COLUMN, "algorithm.kl.weight above 0 computes it")
+
+    @property
+    def teacher_logprobs_N(self) -> Tensor:
+        return self._column(TEACHER_COLUMN, "a part of task.rewards with kind=teacher brings it")
+
+    def _column(self, name: str, source: str) -> Tensor:
+        if name not in self.columns:
+            raise ValueError(f"the batch has no column {name}: {source}")
+        return self.columns[name]
 
     def log_ratio(self, numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
         """Their difference within +-MAX_LOG_RATIO, without a gradient where it was clamped: a

@@ -12,8 +12,8 @@ Letters: L tokens of the row, N trained tokens, S spans.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,11 @@ class Row:
     """Versions between the one that sampled a trained token and the one being trained; None is 0.
     """
     weight: float = 1.0
-    """Weight of each of its tokens in the loss."""
+    """Weight of each of its tokens in the policy's loss."""
+    streams: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """By name of a further stream: the weight of each token in its loss; 0 if it is not of it."""
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Further numbers of each token."""
     temperature: float = 1.0
     """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
     is_current: bool = False
@@ -56,6 +60,13 @@ class Row:
     @property
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())
+
+    @property
+    def is_scored(self) -> NDArray[np.bool_]:
+        """Tokens that any stream trains."""
+        masks = [self.loss_mask, *self.streams.values()]
+        scored: NDArray[np.bool_] = np.any([mask != 0 for mask in masks], axis=0)
+        return scored
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -118,7 +129,7 @@ class MicroBatch:
     targets_N: Tensor
     """int64"""
     mask_N: Tensor
-    """float32, 1 where the token is trained on"""
+    """float32, 1 where the policy's loss trains the token; elsewhere another stream does."""
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
     staleness_N: Tensor
@@ -128,6 +139,12 @@ class MicroBatch:
     is_current_N: Tensor
     groups_N: Tensor
     """int64: `Row.group`"""
+    streams: Mapping[str, Tensor]
+    """[N] each: `Row.streams`"""
+    columns: Mapping[str, Tensor]
+    """[N] each: `Row.columns`"""
+    rows: tuple[int, ...]
+    """Which of the packed rows its trajectories are, in the order of their segments."""
     num_tokens: int
     """Of all its trajectories; the row has fewer if they share some."""
     num_padding: int = 0
@@ -139,11 +156,13 @@ class MicroBatch:
 
 def _moved(record: PackedRow | MicroBatch, device: torch.device) -> dict[str, Any]:
     values = {item.name: getattr(record, item.name) for item in fields(record)}
-    return {
-        name: value.to(device, non_blocking=True)
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
+    moved: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            moved[name] = value.to(device, non_blocking=True)
+        elif isinstance(value, dict):
+            moved[name] = {key: each.to(device, non_blocking=True) for key, each in value.items()}
+    return moved
 
 
 def plan_micro_batches(
@@ -250,7 +269,7 @@ def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
         rollout_logprobs=np.zeros(2, np.float32),
     )
     padding = _lay([empty], separate([empty.tokens]), [0])
-    padding = replace(padding, num_tokens=0, num_padding=2)
+    padding = replace(padding, num_tokens=0, num_padding=2, rows=())
     return [*batches, *[padding] * (count - len(batches))]
 
 
@@ -299,7 +318,7 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
     rows = [every[i] for i in chosen]
     packed, places = _row([row.tokens for row in every], forest, chosen)
     lengths = [len(row.tokens) for row in rows]
-    trained = np.flatnonzero(np.concatenate([row.loss_mask for row in rows]))
+    trained = np.flatnonzero(np.concatenate([row.is_scored for row in rows]))
     if not len(trained):
         trained = np.array([1])  # the second token of the first row, whose mask is 0
     segments = np.repeat(np.arange(len(rows)), lengths)[trained]
@@ -314,19 +333,30 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
     def by_row(values: Sequence[float], dtype: type = np.float32) -> Tensor:
         return torch.from_numpy(np.asarray(values, dtype)[segments])
 
+    mask_N = by_token([row.loss_mask for row in rows], np.float32)
     return MicroBatch(
         row=packed,
         places_N=torch.from_numpy(np.concatenate(places)[trained - 1]),
         segment_ids_N=torch.from_numpy(segments),
         num_segments=len(rows),
         targets_N=by_token([row.tokens for row in rows], np.int64),
-        mask_N=by_token([row.loss_mask for row in rows], np.float32),
+        mask_N=mask_N,
         rollout_logprobs_N=by_token([row.rollout_logprobs for row in rows], np.float32),
         advantages_N=by_token([row.advantages for row in rows], np.float32),
         staleness_N=by_token([row.staleness for row in rows], np.int64),
         weights_N=by_row([row.weight for row in rows]),
-        temperatures_N=by_row([row.temperature for row in rows]),
+        # The policy sampled its own tokens only with that temperature.
+        temperatures_N=torch.where(mask_N != 0, by_row([row.temperature for row in rows]), 1.0),
         is_current_N=by_row([row.is_current for row in rows], np.bool_),
         groups_N=by_row([row.group for row in rows], np.int64),
+        streams={
+            name: by_token([row.streams.get(name) for row in rows], np.float32)
+            for name in sorted({name for row in every for name in row.streams})
+        },
+        columns={
+            name: by_token([row.columns.get(name) for row in rows], np.float32)
+            for name in sorted({name for row in every for name in row.columns})
+        },
+        rows=tuple(chosen),
         num_tokens=sum(lengths),
     )

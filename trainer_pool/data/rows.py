@@ -1,20 +1,24 @@
 """From the groups of a batch to rows to train on: advantages, weights, staleness of each token.
 
-groups ─ episodes of all ranks ─ advantages ─► rows ─ aggregation ─► weights, denominator
+groups ─ rows ─ log-probabilities of the reference ┐
+     └─ episodes of all ranks ─────────────────────┴─► advantages ─ aggregation ─► weights
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from buffer.types import SamplingParams, Trajectory, TrajectoryGroup
+from configs.algorithm_schema import POLICY, REFERENCE_COLUMN, TEACHER_COLUMN, StreamConfig
+from configs.choices import KLPlace, StreamTokens
 from trainer_pool.algorithms.advantages import AdvantageInputs, overlong_penalty
 from trainer_pool.algorithms.aggregation import AggregationInputs
 from trainer_pool.algorithms.registry import Algorithm
@@ -39,57 +43,91 @@ class StepBatch:
         return {group_id: place for place, group_id in enumerate(self.group_ids)}
 
 
-def rows_by_group(batch: StepBatch, algorithm: Algorithm, ranks: Collectives) -> list[list[Row]]:
-    """For each group of this rank its trajectories that have a trained token; collective.
+ReferenceScores = Callable[[Sequence[Row]], Sequence[NDArray[np.float32]]]
+"""[T] each, 0 where no token is trained; collective."""
+
+
+def rows_by_group(
+    batch: StepBatch,
+    algorithm: Algorithm,
+    ranks: Collectives,
+    score_reference: ReferenceScores | None = None,
+) -> list[list[Row]]:
+    """For each group of this rank its trajectories that have a token to train on; collective.
 
     An episode's reward counts once, however many trajectories it has: each gets the episode's
     advantage, and the trained ones share its weight. A token whose log-probability from the engine
     is not finite is not trained. Raises ValueError for a group that was sampled with more than a
     temperature, or for one that the algorithm cannot use.
     """
-    for group in batch.groups:
-        check_sampling(group)
-    inputs = _advantage_inputs(batch, algorithm, ranks)
-    advantages = iter(algorithm.advantages(inputs))
-    masks_truncated = algorithm.config.advantage.mask_truncated
-    rows = []
-    for group in batch.groups:
-        pairs = zip(group.trajectories, advantages, strict=False)  # takes those of this group
-        trained = [
-            (trajectory, mask, values)
-            for trajectory, values in pairs
-            if (mask := _trained_mask(trajectory, group, masks_truncated)).any()
+    rows: list[list[Row | None]] = [_rows(batch, group, algorithm) for group in batch.groups]
+    penalties: dict[tuple[str, int], float] = {}
+    if score_reference is not None:
+        found = iter(score_reference([row for of_group in rows for row in of_group if row]))
+        rows = [
+            [row and _with_column(row, REFERENCE_COLUMN, next(found)) for row in of_group]
+            for of_group in rows
         ]
-        shares = Counter(trajectory.episode for trajectory, *_ in trained)
+        if algorithm.config.kl.where is KLPlace.reward:
+            penalties = _penalties(batch, rows, algorithm)
+    inputs = _advantage_inputs(batch, algorithm, ranks, penalties)
+    advantages = iter(algorithm.advantages(inputs))
+    return [
+        [
+            replace(row, advantages=values)
+            for row, values in zip(of_group, advantages, strict=False)  # takes those of this group
+            if row is not None
+        ]
+        for of_group in rows
+    ]
+
+
+def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> list[Row | None]:
+    """One for each trajectory, None if no token is trained; without advantages."""
+    check_sampling(group)
+    config, trajectories = algorithm.config, group.trajectories
+    masks = [_trained_mask(t, group, config.advantage.mask_truncated) for t in trajectories]
+    shares = _shares(trajectories, masks)
+    streams: list[dict[str, NDArray[np.float32]]] = [{} for _ in trajectories]
+    for name, stream in config.streams.items():
+        chosen = [
+            _stream_mask(t, m, stream, group) for t, m in zip(trajectories, masks, strict=True)
+        ]
+        of_stream = _shares(trajectories, chosen)
+        for found, mask, share in zip(streams, chosen, of_stream, strict=True):
+            found[name] = mask * np.float32(share)
+    rows: list[Row | None] = []
+    for t, mask, share, weights in zip(trajectories, masks, shares, streams, strict=True):
+        if not mask.any() and not any(values.any() for values in weights.values()):
+            rows.append(None)
+            continue
+        staleness = np.maximum(batch.version - t.token_versions(), 0)
         rows.append(
-            [
-                _row(trajectory, mask, values, group, batch, 1 / shares[trajectory.episode])
-                for trajectory, mask, values in trained
-            ]
+            Row(
+                tokens=t.tokens,
+                loss_mask=mask,
+                rollout_logprobs=np.where(mask, t.rollout_logprobs, np.float32(0)),
+                staleness=np.where(mask, staleness, 0),
+                weight=share,
+                temperature=group.sampling.temperature,
+                is_current=t.min_version == batch.version,
+                group=batch.places[group.group_id],
+                streams=weights,
+                columns=t.columns,
+            )
         )
     return rows
 
 
-def _row(
-    trajectory: Trajectory,
-    mask: NDArray[np.uint8],
-    advantages: NDArray[np.float32],
-    group: TrajectoryGroup,
-    batch: StepBatch,
-    share: float,
-) -> Row:
-    staleness = np.maximum(batch.version - trajectory.token_versions(), 0)
-    return Row(
-        tokens=trajectory.tokens,
-        loss_mask=mask,
-        rollout_logprobs=np.where(mask, trajectory.rollout_logprobs, np.float32(0)),
-        advantages=advantages,
-        staleness=np.where(mask, staleness, 0),
-        weight=share,
-        temperature=group.sampling.temperature,
-        is_current=trajectory.min_version == batch.version,
-        group=batch.places[group.group_id],
-    )
+def _shares(trajectories: Sequence[Trajectory], masks: Sequence[NDArray[Any]]) -> list[float]:
+    """Of each trajectory: 1/n if n of its episode have a trained token: it counts once."""
+    pairs = list(zip(trajectories, masks, strict=True))
+    counts = Counter(trajectory.episode for trajectory, mask in pairs if mask.any())
+    return [1 / max(counts[trajectory.episode], 1) for trajectory in trajectories]
+
+
+def _with_column(row: Row, name: str, values: NDArray[np.float32]) -> Row:
+    return replace(row, columns={**row.columns, name: values})
 
 
 def _trained_mask(
@@ -102,33 +140,99 @@ def _trained_mask(
     return trajectory.loss_mask * np.isfinite(trajectory.rollout_logprobs)
 
 
+def _stream_mask(
+    trajectory: Trajectory, mask: NDArray[np.uint8], stream: StreamConfig, group: TrajectoryGroup
+) -> NDArray[np.uint8]:
+    """Tokens of a further stream; `mask`: those of the policy's."""
+    if stream.min_reward is not None and trajectory.reward < stream.min_reward:
+        return np.zeros_like(mask)
+    if stream.tokens is StreamTokens.observations:
+        between = np.arange(trajectory.num_tokens) >= trajectory.prompt_length
+        for span in trajectory.version_spans:
+            between[span.start : span.end] = False
+        return between.astype(np.uint8)
+    if stream.loss != "teacher_kl":
+        return mask
+    if TEACHER_COLUMN not in trajectory.columns:
+        raise ValueError(
+            f"group {group.group_id}: it has no column {TEACHER_COLUMN}, which a stream with "
+            "loss=teacher_kl learns from; it was sampled without a part of task.rewards with "
+            "kind=teacher: start a new run"
+        )
+    is_known: NDArray[np.bool_] = np.isfinite(trajectory.columns[TEACHER_COLUMN])
+    return np.where(is_known, mask, np.uint8(0))
+
+
 def weighted(
     groups: Sequence[Sequence[Row]], algorithm: Algorithm
-) -> tuple[list[Row], float | None]:
-    """The rows of these groups with the weights of the aggregation, and this rank's part of the
-    denominator (None: it is 1)."""
+) -> tuple[list[Row], dict[str, float | None]]:
+    """The rows of these groups with the weights of the aggregations, and this rank's part of the
+    denominator of each stream (None: it is 1)."""
     rows = [row for group in groups for row in group]
-    found = algorithm.aggregate(
-        AggregationInputs(
-            num_tokens_R=np.array([row.num_trained for row in rows], np.int64),
-            shares_R=np.array([row.weight for row in rows], np.float64),
-            groups_R=np.array([i for i, group in enumerate(groups) for _ in group], np.int64),
-        )
-    )
-    weights = found.weights_R.tolist()
-    return [
-        replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)
-    ], found.denominator
+    numbers = np.array([i for i, group in enumerate(groups) for _ in group], np.int64)
+    tokens = np.array([row.num_trained for row in rows], np.int64)
+    shares = np.array([row.weight for row in rows], np.float64)
+    weights, denominator = _aggregated(algorithm, None, tokens, shares, numbers)
+    rows = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
+    denominators = {POLICY: denominator}
+    for name in algorithm.streams:
+        masks = [row.streams[name] for row in rows]
+        tokens = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
+        shares = np.array([mask.max() for mask in masks], np.float64)
+        weights, denominators[name] = _aggregated(algorithm, name, tokens, shares, numbers)
+        rows = [
+            replace(row, streams={**row.streams, name: (mask != 0) * np.float32(weight)})
+            for row, mask, weight in zip(rows, masks, weights, strict=True)
+        ]
+    return rows, denominators
+
+
+def _aggregated(
+    algorithm: Algorithm,
+    stream: str | None,
+    tokens: NDArray[np.int64],
+    shares: NDArray[np.float64],
+    groups: NDArray[np.int64],
+) -> tuple[list[float], float | None]:
+    """The weight of the tokens of each row, 1 for rows that have none, and the denominator."""
+    has = tokens > 0
+    inputs = AggregationInputs(num_tokens_R=tokens[has], shares_R=shares[has], groups_R=groups[has])
+    found = algorithm.aggregate(inputs, stream)
+    weights = np.ones(len(tokens))
+    weights[has] = found.weights_R
+    return weights.tolist(), found.denominator
 
 
 # Episodes of the whole batch ----------------------------------------------------------------------
 
 
+def _penalties(
+    batch: StepBatch, rows: Sequence[Sequence[Row | None]], algorithm: Algorithm
+) -> dict[tuple[str, int], float]:
+    """What each episode, by its group and number, loses for its distance from the reference."""
+    found: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for group, of_group in zip(batch.groups, rows, strict=True):
+        for trajectory, row in zip(group.trajectories, of_group, strict=True):
+            if row is not None:
+                is_trained = row.loss_mask != 0
+                columns = {REFERENCE_COLUMN: row.columns[REFERENCE_COLUMN][is_trained]}
+                penalty = algorithm.reward_penalty(row.rollout_logprobs[is_trained], columns)
+                found[group.group_id, trajectory.episode] += penalty
+    return dict(found)
+
+
 def _advantage_inputs(
-    batch: StepBatch, algorithm: Algorithm, ranks: Collectives
+    batch: StepBatch,
+    algorithm: Algorithm,
+    ranks: Collectives,
+    penalties: Mapping[tuple[str, int], float],
 ) -> AdvantageInputs:
     """Three collectives; the episodes are in the order of the batch's groups on every rank."""
-    own = [episode for group in batch.groups for episode in _episodes(batch, group, algorithm)]
+    own = [
+        (place, episode, reward - penalties.get((group.group_id, episode), 0.0), tokens, parts)
+        for group in batch.groups
+        for place, episode, reward, tokens, parts in _episodes(batch, group, algorithm)
+    ]
     about = json.dumps([len(own), sorted({name for *_, parts in own for name in parts})])
     every = [json.loads(text) for text in ranks.gather_texts(about)]
     names = sorted({name for _, theirs in every for name in theirs})

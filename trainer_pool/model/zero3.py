@@ -10,6 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -140,6 +141,7 @@ class Zero3Engine:
             model=model, optimizer=adam, config=settings, dist_init_required=False
         )
         self._create_moments()
+        self._reference: dict[str, Tensor] = {}
         adam.register_step_pre_hook(self._leave_out_empty_update)
         self._engine.eval()
         attention.check_model(model_path, self.logits, self.device)
@@ -199,6 +201,47 @@ class Zero3Engine:
             **attention.arguments(row),
             **wanted,
         )
+
+    def hold_reference(self, model_path: str, *, offload: bool) -> None:
+        """Keep this rank's shards of another model of the same shape, as `algorithm.kl.reference`;
+        with `offload` in host memory. Raises ValueError if its shape is another."""
+        own = dict(self._engine.module.named_parameters())
+        dtype = next(iter(own.values())).ds_tensor.dtype
+        model = _load(model_path, dtype, trust_remote_code=self._trust_remote_code)
+        theirs = dict(model.named_parameters())
+        shapes = [{name: tuple(p.ds_shape) for name, p in of.items()} for of in (own, theirs)]
+        if shapes[0] != shapes[1]:
+            wrong = sorted(n for n in {*own, *theirs} if shapes[0].get(n) != shapes[1].get(n))
+            raise ValueError(
+                f"algorithm.kl.reference={model_path!r}: it and the policy differ in the shape of "
+                f"{', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}; choose a model of the "
+                f"same shape as model.path={self._model_path!r}"
+            )
+        for name, parameter in theirs.items():
+            shard = parameter.ds_tensor.data.detach().clone()
+            if offload and shard.is_cuda:
+                shard = shard.cpu().pin_memory()
+            self._reference[name] = shard
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within it forward passes are those of the reference; backward ones are not allowed."""
+        assert self._reference, "hold_reference() comes first"
+        own: dict[str, Tensor] = {}
+        # deepspeed may still hold whole weights of the policy, and would take them for the next
+        # pass's.
+        self._engine.optimizer.empty_partition_cache()
+        try:
+            for name, parameter in self._engine.module.named_parameters():
+                own[name] = parameter.ds_tensor.data
+                parameter.ds_tensor.data = self._reference[name].to(own[name].device)
+            with torch.no_grad():
+                yield
+        finally:
+            self._engine.optimizer.empty_partition_cache()
+            for name, parameter in self._engine.module.named_parameters():
+                if name in own:
+                    parameter.ds_tensor.data = own[name]
 
     def backward(self, loss: Tensor) -> Tensor:
         """Add the gradient of `loss`; `step` applies the sum over all calls and ranks.

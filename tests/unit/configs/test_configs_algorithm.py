@@ -171,6 +171,7 @@ def test_what_other_sections_say_fills_the_algorithm() -> None:
         [
             "task.rewards={right: {kind: task, weight: 2}, t: {kind: teacher, url: 'http://h', "
             "model: m}}",
+            "algorithm.streams.t.loss=teacher_kl",
             "algorithm.advantage.kind=gdpo",
             "algorithm.advantage.overlong_start=4",
         ]

@@ -263,7 +263,10 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
         ["trainer.min_groups_per_step=2", "trainer.batch_timeout_s=5"],
         ["rollout.oversampling=1.5"],
         ["rollout.oversampling=1.5", "buffer=synchronous", "buffer.on_stale=wait"],
-        ["task.rewards={t: {kind: teacher, url: 'http://t', model: m}, a: {kind: task}}"],
+        [
+            "task.rewards={t: {kind: teacher, url: 'http://t', model: m}, a: {kind: task}}",
+            "algorithm.streams.t.loss=teacher_kl",
+        ],
         ["task.rewards={a: {kind: task, weight: 0}, b: {kind: env, weight: -1}}"],
         ["task=code"],
         ["rollout.openai.port=0"],

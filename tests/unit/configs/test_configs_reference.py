@@ -13,6 +13,7 @@ from enum import Enum
 import pytest
 
 from configs import choices
+from configs.algorithm_schema import StreamConfig
 from configs.checks import bound_of
 from configs.choices import OnStale
 from configs.load import CONFIG_DIR, GROUPS, options
@@ -43,6 +44,8 @@ def test_every_number_and_text_has_a_bound_beside_its_field() -> None:
     assert bare == FREE_TEXT
     in_rewards = {field.name for field in fields(RewardConfig) if bound_of(field) is None}
     assert in_rewards == {"kind", "prompt"}
+    in_streams = {field.name for field in fields(StreamConfig) if bound_of(field) is None}
+    assert in_streams == {"tokens"}
 
 
 def outside(words: str) -> Iterator[float]:

@@ -22,6 +22,7 @@ from configs.algorithm_schema import (
     KL_ESTIMATORS,
     LOSSES,
     MASKS,
+    REFERENCE_COLUMN,
     WEIGHTS,
     CorrectionConfig,
 )
@@ -531,7 +532,7 @@ KL_FORMULAS: dict[str, Callable[[float, float], float]] = {
 def test_kl_estimator_and_its_gradient_are_those_of_the_formula(name: str) -> None:
     inputs = batch(13)
     reference = inputs.rollout_logprobs_N + 0.2
-    inputs = replace(inputs, reference_logprobs_N=reference)
+    inputs = replace(inputs, columns={REFERENCE_COLUMN: reference})
     trainer = inputs.trainer_logprobs_N
 
     def formula(values: Floats) -> Floats:
@@ -560,7 +561,7 @@ def test_gradient_of_k2_is_that_of_the_divergence(name: str, is_right: bool) -> 
     inputs = tokens(
         trainer=logprobs, proximal=logprobs.detach(), rollout=logprobs.detach(), advantages=other
     )
-    inputs = replace(inputs, reference_logprobs_N=other)
+    inputs = replace(inputs, columns={REFERENCE_COLUMN: other})
     estimate = (logprobs.detach().exp() * KL[name](inputs, algorithm().config)).sum()
     (gradient,) = torch.autograd.grad(estimate, logits)
     assert torch.allclose(gradient, expected) == is_right

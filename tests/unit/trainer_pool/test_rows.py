@@ -181,3 +181,16 @@ def test_samples_not_drawn_from_the_policy_are_refused(
     some = group(trajectory(0, 1.0), trajectory(1, 0.0), **changes)
     with pytest.raises(ValueError, match=message):
         rows_of(ranks, some)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_tokens_without_a_finite_logprob_of_the_engine_are_not_trained(
+    ranks: Collectives, bad: float
+) -> None:
+    one, other, third = (trajectory(episode, float(episode == 0)) for episode in (0, 1, 2))
+    one.rollout_logprobs[3] = bad
+    other.rollout_logprobs[2:] = bad
+    rows = rows_of(ranks, group(one, other, third), kind="dr_grpo")
+    assert [row.loss_mask.tolist() for row in rows] == [[0, 0, 1, 0], [0, 0, 1, 1]]
+    assert rows[0].rollout_logprobs.tolist() == [0, 0, -1, 0]
+    assert advantages_of(rows) == pytest.approx([2 / 3, -1 / 3])

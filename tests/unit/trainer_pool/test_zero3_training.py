@@ -9,12 +9,13 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
     )
     build_scratch_model(config, folder / "model", seed=0)
+    build_scratch_model(config, folder / "other", seed=1)
+    wide = replace(config, hidden_size=48)
+    build_scratch_model(wide, folder / "wide", seed=0)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     random = np.random.default_rng(1)
     for step in range(NUM_STEPS):
@@ -344,6 +348,32 @@ def test_gradient_of_two_ranks_is_that_of_full_logits_in_one_process(
         theirs = parameter.grad.numpy()
         error = np.linalg.norm(gradients[name] - theirs) / np.linalg.norm(theirs)
         assert error < 1e-5, (name, error)
+
+
+def test_passes_of_the_reference_are_those_of_its_own_model(ranks: Ranks, folder: Path) -> None:
+    """Of two ranks, before and after an update of the policy, which changes the policy's alone."""
+    found = json.loads((ranks.run("reference", 2) / "results.json").read_text())
+    assert re.fullmatch(
+        rf"algorithm\.kl\.reference='{folder}/wide': it and the policy differ in the shape of .*"
+        r"input_layernorm\.weight.*; choose a model of the same shape as "
+        rf"model\.path='{folder}/model'",
+        found["refused"],
+    )
+    for name, path in (("policy", "model"), ("reference", "other")):
+        model = AutoModelForCausalLM.from_pretrained(folder / path)
+        expected = []
+        for number in (0, 1):
+            row = head_row(number)
+            tokens, mask = torch.from_numpy(row.tokens).long(), torch.from_numpy(row.loss_mask)
+            logits = model(input_ids=tokens[None]).logits[0, :-1] / row.temperature
+            logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+            expected += logprobs[mask[1:] != 0].tolist()
+        np.testing.assert_allclose(found[name][0], expected, rtol=1e-5, atol=1e-6)
+    assert found["reference"][1] == found["reference"][0]
+    assert found["policy"][1] == found["policy"][0]
+    assert np.abs(np.subtract(found["policy"][2], found["policy"][0])).max() > 1e-3
+    # The gradient right after a pass of the reference is the policy's.
+    assert found["norms"][0] == found["norms"][1]
 
 
 def test_nan_of_one_ranks_backward_pass_skips_the_update_everywhere_and_names_the_group(

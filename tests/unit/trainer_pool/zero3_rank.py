@@ -45,12 +45,15 @@ from configs.algorithm_schema import (
     ADVANTAGES,
     AGGREGATIONS,
     MASKS,
+    TEACHER_COLUMN,
     WEIGHTS,
     AdvantageConfig,
     AlgorithmConfig,
     CorrectionConfig,
+    KLConfig,
+    StreamConfig,
 )
-from configs.choices import Backend, Proximal
+from configs.choices import Backend, KLPlace, Proximal
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
 from trainer_pool.algorithms.registry import Algorithm
@@ -140,6 +143,16 @@ def algorithms() -> dict[str, AlgorithmConfig]:
         cases[kind] = AlgorithmConfig(correction=bounds)
     for aggregation in AGGREGATIONS:
         cases[aggregation] = AlgorithmConfig(aggregation=aggregation, aggregation_length=30)
+    near = {"weight": 0.1, "estimator": "k2"}
+    cases["kl_in_loss"] = AlgorithmConfig(kl=KLConfig(**near))
+    cases["kl_in_reward"] = AlgorithmConfig(kl=KLConfig(**near, where=KLPlace.reward))
+    cases["streams"] = AlgorithmConfig(
+        policy_weight=0.5,
+        streams={
+            "teacher": StreamConfig(loss="teacher_kl", aggregation="sequence_mean_token_mean"),
+            "good": StreamConfig(weight=0.3, min_reward=0.5),
+        },
+    )
     for kind in ADVANTAGES:
         parts = {"right": 1.0} if kind == "gdpo" else {}
         cases[kind] = AlgorithmConfig(advantage=AdvantageConfig(kind=kind, part_weights=parts))
@@ -147,10 +160,15 @@ def algorithms() -> dict[str, AlgorithmConfig]:
 
 
 def with_graded_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
-    """No two episodes have the same reward, which is its one part as well."""
+    """No two episodes have the same reward, which is its one part as well; and a teacher."""
     rewards = [t.reward + 0.1 * t.episode for t in group.trajectories]
     graded = (
-        replace(t, reward=reward, reward_parts={"right": reward})
+        replace(
+            t,
+            reward=reward,
+            reward_parts={"right": reward},
+            columns={TEACHER_COLUMN: -1 - (t.tokens % 5).astype(np.float32)},
+        )
         for t, reward in zip(group.trajectories, rewards, strict=True)
     )
     return replace(group, trajectories=tuple(graded))
@@ -641,6 +659,28 @@ class Scenario:
         self.step_with_planted_nan()
         self.write()
 
+    def reference(self) -> None:
+        """Scores of the policy and of a reference, in turn, before and after an update; the
+        gradient with a pass of the reference in between, and without."""
+        try:
+            self.engine.hold_reference(str(self.folder / "wide"), offload=False)
+        except ValueError as error:
+            self.results["refused"] = str(error)
+        self.engine.hold_reference(str(self.folder / "other"), offload=True)
+        (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
+        scores: dict[str, list[list[float]]] = {"policy": [], "reference": []}
+        norms = []
+        for rate in (0.0, 0.0, 1e-2):  # only the last update moves the policy
+            if rate or not norms:
+                with self.engine.reference():
+                    scores["reference"].append(self.engine.score(batch).logprobs.tolist())
+            logprobs = self.engine.score(batch).logprobs
+            self.engine.backward(logprobs.square().mean() / self.ranks.num_ranks)
+            norms.append(self.engine.step(rate))
+            with torch.no_grad():
+                scores["policy"].append(self.engine.score(batch).logprobs.tolist())
+        self.results |= {**scores, "norms": norms}
+
     def step_with_planted_nan(self) -> None:
         """In the backward pass of rank 1's first token; its forward pass is finite."""
         batch = read_batch(self.folder, 0, self.ranks.rank, self.ranks.num_ranks)
@@ -712,6 +752,7 @@ class Scenario:
         batch = read_batch(self.folder, 1, self.ranks.rank, self.ranks.num_ranks)
         batch = replace(batch, groups=tuple(map(with_graded_rewards, batch.groups)))
         gradients: dict[str, np.ndarray] = {}
+        self.engine.hold_reference(str(self.folder / "other"), offload=False)
         for name, algorithm in algorithms().items():
 
             def note(name: str = name) -> None:
@@ -841,6 +882,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "copies": scenario.copies,
         "packings": scenario.packings,
         "head": scenario.head,
+        "reference": scenario.reference,
         "algorithms": scenario.algorithms,
         "grpo": lambda: scenario.synchronous(AlgorithmConfig(), 1),
         "grpo_twice": lambda: scenario.synchronous(AlgorithmConfig(), 2),
