@@ -17,6 +17,9 @@ def kinds(*names: str) -> str:
     return f"algorithm.correction.kinds=[{', '.join(names)}]"
 
 
+TEACHER = ("task.rewards.teacher={kind: teacher, url: 'http://host:1/v1', model: m}",)
+
+
 @pytest.mark.parametrize("name", options("algorithm"))
 @pytest.mark.parametrize("max_staleness", [1, 8])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
@@ -28,6 +31,7 @@ def test_every_file_of_the_group_is_a_legal_algorithm(
             f"algorithm={name}",
             f"buffer.max_staleness={max_staleness}",
             f"trainer.num_minibatches={num_minibatches}",
+            *(TEACHER if name == "distill" else ()),
         ]
     )
     check_algorithm(config.full_algorithm)

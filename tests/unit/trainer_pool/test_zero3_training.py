@@ -548,15 +548,18 @@ def test_update_whose_logprobs_are_not_finite_is_skipped_on_all_ranks(
 
 
 def test_every_algorithm_has_the_same_gradient_for_any_split_of_the_batch(ranks: Ranks) -> None:
-    """One rank with one micro-batch for each update, against two with several."""
-    alone, together = (ranks.run("algorithms", number) for number in (1, 2))
-    gradients = [dict(np.load(output / "gradients.npz")) for output in (alone, together)]
-    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) >= 2 * 30
-    for name, gradient in gradients[0].items():
-        size = np.linalg.norm(gradient)
-        assert size > 1e-6, name
-        assert np.linalg.norm(gradient - gradients[1][name]) < 1e-5 * size, name
-    records = [json.loads((o / "results.json").read_text()) for o in (alone, together)]
+    """One rank with one micro-batch for each update, against two with several, and four that also
+    share prefixes."""
+    outputs = [ranks.run("algorithms", number) for number in (1, 2, 4)]
+    gradients, *others = (dict(np.load(output / "gradients.npz")) for output in outputs)
+    assert len(gradients) >= 2 * 33
+    for other in others:
+        assert other.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            size = np.linalg.norm(gradient)
+            assert size > 1e-6, name
+            assert np.linalg.norm(gradient - other[name]) < 1e-5 * size, name
+    records = [json.loads((o / "results.json").read_text()) for o in outputs[:2]]
     for name, record in records[0].items():
         if name == "steps":
             continue

@@ -747,10 +747,17 @@ class Scenario:
 
     def algorithms(self) -> None:
         """The gradient of each update of a step with each algorithm; at a learning rate of 0 one
-        does not change the next. One rank has a single micro-batch, two have several."""
-        config = replace(self.config, micro_batch_tokens=2000 if self.ranks.num_ranks == 1 else 48)
+        does not change the next. One rank has a single micro-batch, several have several."""
+        config = replace(
+            self.config,
+            groups_per_step=8,  # of which the batch has four
+            num_minibatches=2,
+            micro_batch_tokens=2000 if self.ranks.num_ranks == 1 else 97,
+            share_prefixes=self.ranks.num_ranks == 4,
+        )
         batch = read_batch(self.folder, 1, self.ranks.rank, self.ranks.num_ranks)
-        batch = replace(batch, groups=tuple(map(with_graded_rewards, batch.groups)))
+        groups = (with_graded_rewards(with_common_beginning(group)) for group in batch.groups)
+        batch = replace(batch, groups=tuple(groups))
         gradients: dict[str, np.ndarray] = {}
         self.engine.hold_reference(str(self.folder / "other"), offload=False)
         for name, algorithm in algorithms().items():
