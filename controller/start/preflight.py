@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -132,15 +132,7 @@ def _check_model(config: Config) -> None:
     if model.scratch is not None:
         num_heads = model.scratch.num_heads
     elif model.path is not None and Path(model.path).is_dir():
-        folder = Path(model.path)
-        if not (folder / "config.json").is_file() or not any(
-            path.suffix in WEIGHTS for path in folder.iterdir()
-        ):
-            raise ValueError(
-                f"model.path={model.path!r}: neither a folder with a Hugging Face model "
-                "(config.json and weights) nor the name of a model"
-            )
-        fields = json.loads((folder / "config.json").read_text())
+        fields = _model_fields("model.path", model.path)
         num_heads, most = fields.get("num_attention_heads"), fields.get("max_position_embeddings")
         if most is not None and longest > most:
             raise ValueError(
@@ -150,10 +142,26 @@ def _check_model(config: Config) -> None:
         # For a model that is still to be downloaded, the trainer compares the names.
         trust = model.trust_remote_code
         check_names(model.path, parameter_names(model.path, trust_remote_code=trust))
+    reference = config.algorithm.kl.reference
+    if reference is not None and reference.startswith("/"):  # a local folder is absolute by now
+        _model_fields("algorithm.kl.reference", reference)
     if num_heads is not None and num_heads % tp_size:
         raise ValueError(
             f"rollout.engine.tp_size={tp_size}: must divide the model's {num_heads} attention heads"
         )
+
+
+def _model_fields(setting: str, path: str) -> dict[str, Any]:
+    """The config.json of the model in a folder."""
+    folder = Path(path)
+    has_weights = folder.is_dir() and any(file.suffix in WEIGHTS for file in folder.iterdir())
+    if not has_weights or not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{setting}={path!r}: neither a folder with a Hugging Face model (config.json and "
+            "weights) nor the name of a model"
+        )
+    fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return fields
 
 
 def _check_ports(config: Config) -> None:

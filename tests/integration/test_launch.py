@@ -58,6 +58,8 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = ["buffer.max_staleness=0", "buffer.on_stale=wait", "rollout.log_rate=1"]
     settings += ["run.loggers=[tensorboard,wandb]", *own_loss(tmp_path)]
+    settings += ["algorithm.kl.weight=0.01"]
+    settings += ["algorithm.streams.words={tokens: observations, weight: 0.1}"]
     with collecting() as (url, posts):
         tracing = f"rollout.trace_endpoint={url}"
         process = start(tmp_path, RUN, *settings, tracing, experiment="alphabet-sort")
@@ -79,6 +81,11 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     steps = read_metrics(run / "metrics.jsonl", "step")
     assert [step.number("fresh") for step in steps] == [1.0] * 4
     assert [step.number("fresh/staleness_0") for step in steps] == [1.0] * 4
+    # The reference is the policy that RL began with, and the policy leaves it.
+    apart = [step.number("kl") for step in steps]
+    assert apart[0] == pytest.approx(0, abs=1e-6) and apart[-1] > 1e-6
+    assert (run / "reference_model" / "model.safetensors").is_file()
+    assert all(step.number("words/loss") > 0 for step in steps)
     assert_turns(run, at_least=3)
     assert_engine_reported(run, result)
     assert_spans(posts)

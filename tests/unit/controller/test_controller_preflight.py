@@ -91,6 +91,12 @@ def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Pat
         check_plan(load_config(["model=pretrained", small, "rollout.max_prompt_tokens=64"]))
 
 
+def test_folder_that_is_no_reference_is_refused(tmp_path: Path) -> None:
+    config = load_config(["algorithm.kl.weight=0.1", f"algorithm.kl.reference={tmp_path}"])
+    with pytest.raises(ValueError, match=r"^algorithm\.kl\.reference='.*': neither a folder"):
+        check_plan(config)
+
+
 def test_dry_run_names_what_it_does_not_check() -> None:
     assert check_plan(load_config([], "qwen2.5-7b-gsm8k")) == [
         "the data set openai/gsm8k",
