@@ -37,7 +37,12 @@ lock: install ## write the lock files after a change of pyproject.toml (ARGS=--u
 check-lock: install ## check the lock files against pyproject.toml
 	@deploy/lock.sh --check
 
-launch: install ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
+# The teacher of this experiment is what a quickstart has learnt; it is trained first if it is not there.
+TEACHER := $(or $(DIR),runs)/teacher/final_model
+$(TEACHER): | install
+	@$(LEASH) launch --experiment quickstart run.name=teacher $(if $(DIR),run.dir=$(DIR))
+
+launch: install $(if $(filter distill-quickstart,$(EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
 	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
 
 resume: install ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings)

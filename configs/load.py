@@ -349,6 +349,7 @@ def _anchor_paths(config: Config) -> None:
         stream.aggregation = _absolute_code(stream.aggregation)
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
+        reward.path = reward.path and _absolute(reward.path)
     model.path = model.path and _absolute_model(model.path)
     algorithm.kl.reference = algorithm.kl.reference and _absolute_model(algorithm.kl.reference)
 

@@ -273,9 +273,13 @@ class RewardConfig(Section):
         default=None,
         metadata=matching(r"https?://[^\s/]+.*", "an address as http://host:port/path"),
     )
-    """http: where to POST; judge, teacher: the base URL, as in http://host:port/v1."""
+    """http: where to POST; judge, teacher: the base URL, as in http://host:port/v1. teacher:
+    without /v1 that of an SGLang server."""
+    path: str | None = field(default=None, metadata=NOT_EMPTY)
+    """teacher: instead of `url`, the folder of a model that the run serves itself; only on a single
+    machine without GPUs."""
     model: str | None = field(default=None, metadata=NOT_EMPTY)
-    """judge, teacher: name of the model there."""
+    """judge, teacher: name of the model there; an SGLang server needs none."""
     api_key_env: str | None = field(default=None, metadata=VARIABLE)
     """judge, teacher, http: environment variable that holds the key."""
     prompt: str | None = None
@@ -290,12 +294,25 @@ class RewardConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
-        is_model = kind in (RewardKind.judge, RewardKind.teacher)
-        has_url = bool(self.url) or not (is_model or kind is RewardKind.http)
-        yield Rule(has_url, "url", f"{name} needs the address of the service")
+        is_teacher = kind is RewardKind.teacher
+        needs_url = is_teacher or kind in (RewardKind.judge, RewardKind.http)
+        yield Rule(
+            bool(self.url or self.path) or not needs_url,
+            "url",
+            f"{name} needs the address of the service",
+        )
+        yield Rule(
+            self.path is None or (is_teacher and self.url is None),
+            "path",
+            "is the folder of a teacher that the run serves itself; set either "
+            "task.rewards.*.url or this",
+        )
+        needs_model = kind is RewardKind.judge or (
+            is_teacher and self.url is not None and self.url.rstrip("/").endswith("/v1")
+        )
         has_function = bool(self.function) or kind is not RewardKind.function
         yield Rule(has_function, "function", f"{name} needs module:name or file.py:name")
-        yield Rule(bool(self.model) or not is_model, "model", f"{name} needs the model's name")
+        yield Rule(bool(self.model) or not needs_model, "model", f"{name} needs the model's name")
 
 
 @dataclass(kw_only=True, slots=True)

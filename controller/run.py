@@ -49,6 +49,8 @@ from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_ne
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
 from controller.start.preflight import check_inputs, gpu_memory
 from controller.start.resume import Resumption
+from controller.start.teacher import NAME as TEACHER
+from controller.start.teacher import serve_teacher, served_teacher
 from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
 from controller.units import format_number_of
@@ -170,6 +172,8 @@ class Run:
         """Address on which this machine's servers listen; "" until Ray is known."""
         self._shared_memory: frozenset[Path] = frozenset()
         self._is_gpu_shared = False
+        self._task = config.task
+        """With the address of the teacher, if the run serves it."""
         self._weights_key = secrets.token_urlsafe(32)
         """Shared by trainer, receivers and engines; new for each run."""
 
@@ -260,6 +264,7 @@ class Run:
             self._host = cluster.host
         self._start_redis(cleanup)
         self._start_prometheus(cleanup)
+        self._start_teacher(cleanup)
         return cluster or self._start_ray(cleanup)
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
@@ -292,6 +297,16 @@ class Run:
                 prompts = format_number_of(num_prompts, "prompt")
                 say(f"it has lost the run: the checkpoint has {groups}, and {prompts} to run again")
             self.dir.write_redis_url(self._redis_url)
+
+    def _start_teacher(self, cleanup: contextlib.ExitStack) -> None:
+        """Before Ray, whose workers get its key from the environment."""
+        if served_teacher(self.config) is None:
+            return
+        with self._step("teacher") as say:
+            log = self.dir.log_of(TEACHER)
+            self._task, end = serve_teacher(self.config, self.dir.path, log)
+            cleanup.callback(end)
+            say("served here")
 
     async def _open_buffer(self) -> bool:
         """Returns whether it holds groups of this run, which then goes on with them."""
@@ -447,7 +462,7 @@ class Run:
         config = self.config
         return RolloutSpec(
             config=config.rollout,
-            task=config.task,
+            task=self._task,
             weight_sync=config.weight_sync,
             buffer=config.buffer,
             model_path=self._model_path,

@@ -22,12 +22,14 @@ from controller.metrics.sinks import check_loggers
 from controller.ray_environment import LOOPBACK
 from controller.start.placement import num_cpus_needed
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from rollout_pool.endpoint.agents import find_agent
 from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
+from rollout_pool.rewards.teacher import check_teacher
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.run import SandboxError, cost_of_missing, protections
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
@@ -66,8 +68,13 @@ def check_inputs(config: Config) -> None:
     if config.cluster.ray_address is None:
         check_shared_memory(plan.config, plan)
     _check_ports(config)
-    task = check_task(config.task)
-    check_first_words(config, task, _tokenizer(config))
+    task, tokenizer = check_task(config.task), _tokenizer(config)
+    check_first_words(config, task, tokenizer)
+    uses_gpu = plan.devices.engine_gpus > 0
+    check_served_teacher(config, uses_gpu=uses_gpu, student=tokenizer)
+    for name, reward in config.task.rewards.items():
+        if reward.kind is RewardKind.teacher and reward.url is not None:
+            asyncio.run(check_teacher(name, reward, tokenizer))
 
 
 def check_plan(config: Config) -> list[str]:

@@ -21,6 +21,7 @@ from rollout_pool.engines.batching import STREAM_INTERVAL, CallRefused, Generate
 from rollout_pool.sampling.engine_client import EngineError, EngineLoad
 from weight_sync.types import GroupSpec, TensorSpec
 
+GENERATE_PATH = "/generate"
 CONNECT_TIMEOUT_S = 10.0
 CONTROL_TIMEOUT_S = 60.0
 """For calls that a healthy engine answers at once."""
@@ -117,7 +118,7 @@ class SGLangClient(GenerateCalls):
 
     async def _stream(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
         """The JSON objects of a server-sent event stream."""
-        path = "/generate"
+        path = GENERATE_PATH
         if self._needs_seeds:
             # Without one all get the same, and the samples of a group would be equal.
             settings = cast("list[dict[str, object]]", body["sampling_params"])
@@ -138,7 +139,7 @@ class SGLangClient(GenerateCalls):
             raise self._failure(path, error) from error
 
     def _call_error(self, response: httpx.Response) -> EngineError:
-        error = self._refusal("/generate", response)
+        error = self._refusal(GENERATE_PATH, response)
         if response.status_code in (
             httpx.codes.BAD_REQUEST,
             httpx.codes.REQUEST_ENTITY_TOO_LARGE,

@@ -45,6 +45,7 @@ class Judge(RemoteService):
         return PartScore(value=parse_score(_content(await self.ask(body, key))))
 
     def _solution(self, prompt: Prompt) -> str:
+        assert self.task is not None
         try:
             return self.task.solution(prompt)
         except Exception as error:  # a user's task, or a data set without solutions

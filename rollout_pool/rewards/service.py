@@ -66,12 +66,15 @@ class RemoteService(ABC):
     path: ClassVar[str] = ""
     """Appended to the configured URL."""
 
-    def __init__(self, part: str, config: RewardConfig, task: Task) -> None:
-        """Raises ValueError if the key is missing."""
+    def __init__(
+        self, part: str, config: RewardConfig, task: Task | None, *, path: str | None = None
+    ) -> None:
+        """`path`: in place of the class's. Raises ValueError if the key is missing."""
         assert config.url is not None, part
         self.config = config
         self.task = task
-        self._url = config.url.rstrip("/") + self.path if self.path else config.url
+        path = self.path if path is None else path
+        self._url = config.url.rstrip("/") + path if path else config.url
         self._name = _without_secrets(self._url)
         self._key = _key(part, config.api_key_env)
         self._spacing = Spacing(config.max_per_second)

@@ -1,32 +1,42 @@
 """A teacher's log-probability of every token of an episode, for on-policy distillation.
 
-Requested from /completions of an OpenAI-compatible server that returns prompt log-probabilities
-(SGLang, vLLM): the tokens are the prompt, which is echoed; the one sampled token is ignored.
+A URL that ends in /v1 is that of an OpenAI-compatible server which returns prompt log-probabilities
+(vLLM, SGLang): the tokens are the prompt, which is echoed. Any other is that of an SGLang server.
 
     tokens             5     6     7    10
-    token_logprobs   null  -1.2  -0.3  -2.0  | -0.7     of the sampled one
+    token_logprobs   null  -1.2  -0.3  -2.0  | -0.7     of a sampled one, ignored
     teacher_logprobs   0   -1.2  -0.3  -2.0             position t: of token t, given those before
 
-The teacher must have the student's vocabulary: tokens are sent as ids.
+They are the teacher's at temperature 1. It must have the student's vocabulary: tokens are sent as
+ids. `check_teacher` finds out before a run starts, as far as the server tells.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from buffer.types import FloatArray
+from configs.rollout_schema import RewardConfig
+from rollout_pool.engines.client import GENERATE_PATH
 from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
 from rollout_pool.rewards.types import PartScore
-from rollout_pool.tasks.task import Prompt
+from rollout_pool.tasks.task import Prompt, Task
 
 COLUMN = "teacher_logprobs"
 
 
 class Teacher(RemoteService):
-    path = "/completions"
+    def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
+        assert config.url is not None, part
+        self._is_openai = config.url.rstrip("/").endswith("/v1")
+        path = "/completions" if self._is_openai else GENERATE_PATH
+        super().__init__(part, config, task, path=path)
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
         """One [T] column for each branch, 0 at its first token."""
@@ -35,7 +45,24 @@ class Teacher(RemoteService):
         return PartScore(columns=tuple({COLUMN: c} for c in await asyncio.gather(*columns)))
 
     async def _column(self, tokens: list[int], key: str) -> FloatArray:
-        body = {
+        logprobs, _ = await self.read(tokens, key)
+        return logprobs
+
+    async def read(
+        self, tokens: list[int], key: str, *, wants_texts: bool = False
+    ) -> tuple[FloatArray, list[str] | None]:
+        """[T] log-probabilities, and the texts of the tokens if the server tells them."""
+        if self._is_openai:
+            answer = await self.ask(self._completion(tokens), key)
+            logprobs, texts = _openai_logprobs(answer)
+        else:
+            body = {**_generation(tokens), "return_text_in_logprobs": wants_texts}
+            answer = await self.ask(body, key)
+            logprobs, texts = _sglang_logprobs(answer, tokens)
+        return check_logprobs(logprobs, len(tokens)), texts
+
+    def _completion(self, tokens: list[int]) -> dict[str, object]:
+        return {
             "model": self.config.model,
             "prompt": tokens,
             "max_tokens": 1,
@@ -43,15 +70,42 @@ class Teacher(RemoteService):
             "echo": True,
             "logprobs": 1,
         }
-        return read_logprobs(await self.ask(body, key), len(tokens))
 
 
-def read_logprobs(answer: dict[str, object], num_tokens: int) -> FloatArray:
-    """[num_tokens]. Raises RemoteFailure if the server did not return the prompt's."""
+def _generation(tokens: list[int]) -> dict[str, object]:
+    return {
+        "input_ids": tokens,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+
+
+def _openai_logprobs(answer: dict[str, Any]) -> tuple[object, list[str] | None]:
     try:
-        given = answer["choices"][0]["logprobs"]["token_logprobs"]  # type: ignore[index]
-    except (KeyError, IndexError, TypeError) as error:
+        found = answer["choices"][0]["logprobs"]
+        return found["token_logprobs"], found.get("tokens")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RemoteFailure("the teacher gave no log-probabilities") from error
+
+
+def _sglang_logprobs(
+    answer: dict[str, Any], tokens: list[int]
+) -> tuple[list[object], list[str] | None]:
+    try:
+        found = answer["meta_info"]["input_token_logprobs"]
+        logprobs = [logprob for logprob, *_ in found]
+        ids = [token for _, token, *_ in found]
+        texts = [text for _, _, text, *_ in found]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise RemoteFailure("the teacher gave no log-probabilities") from error
+    if ids != tokens:
+        raise RemoteFailure("the teacher gave the log-probabilities of other tokens")
+    return logprobs, None if None in texts else texts
+
+
+def check_logprobs(given: object, num_tokens: int) -> FloatArray:
+    """[num_tokens]. Raises RemoteFailure if the server did not return the prompt's."""
     if not isinstance(given, list) or len(given) not in (num_tokens, num_tokens + 1):
         number = len(given) if isinstance(given, list) else 0
         raise RemoteFailure(
@@ -64,3 +118,46 @@ def read_logprobs(answer: dict[str, object], num_tokens: int) -> FloatArray:
     if not np.isfinite(logprobs).all() or (logprobs > 0).any():
         raise RemoteFailure("the teacher gave invalid log-probabilities")
     return logprobs
+
+
+# Before a run starts ------------------------------------------------------------------------------
+
+
+PROBE = "Two and three make 5; what do four and five make?"
+
+
+async def check_teacher(part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for a teacher that cannot be reached, that gives no log-probabilities, or
+    whose vocabulary is another."""
+    what = f"task.rewards.{part}.url={config.url!r}"
+    teacher = Teacher(part, config, None)
+    try:
+        tokens = tokenizer.encode(PROBE, add_special_tokens=False)
+        try:
+            _, texts = await teacher.read(tokens, "probe", wants_texts=True)
+        except RemoteFailure:  # an SGLang server without a tokenizer has none
+            _, texts = await teacher.read(tokens, "probe")
+        if texts is not None and not _are_of(texts, tokens, tokenizer):
+            raise ValueError(
+                f"{what}: the teacher takes the student's tokens for others: {texts[:4]}, which "
+                f"are {[tokenizer.decode([token]) for token in tokens[:4]]} to the student; choose "
+                "a teacher with the student's vocabulary"
+            )
+        # The last id that the student may write.
+        await teacher.read([*tokens, len(tokenizer) - 1], "probe")
+    except RemoteFailure as error:
+        raise ValueError(
+            f"{what}: no log-probabilities for {len(tokens)} tokens of the student: {error}; start "
+            "the teacher's server, correct the address, or choose one with the student's vocabulary"
+        ) from error
+    finally:
+        await teacher.close()
+
+
+def _are_of(texts: Sequence[str], tokens: list[int], tokenizer: Tokenizer) -> bool:
+    """Bytes of a character that is split over tokens have no text of their own; and some servers
+    leave out spaces."""
+    pairs = zip(texts, (tokenizer.decode([token]) for token in tokens), strict=False)
+    return all(
+        theirs.strip() == mine.strip() for theirs, mine in pairs if "\ufffd" not in theirs + mine
+    )

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from configs.schema import ScratchModelConfig
 from controller.metrics.records import read_metrics
 from rollout_pool.worker.record import read_recorded
 from tests.support.collector import Post, collecting
@@ -41,6 +42,7 @@ from tests.support.launches import (
     start,
     wait_for_line,
 )
+from trainer_pool.model.scratch import build_scratch_model
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +61,11 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     settings = ["buffer.max_staleness=0", "buffer.on_stale=wait", "rollout.log_rate=1"]
     settings += ["run.loggers=[tensorboard,wandb]", *own_loss(tmp_path)]
     settings += ["algorithm.kl.weight=0.01"]
-    settings += ["algorithm.streams.words={tokens: observations, weight: 0.1}"]
+    build_scratch_model(ScratchModelConfig(), tmp_path / "teacher", seed=1)
+    settings += [
+        f"task.rewards={{turns: {{kind: env}}, t: {{kind: teacher, path: '{tmp_path}/teacher'}}}}",
+        "algorithm.streams={words: {tokens: observations, weight: 0.1}, t: {loss: teacher_kl}}",
+    ]
     with collecting() as (url, posts):
         tracing = f"rollout.trace_endpoint={url}"
         process = start(tmp_path, RUN, *settings, tracing, experiment="alphabet-sort")
@@ -86,6 +92,7 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     assert apart[0] == pytest.approx(0, abs=1e-6) and apart[-1] > 1e-6
     assert (run / "reference_model" / "model.safetensors").is_file()
     assert all(step.number("words/loss") > 0 for step in steps)
+    assert all(step.number("t/kl") > 0 for step in steps)
     assert_turns(run, at_least=3)
     assert_engine_reported(run, result)
     assert_spans(posts)

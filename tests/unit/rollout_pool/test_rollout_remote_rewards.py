@@ -27,8 +27,9 @@ from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.rewards.http import HttpReward
 from rollout_pool.rewards.judge import Judge, parse_score
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
-from rollout_pool.rewards.teacher import Teacher
+from rollout_pool.rewards.teacher import Teacher, check_teacher
 from rollout_pool.tasks.task import Prompt
+from trainer_pool.model.scratch import byte_tokenizer
 
 PROMPT = Prompt(index=7, is_held_out=False, text="3 + 4 =")
 EPISODE = Episode(
@@ -430,3 +431,73 @@ async def test_incomplete_teacher_answer_is_reported(service, teacher, change, m
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match=message):
         await teacher.score(PROMPT, episode_of([5, 6, 7]), "k")
+
+
+def sglang(body: dict) -> dict:
+    """As an SGLang server answers: triples of log-probability, id and text."""
+    tokens = body["input_ids"]
+    assert body["return_logprob"] and body["logprob_start_len"] == 0
+    logprobs = [None, *(logprob_of(t, b) for b, t in pairwise(tokens))]
+    texts = [bytes([t]).decode("latin-1") if t < 256 else "" for t in tokens]
+    told = texts if body["return_text_in_logprobs"] else [None] * len(tokens)
+    return {"meta_info": {"input_token_logprobs": list(zip(logprobs, tokens, told, strict=True))}}
+
+
+async def test_teacher_may_be_an_sglang_server(service, make):
+    service.replies = [sglang]
+    [column] = (await make(Teacher).score(PROMPT, episode_of([5, 6, 7]), "k")).columns
+    expected = [0.0, logprob_of(6, 5), logprob_of(7, 6)]
+    assert column["teacher_logprobs"].tolist() == pytest.approx(expected)
+    assert service.paths == ["/generate"]
+    service.replies = [lambda body: sglang({**body, "input_ids": [5, 6, 8]})]
+    with pytest.raises(RemoteFailure, match="of other tokens"):
+        await make(Teacher).score(PROMPT, episode_of([5, 6, 7]), "k")
+
+
+def without_texts(body: dict) -> Response | dict:
+    """A server without a tokenizer."""
+    if body["return_text_in_logprobs"]:
+        return PlainTextResponse("no tokenizer", 400)
+    return sglang(body)
+
+
+def of_few_tokens(body: dict) -> Response | dict:
+    if max(body["input_ids"]) > 255:
+        return PlainTextResponse("an id is out of the vocabulary", 400)
+    return sglang(body)
+
+
+def of_other_tokens(body: dict) -> dict:
+    answer = sglang(body)
+    rows = answer["meta_info"]["input_token_logprobs"]
+    answer["meta_info"]["input_token_logprobs"] = [(p, t, "other") for p, t, _ in rows]
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (sglang, None),
+        (without_texts, None),
+        (of_few_tokens, "no log-probabilities .* out of the vocabulary"),
+        (of_other_tokens, "takes the student's tokens for others: .*'other'.*\\['T'"),
+        (503, r"HTTP 503 \(1 attempt\); start the teacher's server"),
+    ],
+)
+async def test_teacher_is_tried_before_a_run_starts(service, reply, message):
+    service.replies = [reply]
+    config = RewardConfig(kind=RewardKind.teacher, url=service.url, timeout_s=5, max_retries=0)
+    if message is None:
+        await check_teacher("mine", config, byte_tokenizer())
+        # The last id that the student may write.
+        assert service.bodies[-1]["input_ids"][-1] == len(byte_tokenizer()) - 1
+        return
+    with pytest.raises(ValueError, match=rf"^task\.rewards\.mine\.url='http.*{message}"):
+        await check_teacher("mine", config, byte_tokenizer())
+
+
+async def test_teacher_that_cannot_be_reached_is_told_before_a_run_starts():
+    url = "http://127.0.0.1:1"
+    config = RewardConfig(kind=RewardKind.teacher, url=url, timeout_s=5, max_retries=0)
+    with pytest.raises(ValueError, match=r"mine\.url='http://127\.0\.0\.1:1'.*ConnectError"):
+        await check_teacher("mine", config, byte_tokenizer())

@@ -1,0 +1,90 @@
+"""A teacher that the run serves itself, on one machine without GPUs: `task.rewards.NAME.path`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from buffer.loop_thread import LoopThread
+from configs.choices import PauseMode, RewardKind
+from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.schema import Config
+from controller.ray_environment import LOOPBACK
+from processes.leftovers import list_path
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
+
+KEY_VARIABLE = "LEASH_TEACHER_KEY"
+NAME = "teacher"
+
+
+def served_teacher(config: Config) -> tuple[str, RewardConfig] | None:
+    """The part of the reward whose teacher the run serves."""
+    for name, reward in config.task.rewards.items():
+        if reward.kind is RewardKind.teacher and reward.path is not None:
+            return name, reward
+    return None
+
+
+def check_served_teacher(config: Config, *, uses_gpu: bool, student: Tokenizer) -> None:
+    """Raises ValueError for a teacher that this run cannot serve, or of another vocabulary."""
+    found = served_teacher(config)
+    if found is None:
+        return
+    name, reward = found
+    what = f"task.rewards.{name}.path={reward.path!r}"
+    if uses_gpu or config.cluster.ray_address is not None:
+        where = "in a Ray cluster" if config.cluster.ray_address is not None else "with GPUs"
+        raise ValueError(
+            f"{what}: {where} the run serves no teacher; start a server for it (python -m "
+            f"sglang.launch_server --model-path {reward.path}) and set task.rewards.{name}.url"
+        )
+    assert reward.path is not None
+    if not (Path(reward.path) / "config.json").is_file():
+        raise ValueError(f"{what}: is no folder with a Hugging Face model; correct it")
+    teacher = load_tokenizer(reward.path, trust_remote_code=config.model.trust_remote_code)
+    text = "".join(map(chr, range(32, 127)))
+    if len(teacher) != len(student) or teacher.encode(text) != student.encode(text):
+        raise ValueError(
+            f"{what}: its tokenizer is not the student's ({len(teacher)} and {len(student)} "
+            "tokens); choose a teacher with the student's vocabulary"
+        )
+
+
+def serve_teacher(
+    config: Config, run_dir: Path, log_path: Path
+) -> tuple[TaskConfig, Callable[[], None]]:
+    """Starts the server; returns the task with its address, and what ends it.
+
+    Raises EngineError with the end of its log if it does not start.
+    """
+    found = served_teacher(config)
+    assert found is not None and found[1].path is not None
+    name, reward = found
+    key = os.environ[KEY_VARIABLE] = secrets.token_urlsafe(32)
+    spec = EngineSpec(
+        name=NAME,
+        config=config.rollout.engine,
+        pause_mode=PauseMode.resubmit,
+        model_path=str(reward.path),
+        trust_remote_code=config.model.trust_remote_code,
+        host=LOOPBACK,
+        log_path=log_path,
+        leftovers_path=list_path(run_dir, NAME),
+        num_threads=1,
+        uses_gpu=False,
+        seed=0,
+        key=key,
+    )
+    loop, engine = LoopThread(NAME), SGLangEngine(spec)
+    try:
+        info = loop.run(engine.start())
+    except BaseException:
+        loop.stop(engine.stop())
+        raise
+    served = replace(reward, url=info.url, path=None, api_key_env=KEY_VARIABLE)
+    task = replace(config.task, rewards={**config.task.rewards, name: served})
+    return task, lambda: loop.stop(engine.stop())
