@@ -17,6 +17,7 @@ from trainer_pool.algorithms.registry import Objective
 from trainer_pool.algorithms.types import LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch
+from trainer_pool.guard import EffectiveSampleSize, LeftOut, Update
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,6 +32,9 @@ class StepStats:
     """Updates skipped because a gradient was not finite."""
     num_empty_updates: int
     """Updates skipped because the gradient was zero: weights and optimizer did not change."""
+    num_spikes: int
+    """Updates left out because of trainer.max_grad_spike; `num_low_ess`: of trainer.min_ess."""
+    num_low_ess: int
     loss: float
     """Mean over updates; so is `grad_norm` (before clipping, over finite norms)."""
     grad_norm: float
@@ -128,6 +132,8 @@ class StepAccumulator:
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
         self._bucket_starts = torch.tensor(_BUCKET_STARTS, device=device)
         self._num_computed = self._num_padding = self._num_in_trajectories = 0
+        self._seen = torch.zeros(3, len(STALENESS_BUCKETS), dtype=torch.float64)
+        """What `ess_of_update` has told of."""
         # The last place is for rows of no group.
         self._culprits = torch.zeros(num_groups + 1, dtype=torch.float64, device=device)
 
@@ -166,6 +172,22 @@ class StepAccumulator:
         self._num_padding += batch.num_padding
         self._num_in_trajectories += batch.num_tokens
 
+    def ess_of_update(self, ranks: Collectives) -> EffectiveSampleSize:
+        """Of the tokens added since the last call; collective."""
+        zeros_B = torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64)
+        names = ("tokens", "ratio_mean", "ratio_squared")
+        sums = torch.stack([self._sums.get(name, zeros_B).cpu() for name in names])
+        new, self._seen = sums - self._seen, sums
+        tokens_B, ratios_B, squares_B = ranks.gather(new.view(-1)).sum(0).view(3, -1)
+        shares_B = ratios_B.square() / (tokens_B * squares_B)
+        lowest = int(torch.where(tokens_B > 0, shares_B, math.inf).argmin())
+        total = tokens_B.sum() * squares_B.sum()
+        return EffectiveSampleSize(
+            num_tokens=int(tokens_B.sum()),
+            share=_share(float(ratios_B.sum().square()), float(total)),
+            lowest_bucket=STALENESS_BUCKETS[lowest],
+        )
+
     def add_culprits(self, batch: MicroBatch, not_finite_L: Tensor) -> None:
         """Positions of a micro-batch's row whose gradient is not finite."""
         is_culprit_N = not_finite_L[batch.places_N].double()
@@ -186,13 +208,12 @@ class StepAccumulator:
         groups: Sequence[TrajectoryGroup],
         group_ids: Sequence[str],
         version: int,
-        norms: Sequence[float | None],
+        updates: Sequence[Update],
         learning_rate: float,
     ) -> StepStats:
-        """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it.
-
-        `norms`: gradient norm of each update, None if it was skipped.
-        """
+        """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it."""
+        reasons = [update.left_out for update in updates]
+        norms = [update.norm for update in updates]
         mine = _group_table(groups, group_ids, version)
         counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
         numbers = torch.tensor(counts).double()
@@ -209,7 +230,7 @@ class StepAccumulator:
         staleness = [int(value) for value in present[:, 1].tolist()]
         num_groups, num_episodes = len(present), columns["episodes"]
         num_tokens, num_compared = tokens.total("tokens"), tokens.total("compared")
-        applied = [norm for norm in norms if norm is not None]
+        applied = [update.norm for update in updates if update.norm is not None]
         reward_mean = _share(columns["reward"], num_episodes)
         variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
         return StepStats(
@@ -218,6 +239,8 @@ class StepAccumulator:
             num_updates=len(norms),
             num_skipped_updates=norms.count(None),
             num_empty_updates=norms.count(0.0),
+            num_spikes=reasons.count(LeftOut.spike),
+            num_low_ess=reasons.count(LeftOut.low_ess),
             loss=_share(named["loss"]["loss"][0], len(norms)),
             grad_norm=_share(sum(applied), len(applied)),
             lr=learning_rate,

@@ -37,6 +37,7 @@ from processes.leftovers import list_path, write_list
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.rows import StepBatch
+from trainer_pool.guard import UpdateGuard
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
@@ -77,6 +78,7 @@ class TrainerRank:
         config = spec.config
         self._spec = spec
         self._algorithm = Algorithm.load(spec.algorithm)
+        self._guard = UpdateGuard(config)
         self._host = address.host
         self._ranks: Collectives = join_ranks(address, config.backend, config.timeout_s, listener)
         self._engine = Zero3Engine(
@@ -365,6 +367,7 @@ class TrainerRank:
             self._algorithm,
             learning_rate=learning_rate(self._step, config),
             before_update=self._guard_copies,
+            guard=self._guard,
         )
         # A group that no rank had must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)

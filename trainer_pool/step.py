@@ -30,6 +30,7 @@ from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
+from trainer_pool.guard import LeftOut, Update, UpdateGuard
 from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
 from trainer_pool.model.zero3 import Zero3Engine
 
@@ -53,15 +54,16 @@ def train_step(
     *,
     learning_rate: float,
     before_update: Callable[[], None],
+    guard: UpdateGuard | None = None,
 ) -> StepStats:
     """Update the weights on `batch`; every rank calls it with its own share of the same batch.
 
-    `before_update` is called before each change of the weights.
+    `before_update` is called before each change of the weights. `guard` may leave updates out.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     minibatches = plan_minibatches(engine, batch, config, algorithm, ranks)
     scores = _scores_at_start(engine, minibatches, algorithm)
-    totals, norms = StepAccumulator(engine.device, len(batch.group_ids)), list[float | None]()
+    totals, updates = StepAccumulator(engine.device, len(batch.group_ids)), list[Update]()
     for minibatch, scored in zip(minibatches, scores, strict=True):
         statistics = _statistics(engine, minibatch, scored, algorithm, ranks)
         for micro_batch, scored_N in zip(minibatch.micro_batches, scored, strict=True):
@@ -75,15 +77,41 @@ def train_step(
                 minibatch.denominators,
             )
         before_update()
-        norms.append(engine.step(learning_rate))
+        updates.append(_update(engine, ranks, totals, guard, learning_rate))
     return totals.total(
         ranks,
         groups=batch.groups,
         group_ids=batch.group_ids,
         version=batch.version,
-        norms=norms,
+        updates=updates,
         learning_rate=learning_rate,
     )
+
+
+def _update(
+    engine: Zero3Engine,
+    ranks: Collectives,
+    totals: StepAccumulator,
+    guard: UpdateGuard | None,
+    learning_rate: float,
+) -> Update:
+    limit = None if guard is None else guard.norm_limit
+    left_out = None
+    if (
+        guard is not None
+        and guard.watches_ess
+        and guard.is_carried_by_few(totals.ess_of_update(ranks))
+    ):
+        left_out, limit = LeftOut.low_ess, 0.0
+    norm = engine.step(learning_rate, norm_limit=limit)
+    if norm is None:
+        left_out = LeftOut.not_finite
+    elif left_out is None and limit is not None and norm > limit:
+        left_out = LeftOut.spike
+    update = Update(norm, left_out)
+    if guard is not None:
+        guard.note(update)
+    return update
 
 
 def _accumulate(

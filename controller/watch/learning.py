@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from controller.metrics.records import Record, series
@@ -41,6 +42,24 @@ def learning_alarms(steps: Sequence[Record]) -> list[Alarm]:
     return [alarm for alarm in alarms if alarm is not None]
 
 
+_LEFT_OUT = {
+    "num_spikes": (
+        "gradient norm far above the usual",
+        "trainer.max_grad_spike says how far; lower trainer.learning_rate if it goes on",
+    ),
+    "num_low_ess": (
+        "few tokens carry them",
+        "the effective sample size is below trainer.min_ess; lower buffer.max_staleness, or see "
+        "ess/staleness_* in metrics.jsonl for the tokens at fault",
+    ),
+}
+"""By the number of updates left out: why, and what to do."""
+
+
+def _has_any(name: str, step: Record) -> bool:
+    return step.number(name) > 0
+
+
 def has_no_gradient(step: Record) -> bool:
     """Whether every update of the step was skipped because its gradient was zero."""
     return step.number("num_empty_updates") == step.number("num_updates")
@@ -56,6 +75,10 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
             advice="such updates are skipped; lower trainer.learning_rate or "
             "trainer.max_grad_norm, and check num_bounded_tokens",
         )
+    for name, (why, advice) in _LEFT_OUT.items():
+        if number := _trailing(steps, partial(_has_any, name)):
+            words = f"updates left out: {why} ({format_number_of(number, 'step')})"
+            return Alarm(words=words, advice=advice)
     number = _trailing(steps, has_no_gradient)
     if not number:
         return None

@@ -7,6 +7,7 @@ a collective: all ranks call it, in the same order.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -142,7 +143,8 @@ class Zero3Engine:
         )
         self._create_moments()
         self._reference: dict[str, Tensor] = {}
-        adam.register_step_pre_hook(self._leave_out_empty_update)
+        self._norm_limit = math.inf
+        adam.register_step_pre_hook(self._leave_out_update)
         self._engine.eval()
         attention.check_model(model_path, self.logits, self.device)
         self._engine.train()
@@ -253,12 +255,13 @@ class Zero3Engine:
         self._engine.backward(loss * self.num_ranks)
         return self._head.take_not_finite()
 
-    def step(self, learning_rate: float) -> float | None:
+    def step(self, learning_rate: float, *, norm_limit: float | None = None) -> float | None:
         """Clip, update and clear the gradients; returns their global norm before clipping.
 
-        None if a gradient was not finite, 0 if all were zero. In both cases no rank changes its
-        weights or optimizer.
+        None if a gradient was not finite, 0 if all were zero. In both cases, and if the norm is
+        above `norm_limit`, no rank changes its weights or optimizer.
         """
+        self._norm_limit = math.inf if norm_limit is None else norm_limit
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         self._engine.step()
@@ -266,11 +269,11 @@ class Zero3Engine:
             return None
         return float(self._engine.get_global_grad_norm())
 
-    def _leave_out_empty_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
+    def _leave_out_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
         # With a zero gradient Adam would still change the weights, by momentum and weight decay.
         # torch skips parameters without a gradient, but deepspeed passes zeros. The norm is global,
         # so all ranks agree.
-        if self._engine.optimizer._global_grad_norm == 0:
+        if not 0 < self._engine.optimizer._global_grad_norm <= self._norm_limit:
             for group in adam.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None

@@ -17,6 +17,7 @@ from trainer_pool.algorithms.registry import Algorithm, Objective
 from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
+from trainer_pool.guard import Update
 from trainer_pool.metrics import StepAccumulator, StepStats
 from trainer_pool.step import loss_inputs, nan_if_not_finite
 
@@ -59,7 +60,7 @@ def stats_of(ranks: Collectives, tally: StepAccumulator, *, norms: list[float | 
         groups=[group],
         group_ids=["g"],
         version=4,
-        norms=norms,
+        updates=[Update(norm) for norm in norms],
         learning_rate=0.1,
     )
 
@@ -168,7 +169,7 @@ def test_logprobs_of_the_engine_that_are_not_finite_are_counted_by_version(
         group_id="g", prompt=PromptRef(task="sums", index=0), trajectories=(odd,)
     )
     stats = StepAccumulator(torch.device("cpu"), 1).total(
-        ranks, groups=[group], group_ids=["g"], version=4, norms=[0.5], learning_rate=0.1
+        ranks, groups=[group], group_ids=["g"], version=4, updates=[Update(0.5)], learning_rate=0.1
     )
     assert stats.rollout_not_finite == {2: 2, 3: 1}
     assert stats.record()["rollout_not_finite"] == '{"2": 2, "3": 1}'

@@ -376,6 +376,13 @@ def test_passes_of_the_reference_are_those_of_its_own_model(ranks: Ranks, folder
     assert found["norms"][0] == found["norms"][1]
 
 
+def test_update_over_the_norm_limit_changes_neither_weights_nor_moments(head: Outcome) -> None:
+    over, within = head.results["changed_over_and_within_the_limit"]
+    assert over[0] == pytest.approx(within[0]) and over[0] > 1e-9
+    assert over[1:] == [0, 0]
+    assert min(within[1:]) > 0
+
+
 def test_nan_of_one_ranks_backward_pass_skips_the_update_everywhere_and_names_the_group(
     head: Outcome,
 ) -> None:

@@ -657,7 +657,28 @@ class Scenario:
             gradient = moment / (1 - self.config.adam_beta1) / min(1.0, clipped)
             self.gradients[name] = gradient.numpy()
         self.step_with_planted_nan()
+        self.step_over_the_limit()
         self.write()
+
+    def step_over_the_limit(self) -> None:
+        """An update is left out because of its norm; the next one is made."""
+        before, moments = self.weights(), self.moments()
+        (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
+        changed = []
+        for limit in (1e-9, 1e9):
+            self.engine.backward(self.engine.score(batch).logprobs.square().mean())
+            norm = self.engine.step(1e-2, norm_limit=limit)
+            now = self.weights()
+            changed.append(
+                (
+                    norm,
+                    sum(not torch.equal(before[name], now[name]) for name in before),
+                    sum(
+                        not torch.equal(a, b) for a, b in zip(moments, self.moments(), strict=True)
+                    ),
+                )
+            )
+        self.results["changed_over_and_within_the_limit"] = changed
 
     def reference(self) -> None:
         """Scores of the policy and of a reference, in turn, before and after an update; the

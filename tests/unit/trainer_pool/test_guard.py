@@ -1,0 +1,80 @@
+"""Which updates are left out, and when a run ends because of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_step_stats import add_tokens
+
+from configs.schema import TrainerConfig
+from trainer_pool.collectives import Collectives
+from trainer_pool.guard import FEWEST, EffectiveSampleSize, LeftOut, Update, UpdateGuard
+from trainer_pool.metrics import StepAccumulator
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Collectives(rank=0, num_ranks=1, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+def test_limit_is_a_multiple_of_the_usual_norm() -> None:
+    guard = UpdateGuard(TrainerConfig(max_grad_spike=5.0))
+    for norm in range(1, FEWEST):
+        guard.note(Update(float(norm)))
+        guard.note(Update(0.0))  # nothing to learn, which says nothing of the usual
+    assert guard.norm_limit is None
+    guard.note(Update(1e6))
+    # Of 1 to 9 and a million: 5.5.
+    assert guard.norm_limit == 5 * 5.5
+    guard.note(Update(1e9, LeftOut.spike))
+    assert guard.norm_limit == 5 * 5.5
+    assert UpdateGuard(TrainerConfig(max_grad_spike=None)).norm_limit is None
+
+
+def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
+    guard = UpdateGuard(TrainerConfig(max_skipped_updates=3))
+    for _ in range(FEWEST):
+        guard.note(Update(1.0))
+    guard.note(Update(None, LeftOut.not_finite))
+    guard.note(Update(200.0, LeftOut.spike))
+    guard.note(Update(1.0))
+    guard.note(Update(200.0, LeftOut.spike))
+    guard.note(Update(None, LeftOut.not_finite))
+    with pytest.raises(
+        RuntimeError,
+        match=r"trainer\.max_skipped_updates=3: .* far above the usual \(2\), its gradient was not "
+        r"finite \(1\)\. .*lower trainer\.learning_rate or buffer\.max_staleness",
+    ):
+        guard.note(Update(200.0, LeftOut.spike))
+    patient = UpdateGuard(TrainerConfig(max_skipped_updates=None))
+    for _ in range(100):
+        patient.note(Update(None, LeftOut.not_finite))
+
+
+def test_few_tokens_that_carry_an_update_are_told_with_their_staleness(
+    ranks: Collectives, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights 1 at staleness 0, and 1/e, 1/e and e at 2 to 3: see `add_tokens`."""
+    tally = StepAccumulator(torch.device("cpu"), 1)
+    add_tokens(tally, is_current=True)
+    found = tally.ess_of_update(ranks)
+    e = 2.718281828
+    share = (1 + 2 / e + e) ** 2 / (4 * (1 + 2 / e**2 + e**2))
+    assert found == EffectiveSampleSize(4, pytest.approx(share), "2-3")  # type: ignore[arg-type]
+    # The next update begins anew.
+    assert tally.ess_of_update(ranks).num_tokens == 0
+    add_tokens(tally, is_current=True)
+    assert tally.ess_of_update(ranks).share == pytest.approx(share)
+    guard = UpdateGuard(TrainerConfig(min_ess=0.6))
+    with caplog.at_level(logging.WARNING):
+        assert guard.is_carried_by_few(found)
+    assert "it is lowest at staleness 2-3" in caplog.text
+    assert not UpdateGuard(TrainerConfig(min_ess=0.4)).is_carried_by_few(found)
+    assert guard.watches_ess and not UpdateGuard(TrainerConfig()).watches_ess
