@@ -18,6 +18,7 @@ from trainer_pool.algorithms.types import LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch
 from trainer_pool.guard import EffectiveSampleSize, LeftOut, Update
+from trainer_pool.speed import StepSpeed
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -81,6 +82,8 @@ class StepStats:
     and the step report, and `ess`, the effective sample size as a share of the tokens."""
     metrics: dict[str, float]
     """What the loss reports with counts of its own."""
+    speed: dict[str, float]
+    """`StepSpeed` of this rank."""
 
     def record(self) -> dict[str, float | int | str]:
         """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>.
@@ -88,12 +91,12 @@ class StepStats:
         A name of a user's loss replaces none of ours.
         """
         flat: dict[str, float | int | str] = {}
-        named = dict(self.token_means) | self.metrics
+        named = dict(self.token_means) | self.metrics | self.speed
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "reward_parts":
                 named |= {f"reward/{name}": mean for name, mean in value.items()}
-            elif item.name not in ("token_means", "metrics"):
+            elif item.name not in ("token_means", "metrics", "speed"):
                 flat[item.name] = json.dumps(value) if isinstance(value, dict | tuple) else value
         return {**named, **flat}
 
@@ -210,6 +213,8 @@ class StepAccumulator:
         version: int,
         updates: Sequence[Update],
         learning_rate: float,
+        speed: StepSpeed,
+        peak_tflops: float | None = None,
     ) -> StepStats:
         """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it."""
         reasons = [update.left_out for update in updates]
@@ -272,6 +277,7 @@ class StepAccumulator:
             logprob_diff_tokens=int(num_compared),
             token_means=tokens.means(),
             metrics={name: _share(*pair) for name, pair in metrics.items()},
+            speed=speed.record(int(num_whole), peak_tflops),
         )
 
     def _named_totals(

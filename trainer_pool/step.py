@@ -33,6 +33,7 @@ from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.guard import LeftOut, Update, UpdateGuard
 from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
 from trainer_pool.model.zero3 import Zero3Engine
+from trainer_pool.speed import StepSpeed, peak_tflops
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -61,23 +62,29 @@ def train_step(
     `before_update` is called before each change of the weights. `guard` may leave updates out.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
-    minibatches = plan_minibatches(engine, batch, config, algorithm, ranks)
-    scores = _scores_at_start(engine, minibatches, algorithm)
+    speed = StepSpeed(device=engine.device)
+    with speed.timing("plan"):
+        minibatches = plan_minibatches(engine, batch, config, algorithm, ranks)
+    with speed.timing("score"):
+        scores = _scores_at_start(engine, minibatches, algorithm)
     totals, updates = StepAccumulator(engine.device, len(batch.group_ids)), list[Update]()
     for minibatch, scored in zip(minibatches, scores, strict=True):
-        statistics = _statistics(engine, minibatch, scored, algorithm, ranks)
-        for micro_batch, scored_N in zip(minibatch.micro_batches, scored, strict=True):
-            _accumulate(
-                engine,
-                totals,
-                micro_batch.to(engine.device),
-                scored_N,
-                algorithm,
-                statistics,
-                minibatch.denominators,
-            )
+        with speed.timing("passes"):
+            statistics = _statistics(engine, minibatch, scored, algorithm, ranks)
+            for micro_batch, scored_N in zip(minibatch.micro_batches, scored, strict=True):
+                _accumulate(
+                    engine,
+                    totals,
+                    micro_batch.to(engine.device),
+                    scored_N,
+                    algorithm,
+                    statistics,
+                    minibatch.denominators,
+                )
+                speed.multiply_adds += micro_batch.cost
         before_update()
-        updates.append(_update(engine, ranks, totals, guard, learning_rate))
+        with speed.timing("update"):
+            updates.append(_update(engine, ranks, totals, guard, learning_rate))
     return totals.total(
         ranks,
         groups=batch.groups,
@@ -85,6 +92,8 @@ def train_step(
         version=batch.version,
         updates=updates,
         learning_rate=learning_rate,
+        speed=speed,
+        peak_tflops=config.peak_tflops or peak_tflops(engine.device),
     )
 
 

@@ -149,6 +149,8 @@ class MicroBatch:
     """Of all its trajectories; the row has fewer if they share some."""
     num_padding: int = 0
     """Tokens of the row that belong to no trajectory."""
+    cost: float = 0.0
+    """`PassCost` of its pass."""
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(self, row=self.row.to(device), **_moved(self, device))
@@ -253,7 +255,12 @@ def pack(
         [sum(cost.of(span.stop, span.start) for span in each) for each in spans],
         max_tokens,
     )
-    return [_lay(rows, forest, sorted(i for piece in part for i in pieces[piece])) for part in plan]
+    batches = []
+    for part in plan:
+        batch = _lay(rows, forest, sorted(i for piece in part for i in pieces[piece]))
+        costs = (cost.of(span.stop, span.start) for piece in part for span in spans[piece])
+        batches.append(replace(batch, cost=sum(costs)))
+    return batches
 
 
 def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:

@@ -19,7 +19,10 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.guard import Update
 from trainer_pool.metrics import StepAccumulator, StepStats
+from trainer_pool.speed import StepSpeed
 from trainer_pool.step import loss_inputs, nan_if_not_finite
+
+SPEED = StepSpeed(device=torch.device("cpu"))
 
 
 @pytest.fixture
@@ -62,6 +65,7 @@ def stats_of(ranks: Collectives, tally: StepAccumulator, *, norms: list[float | 
         version=4,
         updates=[Update(norm) for norm in norms],
         learning_rate=0.1,
+        speed=SPEED,
     )
 
 
@@ -169,7 +173,13 @@ def test_logprobs_of_the_engine_that_are_not_finite_are_counted_by_version(
         group_id="g", prompt=PromptRef(task="sums", index=0), trajectories=(odd,)
     )
     stats = StepAccumulator(torch.device("cpu"), 1).total(
-        ranks, groups=[group], group_ids=["g"], version=4, updates=[Update(0.5)], learning_rate=0.1
+        ranks,
+        groups=[group],
+        group_ids=["g"],
+        version=4,
+        updates=[Update(0.5)],
+        learning_rate=0.1,
+        speed=SPEED,
     )
     assert stats.rollout_not_finite == {2: 2, 3: 1}
     assert stats.record()["rollout_not_finite"] == '{"2": 2, "3": 1}'

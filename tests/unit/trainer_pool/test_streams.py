@@ -166,8 +166,8 @@ def test_losses_of_streams_add_up() -> None:
     )
     policy = chosen.objective(inputs, 2.0)
     both = policy.plus(chosen.stream_objective("mine", inputs, 4.0))
-    assert float(policy.loss) == 0.5 * -(2.0 + 1.0) / 2.0
-    assert float(both.loss) == float(policy.loss) + 3.0 * (1.0 + 2.0) / 4.0
+    assert policy.loss.item() == 0.5 * -(2.0 + 1.0) / 2.0
+    assert both.loss.item() == policy.loss.item() + 3.0 * (1.0 + 2.0) / 4.0
     (gradient,) = torch.autograd.grad(both.loss, trainer)
     assert gradient.tolist() == [-0.5 - 0.75, -0.25 - 0.75]
 
@@ -209,7 +209,7 @@ def test_distance_from_the_reference_is_a_term_of_the_loss() -> None:
     inputs = replace(inputs, columns={REFERENCE_COLUMN: trainer.detach() - 0.5})
     chosen = Algorithm.load(AlgorithmConfig(kl=KLConfig(weight=0.1, estimator="k2")))
     found = chosen.objective(inputs, 2.0)
-    assert float(found.loss) == pytest.approx(0.1 * 0.125)
+    assert found.loss.item() == pytest.approx(0.1 * 0.125)
     assert found.diagnostics["kl"].tolist() == [0.125, 0.125]
     (gradient,) = torch.autograd.grad(found.loss, trainer)
     assert gradient.tolist() == pytest.approx([0.1 * 0.5 / 2] * 2)

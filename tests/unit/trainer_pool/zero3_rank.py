@@ -60,6 +60,7 @@ from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import fill_up, pack
 from trainer_pool.data.rows import StepBatch
+from trainer_pool.metrics import StepStats
 from trainer_pool.model import zero3
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
 from trainer_pool.rank import TrainerRank
@@ -172,6 +173,11 @@ def with_graded_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
         for t, reward in zip(group.trajectories, rewards, strict=True)
     )
     return replace(group, trajectories=tuple(graded))
+
+
+def told(stats: StepStats) -> dict[str, float | int | str]:
+    """What is the same on every machine."""
+    return replace(stats, speed={}).record()
 
 
 def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
@@ -534,9 +540,9 @@ class Scenario:
         calls: list[str] = []
 
         def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-            def note(*arguments: Any) -> Any:
+            def note(*arguments: Any, **named: Any) -> Any:
                 calls.append(name)
-                return call(*arguments)
+                return call(*arguments, **named)
 
             return note
 
@@ -555,7 +561,7 @@ class Scenario:
                     learning_rate=1e-2,
                     before_update=noted("before_update", before_update),
                 )
-            steps.append(stats.record())
+            steps.append(told(stats))
             if step + 1 in save_after:
                 self.save(step + 1)  # the next steps do not wait for the disk
             after_step(step + 1)
@@ -581,7 +587,7 @@ class Scenario:
             learning_rate=1e-2,
             before_update=lambda: None,
         )
-        self.results["step_without_gradient"] = stats.record()
+        self.results["step_without_gradient"] = told(stats)
         self.results["changed_without_gradient"] = [
             *(name for name, now in self.weights().items() if not torch.equal(weights[name], now)),
             *("a moment" for a, b in zip(moments, self.moments(), strict=True) if (a != b).any()),
@@ -604,7 +610,7 @@ class Scenario:
             learning_rate=1e-2,
             before_update=lambda: None,
         )
-        self.results["step_with_nan"] = stats.record()
+        self.results["step_with_nan"] = told(stats)
         self.results["is_finite_after_nan"] = all(
             bool(weight.isfinite().all()) for weight in self.weights().values()
         )
@@ -631,7 +637,7 @@ class Scenario:
                 learning_rate=0.0,
                 before_update=lambda: None,
             )
-            packings.append((micro_batch_tokens, share_prefixes, stats.record()))
+            packings.append((micro_batch_tokens, share_prefixes, told(stats)))
 
     def head(self) -> None:
         """A gradient of log-probabilities and entropies, in two passes of which rank 1 has nothing
@@ -736,7 +742,7 @@ class Scenario:
             )
         culprits = self.ranks.gather(torch.tensor(planted))
         self.results["planted_in"] = batch.group_ids[int(culprits[1])]
-        self.results["step_with_planted_nan"] = stats.record()
+        self.results["step_with_planted_nan"] = told(stats)
         self.results["changed_by_planted_nan"] = [
             name for name, now in self.weights().items() if not torch.equal(before[name], now)
         ]
@@ -761,7 +767,7 @@ class Scenario:
                 learning_rate=SYNCHRONOUS_RATE,
                 before_update=lambda: None,
             )
-            steps.append(stats.record())
+            steps.append(told(stats))
             step += 1
         self.results["steps"] = steps
         self.write()
@@ -800,7 +806,7 @@ class Scenario:
                 learning_rate=0.0,
                 before_update=note,
             )
-            self.results[name] = stats.record()
+            self.results[name] = told(stats)
         if self.ranks.rank == 0:
             self.output.mkdir(exist_ok=True)
             np.savez(self.output / "gradients.npz", **gradients)

@@ -1,0 +1,53 @@
+"""The account of a step's speed, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainer_pool.data.packing import PassCost, Row, fill_up, pack
+from trainer_pool.speed import StepSpeed, peak_tflops
+
+
+def row(length: int, last: int) -> Row:
+    return Row(
+        tokens=np.array([*range(length - 1), last], np.int32),
+        loss_mask=(np.arange(length) == length - 1).astype(np.uint8),
+        rollout_logprobs=np.zeros(length, np.float32),
+    )
+
+
+def test_speed_is_that_of_all_parts_of_the_step() -> None:
+    speed = StepSpeed(device=torch.device("cpu"), multiply_adds=2e12)
+    speed.seconds = {"plan": 1.0, "passes": 2.0, "update": 1.0}
+    found = speed.record(400, peak=10.0)
+    assert found == {
+        "step_plan_s": 1.0,
+        "step_passes_s": 2.0,
+        "step_update_s": 1.0,
+        "train_tokens_per_s": 100.0,
+        "model_tflops": 3.0,  # 2 x 3 x 2 in 4 seconds
+        "mfu": pytest.approx(0.3),
+    }
+    assert "mfu" not in speed.record(400, peak=None)
+    assert peak_tflops(torch.device("cpu")) is None
+
+
+def test_seconds_of_a_part_add_up() -> None:
+    speed = StepSpeed(device=torch.device("cpu"))
+    for _ in range(2):
+        with speed.timing("passes"):
+            before = dict(speed.seconds)
+    assert speed.seconds["passes"] > before["passes"] > 0
+
+
+def test_cost_of_a_pass_counts_what_is_computed() -> None:
+    cost = PassCost(per_token=3.0, per_pair=2.0)
+    rows = [row(20, 50), row(20, 60)]
+    (apart,) = pack(rows, 40, cost)
+    assert apart.cost == 2 * (3 * 20 + 2 * 200)
+    (shared,) = pack(rows, 40, cost, should_share_prefixes=True)
+    # 19 tokens once, and two of one token that see 20.
+    assert shared.cost == 3 * 19 + 361 + 2 * (3 + 400 - 361)
+    assert fill_up([], 1)[0].cost == 0

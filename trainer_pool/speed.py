@@ -1,0 +1,74 @@
+"""How fast a step was: seconds by part, tokens, and floating-point operations."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+FLOPS_PER_MULTIPLY_ADD = 2
+PASSES = 3
+"""A backward pass computes as much as two forward passes: the gradients of weights and of inputs.
+What gradient checkpointing computes again is not counted, as it does not train anything."""
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100": 989.4,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
+"""Dense bfloat16 of NVIDIA's data sheets, by a part of the device's name; of the SXM form where
+there are several."""
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """What the device can compute at most; None if it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+@dataclass(kw_only=True, slots=True)
+class StepSpeed:
+    """Of one rank's step.
+
+    with speed.timing("score"): ...
+    speed.record(num_tokens, peak)
+    """
+
+    device: torch.device
+    multiply_adds: float = 0.0
+    """Of the forward passes that are trained with, as `PassCost` counts them."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        """Adds to the seconds of `part`, with all that the device was given to do."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def record(self, num_tokens: int, peak: float | None) -> dict[str, float]:
+        """For the metrics log. `num_tokens`: of all ranks' trajectories, with their prompts.
+
+        model_tflops = 2 x 3 x multiply-adds of its forward passes / seconds of the step / 10^12,
+        of this rank; mfu = model_tflops / peak.
+        """
+        total = sum(self.seconds.values())
+        flops = FLOPS_PER_MULTIPLY_ADD * PASSES * self.multiply_adds
+        tflops = flops / total / 1e12 if total else math.nan
+        found = {f"step_{part}_s": seconds for part, seconds in self.seconds.items()}
+        found["train_tokens_per_s"] = num_tokens / total if total else math.nan
+        found["model_tflops"] = tflops
+        if peak is not None:
+            found["mfu"] = tflops / peak
+        return found
