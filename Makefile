@@ -38,9 +38,9 @@ check-lock: install ## check the lock files against pyproject.toml
 	@deploy/lock.sh --check
 
 # The teacher of this experiment is what a quickstart has learnt; it is trained first if it is not there.
-TEACHER := $(or $(DIR),runs)/teacher/final_model
+TEACHER := runs/teacher/final_model
 $(TEACHER): | install
-	@$(LEASH) launch --experiment quickstart run.name=teacher $(if $(DIR),run.dir=$(DIR))
+	@$(LEASH) launch --experiment quickstart run.name=teacher
 
 launch: install $(if $(filter distill-quickstart,$(EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
 	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
