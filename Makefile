@@ -23,7 +23,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check-lock launch resume attach dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head lint format typecheck docs clean
+	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -157,6 +157,11 @@ bench-checkpoint: install ## what a checkpoint costs training, against a bare co
 
 bench-packing: install ## tokens/s of a step: padded, packed, shared prefixes (ARGS="--prompts gsm8k.jsonl"); last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/packing.py $(ARGS)
+
+bench-parity: install ## our losses, corrections and advantages against those of TRL, verl and OpenRLHF; last line RESULT {json}
+	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q
+	@test -d build/parity/verl || $(PYTHON_BIN) -m pip install -q --no-deps --target build/parity -r benchmarks/parity-requirements.txt
+	@$(PYTHON_BIN) benchmarks/parity.py --rivals build/parity
 
 bench-head: install ## the tiled output head against full logits: memory and time; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/head.py $(ARGS)

@@ -76,3 +76,10 @@ def test_emulated_gpu_is_as_fast_as_published_figures() -> None:
     # LLaMA 7B in FP8 with 32 heads for keys and values: 64 requests of 128 and 2048 tokens
     llama_7b = Roofline(parameters=6.74e9 / 2, kv_bytes=2 * 32 * 32 * 128)
     assert 64 / llama_7b.step_s(64, 64 * (128 + 1024)) == pytest.approx(5367, rel=0.15)
+
+
+def test_parity_says_what_it_needs(tmp_path: Path) -> None:
+    """The other systems are not installed here; all of its own is loaded."""
+    ended = run("parity.py", "--rivals", str(tmp_path), cwd=tmp_path, timeout_s=120)
+    assert ended.returncode == 2
+    assert "they are not installed there; `make bench-parity` does it" in ended.stderr
