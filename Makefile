@@ -23,7 +23,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install lock check-lock launch resume attach dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity lint format typecheck docs clean
+	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -157,6 +157,9 @@ bench-checkpoint: install ## what a checkpoint costs training, against a bare co
 
 bench-packing: install ## tokens/s of a step: padded, packed, shared prefixes (ARGS="--prompts gsm8k.jsonl"); last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/packing.py $(ARGS)
+
+bench-staleness: install ## accuracy by algorithm and max_staleness, on the quickstart (an hour; goes on where it was stopped)
+	@$(PYTHON_BIN) benchmarks/staleness.py
 
 bench-parity: install ## our losses, corrections and advantages against those of TRL, verl and OpenRLHF; last line RESULT {json}
 	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q

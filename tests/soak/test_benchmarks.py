@@ -23,6 +23,7 @@ FIGURES = {
     "problems_packed_vs_sorted problems_shared_vs_packed shared_vs_packed gradient_difference",
     "head.py": "memory_ratio_32k memory_ratio_131k time_ratio_h1024 time_ratio_h256 "
     "memory_ratio_131k_with_entropy time_ratio_h256_with_entropy",
+    "staleness.py": "decoupled_PPO_TIS_0 decoupled_PPO_TIS_4",
     "buffer.py": "vs_ray_16k vs_ray_16k_lean vs_raw_set_get p99_growth_1e6 max_script_ms wakeup_ms "
     "idle_commands_per_s memory_ratio",
     "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire trainer_stall_vs_memcpy "

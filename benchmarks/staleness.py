@@ -1,0 +1,345 @@
+"""What staleness does to learning: accuracy by algorithm and max_staleness, on the quickstart.
+
+python benchmarks/staleness.py            # 60 cells: about 50 minutes on two cores
+python benchmarks/staleness.py --short    # two cells of a few steps; the figures mean little
+
+Each cell trains the quickstart's model on its task with its settings, by the real step: ZeRO-3 of
+one rank, packing, the algorithm. So that staleness is exact, generation is in the same process:
+every token of step v is sampled with the weights of version v - max_staleness, which are kept.
+Naive PPO takes old tokens for its own; a run would refuse it, so it is put together here.
+
+A cell is a process with one thread; its result is kept in --folder, so that an interrupted
+benchmark goes on. Accuracy is greedy, on the held-out words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from socket import create_server
+from statistics import mean, pstdev
+from typing import Any
+
+# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.report import Report
+from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from configs.algorithm_schema import AlgorithmConfig, CorrectionConfig
+from configs.choices import Backend, Proximal
+from configs.load import load_config
+from configs.schema import Config
+from controller.start.warm_start import supervised_examples
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import Prompt, Task, TaskStream
+from trainer_pool.algorithms.registry import Algorithm
+from trainer_pool.data.rows import StepBatch
+from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
+from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
+from trainer_pool.step import train_step
+from trainer_pool.warm_start import warm_start
+
+NONE = CorrectionConfig(kinds=[])
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "naive PPO": {"correction": NONE},
+    "TIS": {"loss": "reinforce", "correction": NONE},
+    "decoupled PPO + TIS": {},
+    "CISPO": {"loss": "cispo", "proximal": Proximal.rollout, "correction": NONE},
+    "DPPO": {"loss": "dppo_tv", "correction": NONE},
+}
+STALENESS = (0, 1, 4, 16)
+SEEDS = (0, 1, 2)
+NUM_STEPS = 60
+SETTINGS = ["trainer.num_minibatches=2", "trainer.learning_rate=6.0e-4"]
+"""Harder than the quickstart: two updates per step, and twice its learning rate."""
+
+
+# One cell -----------------------------------------------------------------------------------------
+
+
+def run_cell(folder: Path, name: str, max_staleness: int, seed: int, num_steps: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    settings = [*SETTINGS, f"run.seed={seed}"]
+    if num_steps < NUM_STEPS:
+        settings.append("trainer.warm_start.num_steps=5")
+    config = load_config(settings, "quickstart")
+    with tempfile.TemporaryDirectory() as scratch:
+        found = learn(config, Path(scratch), name, max_staleness, num_steps)
+    (folder / cell_name(name, max_staleness, seed)).write_text(json.dumps(found))
+
+
+def cell_name(name: str, max_staleness: int, seed: int) -> str:
+    return f"{plain(name)}-{max_staleness}-{seed}.json"
+
+
+def plain(name: str) -> str:
+    return name.replace(" + ", "_").replace(" ", "_")
+
+
+def learn(
+    config: Config, folder: Path, name: str, max_staleness: int, num_steps: int
+) -> dict[str, Any]:
+    seed = config.run.seed
+    torch.manual_seed(seed)
+    assert config.model.scratch is not None
+    build_scratch_model(config.model.scratch, folder / "model", seed=seed)
+    # Before ZeRO-3, which would take the sampler's model for one to shard.
+    sampler = Sampler(config, folder / "model", build_task(config.task))
+    listener = create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = RankAddress(rank=0, num_ranks=1, host="127.0.0.1", port=port, uses_gpu=False)
+    ranks = join_ranks(address, Backend.gloo, 60.0, listener)
+    engine = Zero3Engine(str(folder / "model"), config.trainer, address)
+    warm_start(engine, ranks, supervised_examples(config, str(folder / "model")), config.trainer)
+    algorithm = Algorithm.load(AlgorithmConfig(aggregation_length=8, **ALGORITHMS[name]))
+    kept: deque[dict[str, Tensor]] = deque(maxlen=max_staleness + 1)
+    rewards, reached = [], []
+    for version in range(num_steps):
+        kept.append(weights_of(engine))
+        behind = version - len(kept) + 1  # the first versions are younger than max_staleness
+        groups = sampler.groups(kept[0], behind, config.trainer.groups_per_step)
+        stats = train_step(
+            engine,
+            ranks,
+            StepBatch(version=version, group_ids=tuple(g.group_id for g in groups), groups=groups),
+            replace(config.trainer, num_ranks=1),
+            algorithm,
+            learning_rate=config.trainer.learning_rate * min(1.0, (version + 1) / 10),
+            before_update=lambda: None,
+        )
+        rewards.append(stats.reward_mean)
+        reached.append(version - behind)
+    return {
+        "accuracy": sampler.accuracy(weights_of(engine)),
+        "reward_last_ten": mean(rewards[-10:]),
+        "rewards": rewards,
+        "staleness": max(reached),
+    }
+
+
+def weights_of(engine: Zero3Engine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.named_tensors()}
+
+
+class Sampler:
+    """Generates with any weights, in this process."""
+
+    def __init__(self, config: Config, path: Path, task: Task) -> None:
+        self._rollout, self._task = config.rollout, task
+        self._model: Any = AutoModelForCausalLM.from_pretrained(path)
+        self._tokenizer = byte_tokenizer()
+        self._prompts = TaskStream(task, 0, 1)
+        self._count = 0
+
+    def groups(
+        self, weights: dict[str, Tensor], version: int, number: int
+    ) -> tuple[TrajectoryGroup, ...]:
+        prompts = [next(self._prompts) for _ in range(number)]
+        size = self._rollout.group_size
+        every = [prompt for prompt in prompts for _ in range(size)]
+        made = [
+            self._trajectory(prompt, answer, logprobs, version, episode % size)
+            for episode, (prompt, (answer, logprobs)) in enumerate(
+                zip(every, self._sample(weights, every), strict=True)
+            )
+        ]
+        sampling = SamplingParams(temperature=self._rollout.sampling.temperature)
+        groups = []
+        for place, prompt in enumerate(prompts):
+            self._count += 1
+            groups.append(
+                TrajectoryGroup(
+                    group_id=f"g{self._count}",
+                    prompt=PromptRef(task=self._task.name, index=prompt.index),
+                    trajectories=tuple(made[place * size : (place + 1) * size]),
+                    sampling=sampling,
+                )
+            )
+        return tuple(groups)
+
+    def accuracy(self, weights: dict[str, Tensor]) -> float:
+        prompts = self._task.eval_prompts()
+        answers = self._sample(weights, prompts, is_greedy=True)
+        pairs = zip(prompts, answers, strict=True)
+        return mean(self._score(prompt, answer) >= 1 for prompt, (answer, _) in pairs)
+
+    def _trajectory(
+        self, prompt: Prompt, answer: list[int], logprobs: list[float], version: int, episode: int
+    ) -> Trajectory:
+        asked = self._tokenizer.encode(prompt.text)
+        length = len(asked) + len(answer)
+        return Trajectory(
+            tokens=np.array([*asked, *answer], np.int32),
+            loss_mask=(np.arange(length) >= len(asked)).astype(np.uint8),
+            rollout_logprobs=np.array([0.0] * len(asked) + logprobs, np.float32),
+            version_spans=(VersionSpan(version=version, start=len(asked), end=length),),
+            prompt_length=len(asked),
+            reward=self._score(prompt, answer),
+            finish_reason="stop" if answer[-1] == self._tokenizer.eos_token_id else "length",
+            episode=episode,
+        )
+
+    def _score(self, prompt: Prompt, answer: Sequence[int]) -> float:
+        return self._task.score(prompt, self._tokenizer.decode(answer, skip_special_tokens=True))
+
+    @torch.no_grad()
+    def _sample(
+        self, weights: dict[str, Tensor], prompts: Sequence[Prompt], *, is_greedy: bool = False
+    ) -> list[tuple[list[int], list[float]]]:
+        """Tokens of each answer, with the last that ends it, and their log-probabilities."""
+        self._model.load_state_dict(weights, strict=False)
+        temperature = self._rollout.sampling.temperature
+        encoded = [self._tokenizer.encode(prompt.text) for prompt in prompts]
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+        for length in sorted({len(tokens) for tokens in encoded}):
+            places = [i for i, tokens in enumerate(encoded) if len(tokens) == length]
+            step: Any = torch.tensor([encoded[i] for i in places])
+            cache, is_open = None, torch.ones(len(places), dtype=torch.bool)
+            for _ in range(self._rollout.max_response_tokens):
+                output = self._model(input_ids=step, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                logprobs = (output.logits[:, -1].float() / temperature).log_softmax(-1)
+                if is_greedy:
+                    drawn = logprobs.argmax(-1)
+                else:
+                    drawn = torch.multinomial(logprobs.exp(), 1)[:, 0]
+                told = logprobs.gather(1, drawn[:, None])[:, 0].tolist()
+                for place, token, logprob, is_on in zip(
+                    places, drawn.tolist(), told, is_open.tolist(), strict=True
+                ):
+                    if is_on:
+                        found[place][0].append(token)
+                        found[place][1].append(logprob)
+                is_open &= drawn != self._tokenizer.eos_token_id
+                if not is_open.any():
+                    break
+                step = drawn[:, None]
+        return found
+
+
+# All cells ----------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, cells: Sequence[tuple[str, int, int]], num_steps: int, jobs: int) -> None:
+    def run(cell: tuple[str, int, int]) -> None:
+        name, max_staleness, seed = cell
+        if (folder / cell_name(*cell)).exists():
+            return
+        command = [sys.executable, __file__, "--folder", str(folder), "--steps", str(num_steps)]
+        command += ["--cell", name, str(max_staleness), str(seed)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+        if ended.returncode:
+            raise RuntimeError(f"{cell}: {ended.stderr[-2000:]}")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, cells))
+
+
+def cells_of(names: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]) -> Iterator[Any]:
+    for max_staleness in staleness:
+        for seed in seeds:
+            for name in names:
+                yield name, max_staleness, seed
+
+
+def read(folder: Path, name: str, max_staleness: int, seeds: Sequence[int]) -> list[float]:
+    """Percent right of the cells that there are."""
+    paths = [folder / cell_name(name, max_staleness, seed) for seed in seeds]
+    return [100 * json.loads(path.read_text())["accuracy"] for path in paths if path.exists()]
+
+
+def tell(
+    folder: Path, names: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]
+) -> None:
+    report = Report("Staleness")
+    table = Table(title="Accuracy in percent: mean of the seeds, and their deviation")
+    for column in ("algorithm", *(f"max_staleness {value}" for value in staleness)):
+        table.add_column(column)
+    means: dict[tuple[str, int], float] = {}
+    for name in names:
+        line = []
+        for value in staleness:
+            found = read(folder, name, value, seeds)
+            line.append(f"{mean(found):.1f} ± {pstdev(found):.1f}" if found else "")
+            if found:
+                means[name, value] = mean(found)
+                report.note(f"{plain(name)}_{value}", means[name, value])
+        table.add_row(name, *line)
+    report.show(table)
+    draw(folder / "staleness.png", means, names, staleness)
+    report.say(f"{folder / 'staleness.png'} has the plot")
+    late = {name: means[name, 4] for name in names[1:] if (name, 4) in means}
+    if late and all((name, 0) in means for name in late):
+        best = max(late, key=lambda name: late[name])
+        lost = means[best, 0] - late[best]
+        report.target("points_lost_at_4", lost, "<=", 2.0, f"by {best}, the best at 4, against 0")
+    report.close()
+
+
+def draw(
+    path: Path, means: dict[tuple[str, int], float], names: Sequence[str], staleness: Sequence[int]
+) -> None:
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for name in names:
+        values = [value for value in staleness if (name, value) in means]
+        axes.plot(
+            [staleness.index(value) for value in values],
+            [means[name, value] for value in values],
+            marker="o",
+            label=name,
+        )
+    axes.set_xticks(range(len(staleness)), [str(value) for value in staleness])
+    axes.set_xlabel("max_staleness")
+    axes.set_ylabel("held-out accuracy, %")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="two cells of a few steps")
+    parser.add_argument("--folder", type=Path, default=Path("build/staleness"))
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--only", type=int, nargs="*", help="these values of max_staleness")
+    parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.cell:
+        name, max_staleness, seed = given.cell
+        run_cell(given.folder, name, int(max_staleness), int(seed), given.steps)
+        return
+    names: Sequence[str] = [*ALGORITHMS]
+    staleness: Sequence[int] = STALENESS
+    seeds: Sequence[int] = SEEDS
+    with tempfile.TemporaryDirectory() as scratch:
+        if given.short:
+            given.folder, given.steps = Path(scratch), 3
+            names, staleness, seeds = names[2:3], (0, 4), SEEDS[:1]
+        given.folder.mkdir(parents=True, exist_ok=True)
+        wanted = [value for value in staleness if given.only is None or value in given.only]
+        measure(given.folder, [*cells_of(names, wanted, seeds)], given.steps, given.jobs)
+        tell(given.folder, names, staleness, seeds)
+
+
+if __name__ == "__main__":
+    main()
