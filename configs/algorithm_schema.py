@@ -123,9 +123,9 @@ class CorrectionConfig(Section):
     icepop_low: float = field(default=0.5, metadata=within(0, below=1))
     icepop_high: float = field(default=5.0, metadata=within(above=1))
     """icepop: tokens with p outside these bounds are rejected, the others weighted by p."""
-    geometric_low: float = field(default=0.99, metadata=within(0, below=1))
-    geometric_high: float = field(default=1.01, metadata=within(above=1))
-    """geometric_mask: bounds of the geometric mean of p over a trajectory."""
+    geometric_low: float = field(default=0.999, metadata=within(0, below=1))
+    geometric_high: float = field(default=1.001, metadata=within(above=1))
+    """geometric_mask: bounds of the geometric mean of p over a trajectory; those of verl."""
     product_low: float = field(default=0.5, metadata=within(0, below=1))
     product_high: float = field(default=2.0, metadata=within(above=1))
     """product_mask: bounds of its product."""

@@ -63,7 +63,7 @@ def test_benchmark_ends_with_all_its_figures(script: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["weights_nccl.py", "weights_commit.py", "head.py"])
+@pytest.mark.parametrize("script", ["weights_nccl.py", "weights_commit.py", "head.py", "mfu.py"])
 def test_gpu_benchmark_says_that_there_is_no_gpu(script: str, tmp_path: Path) -> None:
     ended = run(f"gpu/{script}", cwd=tmp_path, timeout_s=120)
     assert ended.returncode == 2 and "needs a CUDA device" in ended.stderr
