@@ -3,8 +3,8 @@
     python benchmarks/gpu/mfu.py [--layers 28] [--steps 3]
 
 The shape of Qwen2.5 1.5B with random weights, in bfloat16 with float32 master weights, one ZeRO-3
-rank, gradient checkpointing. Each step is the trainer's own, with answers of lognormal lengths after
-prompts of 200 tokens, four passes long. docs/training.md says what is counted.
+rank, gradient checkpointing. Each step is the trainer's own, four passes long, with answers of
+lognormal lengths after prompts of 200 tokens. docs/training.md says what is counted.
 """
 
 from __future__ import annotations
