@@ -240,6 +240,12 @@ class TrainerRank:
             if self._restored is None:
                 self._engine.export(Path(path))
                 self._ranks.barrier()
+            elif not Path(path).is_dir():
+                raise ValueError(
+                    f"algorithm.kl.weight={kl.weight:g}: the run began without a reference, and "
+                    "the policy that it began with was not kept; set algorithm.kl.reference to a "
+                    "model, or algorithm.kl.weight=0"
+                )
         self._engine.hold_reference(path, offload=kl.offload)
 
     @property

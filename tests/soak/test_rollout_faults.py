@@ -75,6 +75,7 @@ SETTINGS = (
     "rollout.engine.max_restarts=1000",
     f"task.rewards={{vowels: {{kind: function, function: '{REWARD}'}}}}",
     "buffer.max_staleness=2",
+    "algorithm.kl.weight=0.001",
     # The short form pauses as no other launch does; the long one as a run does by default.
     *(
         ()
@@ -180,6 +181,8 @@ def goes_on_to_its_end(runs: Path, before: list[Record], restored: float) -> Non
     # The engines have the trainer's weights: seen at tokens of the version that a step trains, if
     # any were sampled so late.
     assert max(series(after, "logprob_diff_max"), default=0.0) <= 1e-4
+    # The reference is the policy that the run began with, and not the one that it went on from.
+    assert all(kl > 0 for kl in series(after, "kl"))
 
 
 def goes_on_without_its_redis(runs: Path) -> None:

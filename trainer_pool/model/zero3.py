@@ -209,7 +209,12 @@ class Zero3Engine:
         with `offload` in host memory. Raises ValueError if its shape is another."""
         own = dict(self._engine.module.named_parameters())
         dtype = next(iter(own.values())).ds_tensor.dtype
-        model = _load(model_path, dtype, trust_remote_code=self._trust_remote_code)
+        model = _load(
+            model_path,
+            dtype,
+            trust_remote_code=self._trust_remote_code,
+            setting="algorithm.kl.reference",
+        )
         theirs = dict(model.named_parameters())
         shapes = [{name: tuple(p.ds_shape) for name, p in of.items()} for of in (own, theirs)]
         if shapes[0] != shapes[1]:
@@ -433,7 +438,13 @@ class Zero3Engine:
         self._engine.destroy()
 
 
-def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+def _load(
+    model_path: str,
+    dtype: torch.dtype,
+    *,
+    trust_remote_code: bool,
+    setting: str = "model.path",
+) -> Any:
     """The torch module; transformers' annotation of it is too loose to use."""
 
     def build() -> Any:
@@ -448,8 +459,8 @@ def _load(model_path: str, dtype: torch.dtype, *, trust_remote_code: bool) -> An
         return attention.packable(model_path, build)
     except OSError as error:
         raise ValueError(
-            f"model.path={model_path!r}: neither a folder with a Hugging Face model nor the name "
-            f"of one that can be reached; correct model.path ({error})"
+            f"{setting}={model_path!r}: neither a folder with a Hugging Face model nor the name "
+            f"of one that can be reached; correct {setting} ({error})"
         ) from error
 
 
