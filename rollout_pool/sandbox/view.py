@@ -115,11 +115,24 @@ def _show(root: str, path: str) -> None:
 def _make_read_only(root: str) -> None:
     """Makes every mount below `root` read-only, including nested ones."""
     with open("/proc/self/mountinfo", encoding="utf-8") as mounts:
-        points = [line.split()[4].encode().decode("unicode_escape") for line in mounts]
+        points = mounts_below(root, mounts.readlines())
     for point in points:
-        if point.startswith(f"{root}/"):
-            # A remount must repeat the mount's flags, which must not be dropped.
-            has = os.statvfs(point).f_flag
-            flags = sum(mine for theirs, mine in _MOUNT_FLAGS.items() if has & theirs)
-            flags |= kernel.MS_RDONLY | kernel.MS_NOSUID
-            kernel.mount("none", point, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
+        # A remount must repeat the mount's flags, which must not be dropped.
+        has = os.statvfs(point).f_flag
+        flags = sum(mine for theirs, mine in _MOUNT_FLAGS.items() if has & theirs)
+        flags |= kernel.MS_RDONLY | kernel.MS_NOSUID
+        kernel.mount("none", point, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
+
+
+def mounts_below(root: str, mountinfo: list[str]) -> list[str]:
+    """Points of the mounts in the tree of the mount that is seen at `root`, in the form of Linux's
+    /proc/PID/mountinfo. The mount at `root` hides others, whose points have the same beginning."""
+    found = [line.split() for line in mountinfo]
+    points = {mount[0]: mount[4].encode().decode("unicode_escape") for mount in found}
+    (*_, seen) = (number for number, point in points.items() if point == root)
+    inside, below = {seen}, list[str]()
+    for number, parent, *_ in found:  # a mount is listed after the one that it lies in
+        if parent in inside:
+            inside.add(number)
+            below.append(points[number])
+    return below

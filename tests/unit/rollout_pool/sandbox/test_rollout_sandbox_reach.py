@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_pool.sandbox.run import run_python
+from rollout_pool.sandbox.view import mounts_below
 
 # Network ------------------------------------------------------------------------------------------
 
@@ -244,3 +245,16 @@ print(len(found))
     with open(__file__):
         result = await run(code)
     assert result.stdout == "1\n"  # where it says what it ran into
+
+
+def test_mounts_that_the_root_hides_are_not_taken_for_its_own() -> None:
+    mountinfo = """\
+20 1 8:1 / / rw - ext4 /dev/sda rw
+31 20 0:40 / /tmp rw - tmpfs tmpfs rw
+40 31 0:41 / /tmp/of\\040others rw - tmpfs tmpfs rw
+52 31 0:50 / /tmp rw - tmpfs tmpfs rw
+53 52 8:1 /usr/lib /tmp/usr/lib ro - ext4 /dev/sda rw
+54 53 0:51 / /tmp/usr/lib/a\\040b rw - tmpfs tmpfs rw
+55 20 0:52 / /tmpfs rw - tmpfs tmpfs rw
+""".splitlines()
+    assert mounts_below("/tmp", mountinfo) == ["/tmp/usr/lib", "/tmp/usr/lib/a b"]
