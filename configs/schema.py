@@ -148,7 +148,13 @@ class TrainerConfig(Section):
     """What a rank's GPU can compute at most in bfloat16, in TFLOP/s, for `mfu`; None: known for
     NVIDIA's A100, H100, H200, B200 and L40S."""
     gradient_checkpointing: bool = False
+    offload_optimizer: bool = False
+    """Hold the float32 weights and Adam's moments in pinned host memory, and update there."""
+    offload_parameters: bool = False
+    """Hold the sharded weights in pinned host memory; each layer is copied to the GPU for its pass.
+    """
     dtype: Dtype = Dtype.auto
+    """Of the passes; with bfloat16 updates add up in float32 weights beside those."""
     backend: Backend = Backend.auto
     checkpoint_every: int = field(default=50, metadata=at_least(1))
     """Steps between checkpoints; the last step always writes one."""
@@ -583,6 +589,9 @@ class Config(Section):
             "SGLang has batch-invariant attention (fa3, fa4, flashinfer, triton) on GPUs only, and "
             f"{why}: set false",
         )
+        fix = f"it frees GPU memory, and {why}: set false"
+        yield Rule(not self.trainer.offload_optimizer, "trainer.offload_optimizer", fix)
+        yield Rule(not self.trainer.offload_parameters, "trainer.offload_parameters", fix)
         fix = f"it needs GPUs, and {why}: choose auto or gloo"
         yield Rule(self.weight_sync.backend is not Backend.nccl, "weight_sync.backend", fix)
         yield Rule(self.trainer.backend is not Backend.nccl, "trainer.backend", fix)

@@ -276,12 +276,11 @@ class Zero3Engine:
 
     def _leave_out_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
         # With a zero gradient Adam would still change the weights, by momentum and weight decay.
-        # torch skips parameters without a gradient, but deepspeed passes zeros. The norm is global,
-        # so all ranks agree.
+        # deepspeed names the parameters of each update anew. (Their gradients must stay: offloaded
+        # ones are buffers that the next update fills.) The norm is global, so all ranks agree.
         if not 0 < self._engine.optimizer._global_grad_norm <= self._norm_limit:
             for group in adam.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = None
+                group["params"] = []
 
     def reset_optimizer(self) -> None:
         """Reset Adam's moments; the weights stay. Not a collective."""
@@ -403,22 +402,26 @@ class Zero3Engine:
         """Names of the optimizer's state that is as large as the parameter."""
         if not parameter.requires_grad:
             return []
-        optimizer = self._engine.optimizer
-        group, *_ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        flat = optimizer.fp32_partitioned_groups_flat[group]
-        state = optimizer.optimizer.state[flat]
+        flat, _, _ = self._place(parameter)
+        state = self._engine.optimizer.optimizer.state[flat]
         return sorted(key for key, value in state.items() if value.numel() == flat.numel())
+
+    def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
+        """The flat float32 weights that contain this rank's piece, where it begins, its size."""
+        optimizer = self._engine.optimizer
+        group, begin, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        return optimizer.fp32_partitioned_groups_flat[group], begin, size
 
     def _local_state(self, parameter: Any, key: str) -> Tensor:
         """[share] the float32 weights of this rank's piece, or the optimizer's state of this key;
         the piece itself of a parameter that is not trained."""
         if not parameter.requires_grad:
-            flat: Tensor = parameter.ds_tensor.flatten()
-        elif key:
-            flat = deepspeed.utils.safe_get_local_optimizer_state(parameter, key)
-        else:
-            flat = deepspeed.utils.safe_get_local_fp32_param(parameter)
-        return flat.detach()
+            frozen: Tensor = parameter.ds_tensor.detach().flatten()
+            return frozen
+        # deepspeed's own functions copy what is offloaded to the GPU.
+        flat, begin, size = self._place(parameter)
+        whole: Tensor = self._engine.optimizer.optimizer.state[flat][key] if key else flat
+        return whole.detach().narrow(0, begin, size)
 
     def export(self, folder: Path) -> None:
         """Write the whole model and its tokenizer for `from_pretrained`; rank 0 does the work."""
@@ -486,6 +489,12 @@ def _resolve_dtype(dtype: Dtype, *, uses_gpu: bool) -> torch.dtype:
 def _settings(config: TrainerConfig, dtype: torch.dtype, *, uses_gpu: bool) -> dict[str, object]:
     """DeepSpeed's configuration; a CPU run has small models, so small buffers."""
     bucket_elements = 200_000_000 if uses_gpu else 5_000_000
+    host = {"device": "cpu", "pin_memory": uses_gpu}
+    offloads: dict[str, object] = {}
+    if config.offload_optimizer:
+        offloads["offload_optimizer"] = host
+    if config.offload_parameters:
+        offloads["offload_param"] = host
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -495,6 +504,8 @@ def _settings(config: TrainerConfig, dtype: torch.dtype, *, uses_gpu: bool) -> d
         "bf16": {"enabled": dtype is torch.bfloat16},
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**31,
+        # Offloaded or not, the optimizer is torch's: deepspeed's would be compiled first.
+        "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": 3,
             "overlap_comm": uses_gpu,
@@ -503,5 +514,6 @@ def _settings(config: TrainerConfig, dtype: torch.dtype, *, uses_gpu: bool) -> d
             "stage3_prefetch_bucket_size": bucket_elements,
             # Small weights that stay unsharded would cost one collective each after every update.
             "stage3_param_persistence_threshold": 0,
+            **offloads,
         },
     }

@@ -406,6 +406,56 @@ def test_resume_in_fresh_processes_continues_identically(
         np.testing.assert_array_equal(weights, resumed.weights[name], err_msg=name)
 
 
+def test_updates_too_small_for_bfloat16_add_up_in_float32(ranks: Ranks) -> None:
+    found = json.loads((ranks.run("masters", 2) / "results.json").read_text())
+    assert found["moved"][0] == 0
+    assert 80 * 1e-4 * 1.5 > found["moved"][1] >= 2**-8
+
+
+@pytest.mark.parametrize(
+    "offloads",
+    ["offload_optimizer", "offload_parameters", "offload_optimizer+offload_parameters"],
+)
+def test_offloading_changes_nothing_but_where_the_state_is(
+    ranks: Ranks, receiver: Receiver, two_ranks: Outcome, offloads: str
+) -> None:
+    """Updates, empty and skipped ones too, publishes, checkpoints and the reset of the moments."""
+    receiver.forget()
+    outcome = ranks.outcome(f"offloaded+{offloads}", 2)
+    assert outcome.results.pop("offloaded") == {
+        "optimizer": "offload_optimizer" in offloads,
+        "parameters": "offload_parameters" in offloads,
+        "has_gradient_on_host": "offload_optimizer" in offloads,
+    }
+    version, staged = receiver.staged()
+    assert version == NUM_STEPS
+    assert_close_results(outcome.results, two_ranks.results)
+    for name, weights in two_ranks.weights.items():
+        np.testing.assert_allclose(weights, outcome.weights[name], atol=1e-6, err_msg=name)
+        served = torch.from_numpy(outcome.weights[name]).bfloat16()
+        assert torch.equal(staged[name], served), name
+
+    again = ranks.outcome(f"offloaded_again+{offloads}", 2)
+    assert again.results["steps"] == outcome.results["steps"][SAVE_AFTER:]
+    for name, weights in outcome.weights.items():
+        np.testing.assert_array_equal(weights, again.weights[name], err_msg=name)
+
+
+def assert_close_results(mine: Any, theirs: Any) -> None:
+    """The same record, with numbers that differ by rounding at most."""
+    if isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert_close_results(mine[name], value)
+    elif isinstance(theirs, list):
+        for value, other in zip(mine, theirs, strict=True):
+            assert_close_results(value, other)
+    elif isinstance(theirs, float):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-7, nan_ok=True)
+    else:
+        assert mine == theirs
+
+
 def test_checkpoint_of_two_ranks_is_read_by_four_and_theirs_by_one(
     ranks: Ranks, folder: Path, two_ranks: Outcome
 ) -> None:

@@ -3,10 +3,11 @@
     python zero3_rank.py FOLDER
 
 For each line "SCENARIO NUM_RANKS" of its input it forks that many ranks and prints their exit
-codes; torch, DeepSpeed and what these load at first use are imported once for all of them. `FOLDER`
-holds the model, the batches of all ranks and, in `receivers.json`, the receiver of two ranks;
-results go to `FOLDER/SCENARIO-NUM_RANKS`. The scenario "loop" runs a whole `TrainerRank` on the
-Redis server named in `redis.txt`.
+codes; torch, DeepSpeed and what these load at first use are imported once for all of them.
+SCENARIO+FIELD+... is a scenario with these settings of the trainer on. `FOLDER` holds the model,
+the batches of all ranks and, in `receivers.json`, the receiver of two ranks; results go to
+`FOLDER/SCENARIO-NUM_RANKS`. The scenario "loop" runs a whole `TrainerRank` on the Redis server
+named in `redis.txt`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from configs.algorithm_schema import (
     KLConfig,
     StreamConfig,
 )
-from configs.choices import Backend, KLPlace, Proximal
+from configs.choices import Backend, Dtype, KLPlace, Proximal
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
 from trainer_pool.algorithms.registry import Algorithm
@@ -297,6 +298,39 @@ class Scenario:
     def resume(self) -> None:
         self.restore(2)
         self.train(SAVE_AFTER, NUM_STEPS)
+        self.write()
+
+    def masters(self) -> None:
+        """How far the last norm's weights, which are 1 in bfloat16, have moved after one update and
+        after many that are each below what bfloat16 can add to 1."""
+        (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
+        moved = []
+        for update in range(1, 81):
+            self.engine.backward(self.engine.score(batch).logprobs.sum())
+            self.engine.step(1e-4)
+            if update in (1, 80):
+                norm = self.weights()["model.norm.weight"]
+                assert norm.dtype is torch.bfloat16
+                moved.append(float((norm.float() - 1).abs().max()))
+        self.results["moved"] = moved
+
+    def offloaded(self) -> None:
+        """Like `whole_run`, and in `offloaded` where deepspeed itself has put what."""
+        optimizer = self.engine._engine.optimizer
+        flat = optimizer.fp32_partitioned_groups_flat[0]
+        self.results["offloaded"] = {
+            "optimizer": optimizer.offload_optimizer and optimizer.subgroup_to_device == {0: "cpu"},
+            "parameters": optimizer.offload_param
+            and bool(optimizer.param_groups_fp16_flat_cpu_memory),
+            "has_gradient_on_host": flat.grad is not None,
+        }
+        self.store.folder = self.folder / "checkpoints-offloaded"
+        self.whole_run()
+
+    def offloaded_again(self) -> None:
+        """From the checkpoint of `offloaded`."""
+        self.restore_from(self.folder / "checkpoints-offloaded")
+        self.train(SAVE_AFTER, NUM_STEPS, save_after=())
         self.write()
 
     def reshard(self) -> None:
@@ -900,6 +934,10 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         return
     ranks = join_ranks(address, Backend.gloo, 60.0, listener if rank == 0 else None)
     config = OPTIMIZER if name == "optimizer" else config_for(num_ranks)
+    kind, *offloads = name.split("+")
+    config = replace(config, **dict.fromkeys(offloads, True))
+    if kind == "masters":
+        config = replace(config, dtype=Dtype.bfloat16)
     with frozen_layers() if name == "frozen" else contextlib.nullcontext():
         engine = Zero3Engine(str(folder / "model"), config, address)
     output = folder / f"{name}-{num_ranks}"
@@ -907,6 +945,9 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
     {
         "whole_run": scenario.whole_run,
         "resume": scenario.resume,
+        "masters": scenario.masters,
+        "offloaded": scenario.offloaded,
+        "offloaded_again": scenario.offloaded_again,
         "reshard": scenario.reshard,
         "frozen": scenario.frozen,
         "dropout": scenario.dropout,
@@ -922,7 +963,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "grpo_twice": lambda: scenario.synchronous(AlgorithmConfig(), 2),
         "gspo": lambda: scenario.synchronous(GSPO, 1),
         "gspo_twice": lambda: scenario.synchronous(GSPO, 2),
-    }[name]()
+    }[kind]()
     if rank == 0:
         output.mkdir(exist_ok=True)
         (output / "results.json").write_text(json.dumps(scenario.results))
