@@ -216,8 +216,14 @@ def assert_engine_reported(run: Path, result: dict[str, Any]) -> None:
     records = read_metrics(run / "metrics.jsonl", "engine")
     assert {(r.values["engine"], r.number("worker")) for r in records} == {("engine-0", 0)}
     for record in records:
-        assert 0 <= record.number("kv_usage") <= 1 and 1 <= record.number("limit") <= 128
-        assert min(map(record.number, ("running", "queued", "in_flight", "preemptions"))) >= 0
+        assert 1 <= record.number("limit") <= 128
+        assert min(map(record.number, ("in_flight", "preemptions"))) >= 0
+    # On a busy machine the first record comes before the engine has first told its load.
+    told = [record for record in records if "kv_usage" in record.values]
+    assert told and len(told) >= len(records) - 1
+    for record in told:
+        assert 0 <= record.number("kv_usage") <= 1
+        assert min(map(record.number, ("running", "queued"))) >= 0
     assert (
         0 < max(r.number("prefix_hit_rate") for r in records if "prefix_hit_rate" in r.values) < 1
     )
