@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ def kill(process: BaseProcess, number: int = signal.SIGKILL) -> None:
     """Kills the process, if it has not ended by itself."""
     if process.is_alive():
         assert process.pid is not None
-        os.kill(process.pid, number)
+        # The fork server is its parent and takes its exit status, so it may be gone at any moment.
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def join(process: BaseProcess, timeout_s: float) -> int | None:
