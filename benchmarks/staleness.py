@@ -77,10 +77,12 @@ SETTINGS = ["trainer.num_minibatches=2", "trainer.learning_rate=6.0e-4"]
 # One cell -----------------------------------------------------------------------------------------
 
 
-def run_cell(folder: Path, name: str, max_staleness: int, seed: int, num_steps: int) -> None:
+def run_cell(
+    folder: Path, name: str, max_staleness: int, seed: int, num_steps: int, given: Sequence[str]
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    settings = [*SETTINGS, f"run.seed={seed}"]
+    settings = [*given, f"run.seed={seed}"]
     if num_steps < NUM_STEPS:
         settings.append("trainer.warm_start.num_steps=5")
     config = load_config(settings, "quickstart")
@@ -131,6 +133,8 @@ def learn(
             learning_rate=config.trainer.learning_rate * min(1.0, (version + 1) / 10),
             before_update=lambda: None,
         )
+        # Else it would not be staleness that is measured.
+        assert behind < version or stats.logprob_diff_max < 1e-3, stats.logprob_diff_max
         rewards.append(stats.reward_mean)
         reached.append(version - behind)
     return {
@@ -244,13 +248,19 @@ class Sampler:
 # All cells ----------------------------------------------------------------------------------------
 
 
-def measure(folder: Path, cells: Sequence[tuple[str, int, int]], num_steps: int, jobs: int) -> None:
+def measure(
+    folder: Path,
+    cells: Sequence[tuple[str, int, int]],
+    num_steps: int,
+    jobs: int,
+    settings: Sequence[str],
+) -> None:
     def run(cell: tuple[str, int, int]) -> None:
         name, max_staleness, seed = cell
         if (folder / cell_name(*cell)).exists():
             return
         command = [sys.executable, __file__, "--folder", str(folder), "--steps", str(num_steps)]
-        command += ["--cell", name, str(max_staleness), str(seed)]
+        command += ["--cell", name, str(max_staleness), str(seed), "--set", *settings]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
         if ended.returncode:
             raise RuntimeError(f"{cell}: {ended.stderr[-2000:]}")
@@ -327,11 +337,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--steps", type=int, default=NUM_STEPS)
     parser.add_argument("--only", type=int, nargs="*", help="these values of max_staleness")
+    parser.add_argument("--set", nargs="*", default=SETTINGS, help="instead of the settings here")
     parser.add_argument("--cell", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.cell:
         name, max_staleness, seed = given.cell
-        run_cell(given.folder, name, int(max_staleness), int(seed), given.steps)
+        run_cell(given.folder, name, int(max_staleness), int(seed), given.steps, given.set)
         return
     names: Sequence[str] = [*ALGORITHMS]
     staleness: Sequence[int] = STALENESS
@@ -342,7 +353,8 @@ def main() -> None:
             names, staleness, seeds = names[2:3], (0, 4), SEEDS[:1]
         given.folder.mkdir(parents=True, exist_ok=True)
         wanted = [value for value in staleness if given.only is None or value in given.only]
-        measure(given.folder, [*cells_of(names, wanted, seeds)], given.steps, given.jobs)
+        cells = [*cells_of(names, wanted, seeds)]
+        measure(given.folder, cells, given.steps, given.jobs, given.set)
         tell(given.folder, names, staleness, seeds)
 
 

@@ -120,17 +120,22 @@ class ReplayBuffer:
         groups_per_step: int,
         oversampling: float = 1.0,
         replaced: Collection[str] = (),
+        gradient_accumulation_steps: int = 1,
     ) -> None:
         """Creates the run's settings in Redis. Existing settings are kept, but those named in
         `replaced`.
 
-        `oversampling` (rollout.oversampling) multiplies the number of groups that may be admitted.
+        `oversampling` (rollout.oversampling) multiplies the number of groups that may be admitted;
+        so does `gradient_accumulation_steps` (trainer.gradient_accumulation_steps).
 
-        Raises ValueError if the capacity is below one batch, or the number of shards differs from
-        the run's.
+        Raises ValueError if the capacity is below the groups of one version, or the number of
+        shards differs from the run's.
         """
-        check_settings(settings, groups_per_step, 1, await self.setting("num_shards"))
-        await self.create(settings, groups_per_step, oversampling, replaced)
+        groups_per_version = groups_per_step * gradient_accumulation_steps
+        check_settings(settings, groups_per_version, 1, await self.setting("num_shards"))
+        await self.create(
+            settings, groups_per_step, oversampling, replaced, gradient_accumulation_steps
+        )
 
     async def create(
         self,
@@ -138,10 +143,13 @@ class ReplayBuffer:
         groups_per_step: int,
         oversampling: float,
         replaced: Collection[str],
+        gradient_accumulation_steps: int,
     ) -> None:
         """`open` of one shard, without the checks."""
         await self._scripts.load()  # only the controller's user may
-        initial = initial_settings(settings, groups_per_step, self.keys.shard, oversampling)
+        initial = initial_settings(
+            settings, groups_per_step, self.keys.shard, oversampling, gradient_accumulation_steps
+        )
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
                 pipe.hsetnx(self.keys("settings"), name, value)
@@ -742,7 +750,11 @@ def quota(limit: int, shard: int, num_shards: int) -> int:
 
 
 def initial_settings(
-    config: BufferConfig, groups_per_step: int, shard: int, oversampling: float
+    config: BufferConfig,
+    groups_per_step: int,
+    shard: int,
+    oversampling: float,
+    gradient_accumulation_steps: int,
 ) -> dict[str, str | int]:
     """Fields of one shard's `settings`; limits are split into quotas, "" for no limit."""
 
@@ -761,6 +773,7 @@ def initial_settings(
         "remember_s": repr(config.remember_s),
         "audit_length": config.audit_length,
         "groups_per_step": groups_per_step,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
         "oversampling": repr(float(oversampling)),
         "shard": shard,
         "num_shards": config.shards,
@@ -774,7 +787,7 @@ def initial_settings(
 
 
 def check_settings(
-    settings: BufferConfig, groups_per_step: int, num_shards: int, there: int | None
+    settings: BufferConfig, groups_per_version: int, num_shards: int, there: int | None
 ) -> None:
     """`there` is the number of shards that the run was opened with, None if it was not."""
     if settings.shards != num_shards or (there is not None and there != num_shards):
@@ -783,10 +796,11 @@ def check_settings(
             f"in Redis {there or 'none yet'}; a run keeps the number that it began with"
         )
     capacity = settings.capacity_groups
-    if capacity is not None and capacity < groups_per_step:
+    if capacity is not None and capacity < groups_per_version:
         raise ValueError(
-            f"buffer.capacity_groups={capacity}: a batch of trainer.groups_per_step="
-            f"{groups_per_step} would never fit; raise it to at least that"
+            f"buffer.capacity_groups={capacity}: what one update trains on, trainer.groups_per_step"
+            f" * trainer.gradient_accumulation_steps = {groups_per_version} groups, would never "
+            "fit; raise it to at least that"
         )
 
 

@@ -95,6 +95,8 @@ class BufferStats:
     max_staleness_trained: int | None
     """The largest staleness of any consumed group; None before the first."""
     groups_per_step: int
+    gradient_accumulation_steps: int = 1
+    """Batches that one version trains: trainer.gradient_accumulation_steps."""
     bytes: int
     """Size of the stored payloads."""
     tokens: int
@@ -135,9 +137,13 @@ class BufferStats:
         return admission_limit(
             max_staleness=self.max_staleness,
             lag=lag,
-            groups_per_step=self.groups_per_step,
+            groups_per_version=self.groups_per_version,
             oversampling=self.oversampling,
         )
+
+    @property
+    def groups_per_version(self) -> int:
+        return self.groups_per_step * self.gradient_accumulation_steps
 
     @property
     def trained(self) -> int:
@@ -203,6 +209,7 @@ def parse_stats(reply: list[Any]) -> BufferStats:
         max_staleness=int(setting("max_staleness")),
         max_staleness_trained=counters.get("max_staleness_trained"),
         groups_per_step=int(setting("groups_per_step")),
+        gradient_accumulation_steps=int(setting("gradient_accumulation_steps")),
         dropped_tokens=_by_reason(counters, "dropped_tokens:"),
         capacity_groups=limit("capacity_groups"),
         capacity_bytes=limit("capacity_bytes"),

@@ -123,6 +123,7 @@ class OperatorBuffer(Protocol):
         groups_per_step: int,
         oversampling: float = 1.0,
         replaced: Collection[str] = (),
+        gradient_accumulation_steps: int = 1,
     ) -> None: ...
 
     async def reclaim(self, worker: int, *, counts_as_death: bool = True) -> int: ...

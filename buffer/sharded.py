@@ -304,11 +304,16 @@ class ShardedReplayBuffer:
         groups_per_step: int,
         oversampling: float = 1.0,
         replaced: Collection[str] = (),
+        gradient_accumulation_steps: int = 1,
     ) -> None:
         there = await self._home.setting("num_shards")
-        check_settings(settings, groups_per_step, len(self.shards), there)
+        check_settings(
+            settings, groups_per_step * gradient_accumulation_steps, len(self.shards), there
+        )
         for shard in self._home_last:  # once the home shard has settings, all shards are open
-            await shard.create(settings, groups_per_step, oversampling, replaced)
+            await shard.create(
+                settings, groups_per_step, oversampling, replaced, gradient_accumulation_steps
+            )
 
     # Rollout side ----------------------------------------------------------------------------
 
@@ -672,6 +677,7 @@ _OF_THE_RUN = {
     "max_staleness",
     "max_staleness_largest",
     "groups_per_step",
+    "gradient_accumulation_steps",
     "oversampling",
     "num_shards",
     "lineage",

@@ -118,6 +118,11 @@ class TrainerConfig(Section):
     num_minibatches: int = field(default=1, metadata=at_least(1))
     """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.
     """
+    gradient_accumulation_steps: int = field(default=1, metadata=at_least(1))
+    """Steps, each with a batch of its own, whose gradients add up to one update and one policy
+    version. A step begins as soon as its batch is there."""
+    publish_every: int = field(default=1, metadata=at_least(1))
+    """Every so many policy versions the engines get the weights; the last ones always."""
     micro_batch_tokens: int = field(default=16384, metadata=at_least(1))
     """Most tokens in one forward pass of one rank: trajectories laid end to end."""
     share_prefixes: bool = False
@@ -190,6 +195,25 @@ class TrainerConfig(Section):
         is_constant = self.lr_schedule is LrSchedule.constant
         fix = f"less than trainer.num_steps={self.num_steps}, or trainer.lr_schedule=constant"
         yield Rule(is_constant or self.lr_warmup_steps < self.num_steps, "lr_warmup_steps", fix)
+        yield from self._accumulation_rules()
+
+    def _accumulation_rules(self) -> Iterator[Rule]:
+        steps = self.gradient_accumulation_steps
+        if steps == 1:
+            return
+        where = f"trainer.gradient_accumulation_steps={steps}"
+        for name in ("num_steps", "checkpoint_every", "memory_copy_every"):
+            value = getattr(self, name)
+            fix = f"must be a multiple of {where}: between its steps an update is unfinished"
+            yield Rule(value is None or value % steps == 0, name, fix)
+        fix = f"with {where} several batches make one update; set one of the two to 1"
+        yield Rule(self.num_minibatches == 1, "num_minibatches", fix)
+        fix = f"with {where} no step has all tokens of an update; set 0"
+        yield Rule(self.min_ess == 0, "min_ess", fix)
+
+    @property
+    def groups_per_version(self) -> int:
+        return self.groups_per_step * self.gradient_accumulation_steps
 
     @property
     def ranks(self) -> int:
@@ -379,6 +403,7 @@ class Config(Section):
         """Constraints between settings of several sections."""
         yield from self._model_rules()
         yield from self._weight_rules()
+        yield from self._version_rules()
         yield from self._tail_rules()
         yield Rule(
             self.trainer.min_groups_per_step is None
@@ -447,6 +472,28 @@ class Config(Section):
             "weight_sync.drain_timeout_s",
             "a sample may wait for the only engine while it drains and commits: set less than "
             f"buffer.wait_timeout_s - weight_sync.commit_timeout_s = {longest_s:g}",
+        )
+
+    def _version_rules(self) -> Iterator[Rule]:
+        trainer, most = self.trainer, self.buffer.max_staleness + 1
+        yield Rule(
+            trainer.publish_every <= most,
+            "trainer.publish_every",
+            f"must be at most buffer.max_staleness + 1 = {most}: engines would be too old to get a "
+            "request, and the trainer would wait for ever",
+        )
+        steps = trainer.gradient_accumulation_steps * trainer.publish_every
+        yield Rule(
+            self.rollout.eval_every % steps == 0,
+            "rollout.eval_every",
+            "engines evaluate the versions that they get: must be a multiple of "
+            f"trainer.gradient_accumulation_steps * trainer.publish_every = {steps}",
+        )
+        yield Rule(
+            trainer.gradient_accumulation_steps == 1 or not self.algorithm.streams,
+            "trainer.gradient_accumulation_steps",
+            "each of algorithm.streams has a denominator of its own, which is not known before the "
+            "last step; set 1, or remove the streams",
         )
 
     def _tail_rules(self) -> Iterator[Rule]:

@@ -326,6 +326,7 @@ class Run:
                 config.trainer.groups_per_step,
                 config.rollout.oversampling,
                 replaced={name.rpartition(".")[2] for name in overridden},
+                gradient_accumulation_steps=config.trainer.gradient_accumulation_steps,
             )
             # Set before the first group is sampled, and not before what follows is all done.
             is_known = bool((await buffer.stats()).lineage)

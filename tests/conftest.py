@@ -70,11 +70,14 @@ async def buffer_factory(redis_url: str, run_name: str) -> AsyncIterator[BufferF
     """
     opened: list[Buffer] = []
 
-    async def make(groups_per_step: int = 4, **settings: object) -> Buffer:
+    async def make(
+        groups_per_step: int = 4, gradient_accumulation_steps: int = 1, **settings: object
+    ) -> Buffer:
         config = BufferConfig(**settings)  # type: ignore[arg-type]
         buffer = await connect_buffer(redis_url, run_name, config)
         opened.append(buffer)
-        await buffer.open(config, groups_per_step)
+        steps = gradient_accumulation_steps
+        await buffer.open(config, groups_per_step, gradient_accumulation_steps=steps)
         return buffer
 
     yield make

@@ -37,8 +37,9 @@ class StepStats:
     """Updates left out because of trainer.max_grad_spike; `num_low_ess`: of trainer.min_ess."""
     num_low_ess: int
     loss: float
-    """Mean over updates; so is `grad_norm` (before clipping, over finite norms)."""
+    """Mean over minibatches."""
     grad_norm: float
+    """Before clipping, mean over the updates whose norm is finite; NaN in a step without any."""
     lr: float
     reward_mean: float
     """Over episodes; so is `reward_std`."""
@@ -211,6 +212,7 @@ class StepAccumulator:
         groups: Sequence[TrajectoryGroup],
         group_ids: Sequence[str],
         version: int,
+        num_minibatches: int,
         updates: Sequence[Update],
         learning_rate: float,
         speed: StepSpeed,
@@ -246,7 +248,7 @@ class StepAccumulator:
             num_empty_updates=norms.count(0.0),
             num_spikes=reasons.count(LeftOut.spike),
             num_low_ess=reasons.count(LeftOut.low_ess),
-            loss=_share(named["loss"]["loss"][0], len(norms)),
+            loss=_share(named["loss"]["loss"][0], num_minibatches),
             grad_norm=_share(sum(applied), len(applied)),
             lr=learning_rate,
             reward_mean=reward_mean,

@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -45,7 +46,7 @@ from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_stat
 from trainer_pool.state.peer_copies import Copy, PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
-from trainer_pool.step import train_step
+from trainer_pool.step import Accumulation, train_step
 from trainer_pool.types import (
     Restored,
     SupervisedExample,
@@ -79,6 +80,7 @@ class TrainerRank:
         self._spec = spec
         self._algorithm = Algorithm.load(spec.algorithm)
         self._guard = UpdateGuard(config)
+        self._accumulation = Accumulation() if config.gradient_accumulation_steps > 1 else None
         self._host = address.host
         self._ranks: Collectives = join_ranks(address, config.backend, config.timeout_s, listener)
         self._engine = Zero3Engine(
@@ -113,6 +115,8 @@ class TrainerRank:
         (self._lineage, *_) = self._ranks.gather_texts(uuid4().hex)  # rank 0's
         self._step = 0
         self._version = 0
+        self._published = -1
+        """The last version that the engines get."""
         self._saved_step = -1
         self._unsaved: list[tuple[int, tuple[str, ...]]] = []
         """Steps that no durable checkpoint contains, with their groups."""
@@ -274,12 +278,14 @@ class TrainerRank:
         if self._saved_step < self._step:
             self._checkpoint()  # so that a run can go on from its first step, too
         while self._step < self._spec.config.num_steps and not self._should_stop():
-            self._run_step()
+            self._run_version()
         if self._saved_step < self._step:
             self._checkpoint()
         self._writer.finish()
         self._engine.export(self._export_dir)
         # The last evaluation must use the final weights.
+        if self._published < self._version:
+            self._publish_weights()
         self._sending.drain(self._version, self._spec.config.timeout_s)
         return TrainReport(
             num_steps=self._step,
@@ -293,31 +299,42 @@ class TrainerRank:
         # Only rank 0's flag counts: all ranks must leave the loop after the same step.
         return self._ranks.broadcast_flags([self._stop_requested.is_set()])[0]
 
-    def _run_step(self) -> None:
-        clock, times = _Clock(), _StepTimes()
-        lease, kept_ids = self._lease()
-        times.lease_wait_s = clock.lap()
-        # A step may take longer than the lease.
-        with self._loop.running(self._buffer.keep_renewed(lease)):
-            stats = self._update(lease, kept_ids)
-        self._compare_engines(stats)
-        self._step += 1
+    def _run_version(self) -> None:
+        """Make the next version: in one step, or in those whose gradients add up."""
+        config, version = self._spec.config, self._version
+        batches: list[tuple[Lease, tuple[str, ...]]] = []
+        with ExitStack() as renewals:
+            while True:
+                clock, times = _Clock(), _StepTimes()
+                lease, kept_ids = self._lease()
+                times.lease_wait_s = clock.lap()
+                # It is held until the update, which may take longer than the lease.
+                renewals.enter_context(self._loop.running(self._buffer.keep_renewed(lease)))
+                batches.append((lease, kept_ids))
+                is_update = (self._step + 1) % config.gradient_accumulation_steps == 0
+                stats = self._train_batch(lease, kept_ids, is_update)
+                self._compare_engines(stats)
+                self._step += 1
+                if is_update:
+                    break
+                times.step_s = clock.lap()
+                self._record(version, stats, times)
         self._version += 1
-        if self._is_lead:
-            self._hand_over(lease, kept_ids)
+        self._hand_over(batches)
         times.step_s = clock.lap()
-        report = self._publish_weights()
+        if self._step % (config.gradient_accumulation_steps * config.publish_every) == 0:
+            report = self._publish_weights()
+            times.snapshot_s, times.snapshot_wait_s = report.snapshot_s, report.wait_s
         clock.lap()
-        is_due = self._step % self._spec.config.checkpoint_every == 0
-        if is_due or self._step == self._spec.config.num_steps:
+        is_due = self._step % config.checkpoint_every == 0
+        if is_due or self._step == config.num_steps:
             times.checkpoint_wait_s = self._checkpoint()
         times.checkpoint_s = clock.lap()
-        every = self._spec.config.memory_copy_every
+        every = config.memory_copy_every
         if self._copies is not None and every is not None and self._step % every == 0:
             times.memory_copy_error = self._copy_to_memory(self._copies)
             times.memory_copy_s = clock.lap()
-        if self._is_lead:
-            self._record(stats, report, times)
+        self._record(version, stats, times)
 
     def _lease(self) -> tuple[Lease, tuple[str, ...]]:
         """This rank's share of the next batch, and the groups of the batch that may be trained.
@@ -357,8 +374,10 @@ class TrainerRank:
             group_id for group_id, is_kept in zip(lease.group_ids, flags, strict=True) if is_kept
         )
 
-    def _update(self, lease: Lease, kept_ids: tuple[str, ...]) -> StepStats:
+    def _train_batch(self, lease: Lease, kept_ids: tuple[str, ...], is_update: bool) -> StepStats:
         config = self._spec.config
+        if self._accumulation is not None:
+            self._accumulation.is_complete = is_update
         kept = set(kept_ids)
         batch = StepBatch(
             version=self._version,
@@ -374,6 +393,7 @@ class TrainerRank:
             learning_rate=learning_rate(self._step, config),
             before_update=self._guard_copies,
             guard=self._guard,
+            accumulation=self._accumulation,
         )
         # A group that no rank had must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
@@ -394,22 +414,26 @@ class TrainerRank:
             )
             self._has_compared = True
 
-    def _hand_over(self, lease: Lease, kept_ids: tuple[str, ...]) -> None:
-        """Announce the new version, then free the credits of the trained groups."""
+    def _hand_over(self, batches: Sequence[tuple[Lease, tuple[str, ...]]]) -> None:
+        """Announce the new version, then free the credits of the trained groups; on rank 0."""
+        if not self._is_lead:
+            return
         self._loop.run(self._buffer.publish_version(self._version))
-        num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
-        if num_consumed < len(kept_ids):
-            raise RuntimeError(
-                f"step {self._step} lost its lease: Redis could not be reached for "
-                f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g}, and "
-                f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where they "
-                "would be trained again; start again from the last checkpoint"
-            )
-        with self._unsaved_lock:
-            self._unsaved.append((self._step, kept_ids))
+        for lease, kept_ids in batches:
+            num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
+            if num_consumed < len(kept_ids):
+                raise RuntimeError(
+                    f"step {lease.step} lost its lease: Redis could not be reached for "
+                    f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g}, and "
+                    f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where "
+                    "they would be trained again; start again from the last checkpoint"
+                )
+            with self._unsaved_lock:
+                self._unsaved.append((lease.step, kept_ids))
 
     def _publish_weights(self) -> PublishReport:
         """Copy this rank's shards; they are sent while training continues."""
+        self._published = self._version
         return self._sending.publish(self._version, self._engine.shards())
 
     def _checkpoint(self) -> float:
@@ -474,18 +498,23 @@ class TrainerRank:
             record["groups_error"] = report.groups_error
         self._loop.run(self._run_state.append_metrics(record, kind="checkpoint"))
 
-    def _record(self, stats: StepStats, report: PublishReport, times: _StepTimes) -> None:
-        waits = {"rollout": times.lease_wait_s, "weight_sync": report.wait_s + report.snapshot_s}
+    def _record(self, version: int, stats: StepStats, times: _StepTimes) -> None:
+        if not self._is_lead:
+            return
+        waits = {
+            "rollout": times.lease_wait_s,
+            "weight_sync": times.snapshot_wait_s + times.snapshot_s,
+        }
         for waited_on, seconds in waits.items():
             self._loop.run(self._run_state.add_wait("trainer", waited_on, seconds))
         record: dict[str, float | int | str] = {
             "step": self._step,
-            "version": self._version - 1,  # the one that was trained
+            "version": version,  # the one that was trained
             **stats.record(),
             "lease_wait_s": times.lease_wait_s,
             "step_s": times.step_s,
-            "snapshot_s": report.snapshot_s,
-            "snapshot_wait_s": report.wait_s,
+            "snapshot_s": times.snapshot_s,
+            "snapshot_wait_s": times.snapshot_wait_s,
             "checkpoint_s": times.checkpoint_s,
             "checkpoint_wait_s": times.checkpoint_wait_s,
         }
@@ -536,6 +565,8 @@ class _StepTimes:
 
     lease_wait_s: float = 0.0
     step_s: float = 0.0
+    snapshot_s: float = 0.0
+    snapshot_wait_s: float = 0.0
     checkpoint_s: float = 0.0
     checkpoint_wait_s: float = 0.0
     """Its part in which the checkpoint before was still being written."""

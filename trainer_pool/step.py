@@ -6,7 +6,8 @@
 Each rank has its own share of the groups. The denominator of a loss is that of the whole minibatch
 over all ranks, and a group's minibatch depends only on its position in the whole batch. So the
 number of ranks and of micro-batches changes nothing but rounding. Each stream has a loss and a
-denominator of its own; an update adds their gradients.
+denominator of its own; an update adds their gradients. With `trainer.gradient_accumulation_steps`
+several steps make one update, whose denominator is the sum of theirs.
 
 Letters: N trained tokens of a micro-batch.
 """
@@ -44,6 +45,21 @@ class Minibatch:
     """The same number on every rank."""
     denominators: Mapping[str, float]
     """Of the loss of each stream, over all ranks."""
+    is_mean: bool
+    """Whether the policy's loss is divided by its denominator; else that is 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Accumulation:
+    """The gradients of several steps, which are one update."""
+
+    is_complete: bool = False
+    """Whether the step to come is the last of them."""
+    divisor: float = 0.0
+    """Of their sum so far; 0: there is no gradient yet."""
+
+    def add(self, minibatch: Minibatch) -> None:
+        self.divisor = self.divisor + minibatch.denominators[POLICY] if minibatch.is_mean else 1.0
 
 
 def train_step(
@@ -56,10 +72,13 @@ def train_step(
     learning_rate: float,
     before_update: Callable[[], None],
     guard: UpdateGuard | None = None,
+    accumulation: Accumulation | None = None,
 ) -> StepStats:
     """Update the weights on `batch`; every rank calls it with its own share of the same batch.
 
     `before_update` is called before each change of the weights. `guard` may leave updates out.
+    With `accumulation` the gradient is added to those of the steps before, and the weights change
+    only if it `is_complete`.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     speed = StepSpeed(device=engine.device)
@@ -68,6 +87,12 @@ def train_step(
     with speed.timing("score"):
         scores = _scores_at_start(engine, minibatches, algorithm)
     totals, updates = StepAccumulator(engine.device, len(batch.group_ids)), list[Update]()
+
+    def update(divisor: float = 1.0) -> None:
+        before_update()
+        with speed.timing("update"):
+            updates.append(_update(engine, ranks, totals, guard, learning_rate, divisor))
+
     for minibatch, scored in zip(minibatches, scores, strict=True):
         with speed.timing("passes"):
             statistics = _statistics(engine, minibatch, scored, algorithm, ranks)
@@ -80,16 +105,22 @@ def train_step(
                     algorithm,
                     statistics,
                     minibatch.denominators,
+                    should_divide=accumulation is None,
                 )
                 speed.multiply_adds += micro_batch.cost
-        before_update()
-        with speed.timing("update"):
-            updates.append(_update(engine, ranks, totals, guard, learning_rate))
+        if accumulation is None:
+            update()
+        else:
+            accumulation.add(minibatch)
+    if accumulation is not None and accumulation.is_complete and accumulation.divisor:
+        update(accumulation.divisor)
+        accumulation.divisor = 0.0
     return totals.total(
         ranks,
         groups=batch.groups,
         group_ids=batch.group_ids,
         version=batch.version,
+        num_minibatches=len(minibatches),
         updates=updates,
         learning_rate=learning_rate,
         speed=speed,
@@ -103,6 +134,7 @@ def _update(
     totals: StepAccumulator,
     guard: UpdateGuard | None,
     learning_rate: float,
+    divisor: float,
 ) -> Update:
     limit = None if guard is None else guard.norm_limit
     left_out = None
@@ -112,7 +144,7 @@ def _update(
         and guard.is_carried_by_few(totals.ess_of_update(ranks))
     ):
         left_out, limit = LeftOut.low_ess, 0.0
-    norm = engine.step(learning_rate, norm_limit=limit)
+    norm = engine.step(learning_rate, norm_limit=limit, divisor=divisor)
     if norm is None:
         left_out = LeftOut.not_finite
     elif left_out is None and limit is not None and norm > limit:
@@ -131,10 +163,13 @@ def _accumulate(
     algorithm: Algorithm,
     statistics: BatchStatistics,
     denominators: Mapping[str, float],
+    *,
+    should_divide: bool,
 ) -> None:
     """Add the gradient of one micro-batch.
 
     `scored_N`: log-probabilities at the start of the step; None if nothing has changed since.
+    `should_divide`: whether the gradient is that of a mean, or of a sum that is divided later.
     """
     trainer_N, entropy_N, _ = engine.score(batch)
     if batch.num_tokens == 0:  # backward all the same: other ranks wait for this pass
@@ -153,6 +188,8 @@ def _accumulate(
         result = result.plus(algorithm.stream_objective(name, of_stream, denominators[name]))
     is_scored_N = torch.ones_like(inputs.mask_N)
     loss = nan_if_not_finite(result.loss, trainer_N + start_N, is_scored_N)
+    if not should_divide:
+        loss = loss * denominators[POLICY]
     totals.add_culprits(batch, engine.backward(loss))
     totals.add(batch, inputs, result, start_N)
 
@@ -279,6 +316,7 @@ def plan_minibatches(
                 name: 1.0 if math.isnan(total) or total == 0 else total
                 for name, total in zip(names, of_streams, strict=True)
             },
+            is_mean=not math.isnan(of_streams[0]),
         )
         for part, count, (num_tokens, *of_streams) in zip(mine, passes, totals, strict=True)
         if num_tokens > 0

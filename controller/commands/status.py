@@ -100,7 +100,8 @@ def _bottleneck(records: list[Record]) -> str | None:
     for record in records:
         view.apply(record)
     # An engine that was late at the end says nothing about the whole run.
-    pace = view.pace(seconds / len(steps), trainer_version=0, engine_versions={})
+    num_publishes = sum(step.number("snapshot_s") > 0 for step in steps)
+    pace = view.pace(seconds / max(1, num_publishes), trainer_version=0, engine_versions={})
     shares = wait_shares(waits_of(last), seconds)
     return bottleneck_sentence(shares, int(last.number("max_staleness")), "of the run", pace)
 

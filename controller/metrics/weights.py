@@ -19,7 +19,7 @@ from controller.metrics.records import Record, of_kind, series
 SKIPPED = "skipped"
 """The mode of a version that was replaced by a newer one before it was sent."""
 LATE = 2
-"""Versions behind the trainer from which an engine is late: 1 is normal after each step."""
+"""Versions behind the trainer from which an engine is late, if it gets each: 1 is normal."""
 _RECENT = 20
 _LOSSES = {"engine_lost", "engine_restarted"}
 """Events after which an engine serves nothing until its next commit."""
@@ -29,25 +29,28 @@ ENGINE_JOINED, ENGINE_LEFT = "engine_joined", "engine_left"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WeightsPace:
-    """How long weights take to reach the engines, compared with a training step."""
+    """How long weights take to reach the engines, compared with how often they are sent."""
 
     convergence_s: float | None = None
     """Median of recent publishes: from the snapshot until every engine serves the version."""
-    seconds_per_step: float | None = None
+    seconds_per_publish: float | None = None
+    """From one version that the engines get to the next."""
     behind: Mapping[str, int] = field(default_factory=dict)
     """Late engines and how many versions they are behind."""
 
     @property
-    def is_slower_than_steps(self) -> bool:
-        if self.convergence_s is None or self.seconds_per_step is None:
+    def is_too_slow(self) -> bool:
+        if self.convergence_s is None or self.seconds_per_publish is None:
             return False
-        return self.convergence_s > self.seconds_per_step
+        return self.convergence_s > self.seconds_per_publish
 
 
-def engines_behind(trainer_version: int, engine_versions: Mapping[str, int]) -> dict[str, int]:
+def engines_behind(
+    trainer_version: int, engine_versions: Mapping[str, int], publish_every: int = 1
+) -> dict[str, int]:
     """The late engines and how many versions they are behind."""
     lags = {name: trainer_version - version for name, version in sorted(engine_versions.items())}
-    return {name: lag for name, lag in lags.items() if lag >= LATE}
+    return {name: lag for name, lag in lags.items() if lag >= LATE + publish_every - 1}
 
 
 def behind_words(behind: Mapping[str, int]) -> str:
@@ -61,6 +64,8 @@ def behind_words(behind: Mapping[str, int]) -> str:
 class WeightsView:
     """Recent transfers, accumulated from records in order."""
 
+    publish_every: int = 1
+    """trainer.publish_every."""
     convergence_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     pause_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     lost_engines: set[str] = field(default_factory=set)
@@ -82,14 +87,14 @@ class WeightsView:
 
     def pace(
         self,
-        seconds_per_step: float | None,
+        seconds_per_publish: float | None,
         trainer_version: int,
         engine_versions: Mapping[str, int],
     ) -> WeightsPace:
         return WeightsPace(
             convergence_s=median(self.convergence_s),
-            seconds_per_step=seconds_per_step,
-            behind=engines_behind(trainer_version, engine_versions),
+            seconds_per_publish=seconds_per_publish,
+            behind=engines_behind(trainer_version, engine_versions, self.publish_every),
         )
 
 

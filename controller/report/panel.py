@@ -152,7 +152,7 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         if counted := panel_line(view.counters, view.stats.tokens_dropped):
             parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
         remarks = buffer_remarks(view.stats)
-        remarks += engine_remarks(view.stats, view.weights.lost_engines)
+        remarks += engine_remarks(view.stats, view.weights)
         remarks += _overdue(view)
         parts += [Text(printable(remark), style="yellow") for remark in remarks]
     parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]

@@ -29,6 +29,7 @@ class RunView:
     num_steps: int
     started: float
     num_workers: int = 1
+    steps_per_version: int = 1
     phase: str = "starting"
     now: float = 0.0
     step: int = 0
@@ -58,6 +59,8 @@ class RunView:
             num_steps=config.trainer.num_steps,
             started=started,
             num_workers=config.rollout.num_workers,
+            steps_per_version=config.trainer.gradient_accumulation_steps,
+            weights=WeightsView(publish_every=config.trainer.publish_every),
         )
 
     def apply(self, record: Record) -> None:
@@ -147,9 +150,10 @@ class RunView:
     def weights_pace(self) -> WeightsPace:
         if self.stats is None:
             return WeightsPace()
-        return self.weights.pace(
-            self.seconds_per_step, self.stats.trainer_version, self.stats.engine_versions
-        )
+        seconds = self.seconds_per_step
+        if seconds is not None:
+            seconds *= self.steps_per_version * self.weights.publish_every
+        return self.weights.pace(seconds, self.stats.trainer_version, self.stats.engine_versions)
 
 
 SAMPLED = (

@@ -137,10 +137,10 @@ def make_plan(
 
 def _staleness_sentence(config: Config) -> str:
     """The bound that admission enforces for max_staleness, as a sentence."""
-    staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_step
+    staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_version
     factor = config.rollout.oversampling
     limit = admission_limit(
-        max_staleness=staleness, lag=0, groups_per_step=groups, oversampling=factor
+        max_staleness=staleness, lag=0, groups_per_version=groups, oversampling=factor
     )
     times = "" if factor == 1 else f" x {factor:g}"
     bound = f"at most ({staleness} + 1) x {groups}{times} = {limit} groups"
@@ -233,7 +233,7 @@ def _redis_sentence(config: Config) -> str:
 
 def _buffer_bytes(config: Config) -> int:
     """Groups that admission allows and those of the last steps, at about 8 bytes per token."""
-    num_groups = (config.buffer.max_staleness + 2) * config.trainer.groups_per_step
+    num_groups = (config.buffer.max_staleness + 2) * config.trainer.groups_per_version
     num_tokens = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     return 16 * 2**20 + num_groups * config.rollout.group_size * num_tokens * 8
 

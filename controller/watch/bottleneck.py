@@ -77,8 +77,8 @@ def bottleneck_sentence(
     if shares.trainer_for_weights >= max(MUCH, trainer):
         return (
             f"The trainer spent {shares.trainer_for_weights:.0%} {when} on handing over weights"
-            f"{_slower_words(weights)}: train more groups per step (trainer.groups_per_step), or "
-            "send less (weight_sync.full_every)."
+            f"{_slower_words(weights)}: train more groups per step (trainer.groups_per_step), send "
+            "fewer versions (trainer.publish_every), or send less (weight_sync.full_every)."
         )
     if trainer >= MUCH and trainer >= rollout:
         return (
@@ -104,22 +104,23 @@ def _late_weights(weights: WeightsPace) -> str:
             f"{_slower_words(weights)}: look at its log, send less (weight_sync.full_every), or "
             "let more engines commit at once (weight_sync.max_concurrent_commits)."
         )
-    if weights.is_slower_than_steps:
+    if weights.is_too_slow:
         return (
             f"Admission follows the slowest engine{_slower_words(weights)}: send less "
-            "(weight_sync.full_every), or train more groups per step (trainer.groups_per_step)."
+            "(weight_sync.full_every) or fewer versions (trainer.publish_every), or train more "
+            "groups per step (trainer.groups_per_step)."
         )
     return ""
 
 
 def _slower_words(weights: WeightsPace) -> str:
-    if not weights.is_slower_than_steps:
+    if not weights.is_too_slow:
         return ""
-    assert weights.convergence_s is not None and weights.seconds_per_step is not None
+    assert weights.convergence_s is not None and weights.seconds_per_publish is not None
     return (
-        "; weights travel slower than steps (convergence "
-        f"{format_duration(weights.convergence_s)}, step "
-        f"{format_duration(weights.seconds_per_step)})"
+        "; weights travel slower than they are made (convergence "
+        f"{format_duration(weights.convergence_s)}, a publish every "
+        f"{format_duration(weights.seconds_per_publish)})"
     )
 
 

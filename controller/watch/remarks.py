@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from buffer.results import BufferStats
 from controller.metrics.records import Record
-from controller.metrics.weights import behind_words, engines_behind
+from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
 
 STILL_S = 10.0
@@ -26,16 +24,17 @@ def buffer_remarks(stats: BufferStats) -> list[str]:
     return [sentence for sentence in remarks if sentence]
 
 
-def engine_remarks(stats: BufferStats, lost_engines: Collection[str] = ()) -> list[str]:
-    """The same for the engines; `lost_engines` died or stalled and have not come back."""
-    lost = sorted(name for name in lost_engines if name not in stats.engine_versions)
+def engine_remarks(stats: BufferStats, weights: WeightsView) -> list[str]:
+    """The same for the engines."""
+    lost = sorted(name for name in weights.lost_engines if name not in stats.engine_versions)
     remarks = []
     if stats.engines_gone:
         remarks.append("No engine serves: nothing is admitted until one is back.")
     if lost:
         are = "is" if len(lost) == 1 else "are"
         remarks.append(f"{', '.join(lost)} {are} lost; restarting or waiting.")
-    if behind := engines_behind(stats.trainer_version, stats.engine_versions):
+    served, every = stats.engine_versions, weights.publish_every
+    if behind := engines_behind(stats.trainer_version, served, every):
         remarks.append(f"{behind_words(behind)}; admission follows the slowest engine.")
     return remarks
 
@@ -43,7 +42,8 @@ def engine_remarks(stats: BufferStats, lost_engines: Collection[str] = ()) -> li
 def overdue_words(stats: BufferStats, since_s: float, usual_s: float, still_s: float) -> str:
     """Who keeps a step waiting. `still_s`: since the last token or group came."""
     head = f"No step for {format_duration(since_s)}, where one takes {format_duration(usual_s)}: "
-    if stats.leased:
+    may_want_more = stats.gradient_accumulation_steps > 1 and stats.ready < stats.groups_per_step
+    if stats.leased and not may_want_more:
         return f"{head}the trainer has its {stats.leased} groups; logs/trainer-0.log may say why."
     ready = f"{stats.ready} of {format_number_of(stats.groups_per_step, 'group')} are ready"
     if not stats.running:

@@ -353,6 +353,8 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
         RUN,
         f"trainer.num_steps={ATTACHED_STEPS}",
         f"trainer.checkpoint_every={ATTACHED_STEPS}",  # so nothing could be resumed
+        "trainer.gradient_accumulation_steps=2",
+        "trainer.publish_every=2",
         "rollout.num_workers=2",
         "rollout.reward_actors=1",
     )
@@ -376,10 +378,12 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
     result = result_of(output)
     assert (result["state"], result["steps"]) == ("finished", ATTACHED_STEPS)
     assert result["is_conserved"] and result["max_staleness_trained"] <= 2
-    assert result["eval_version"] == ATTACHED_STEPS > version
+    assert result["eval_version"] == ATTACHED_STEPS // 2 > version
     records = read_metrics(run / "metrics.jsonl")
     steps = [r.count("step") for r in records if r.kind == "step"]
     assert steps == list(range(1, ATTACHED_STEPS + 1)), "each is trained and recorded once"
+    published = {r.count("version") for r in records if r.kind == "publish"}
+    assert published == {*range(0, ATTACHED_STEPS // 2, 2), ATTACHED_STEPS // 2}
     kinds = Counter(r.kind for r in records)
     assert (kinds["attached"], kinds["resumed"]) == (2, 0)
     machine.assert_nothing_left(tmp_path)

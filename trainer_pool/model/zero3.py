@@ -260,8 +260,11 @@ class Zero3Engine:
         self._engine.backward(loss * self.num_ranks)
         return self._head.take_not_finite()
 
-    def step(self, learning_rate: float, *, norm_limit: float | None = None) -> float | None:
-        """Clip, update and clear the gradients; returns their global norm before clipping.
+    def step(
+        self, learning_rate: float, *, norm_limit: float | None = None, divisor: float = 1.0
+    ) -> float | None:
+        """Divide the gradients by `divisor`, clip, update and clear them; returns their global norm
+        before clipping.
 
         None if a gradient was not finite, 0 if all were zero. In both cases, and if the norm is
         above `norm_limit`, no rank changes its weights or optimizer.
@@ -269,7 +272,10 @@ class Zero3Engine:
         self._norm_limit = math.inf if norm_limit is None else norm_limit
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
+        # deepspeed divides by it, as if the losses had been scaled.
+        self._engine.optimizer.loss_scale = divisor
         self._engine.step()
+        self._engine.optimizer.loss_scale = 1.0
         if not self._engine.was_step_applied():
             return None
         return float(self._engine.get_global_grad_norm())

@@ -25,7 +25,7 @@ local function blocking_group(version)
   if not oldest[1] then return '', 0 end
   local at, brink = finite(oldest[2], 0), oldest_fresh(version)
   if at <= brink then return oldest[1], at end
-  local share = setting('groups_per_step') / math.max(1, setting('num_shards'))
+  local share = groups_per_version() / math.max(1, setting('num_shards'))
   local num_running = redis.call('ZCARD', RUNNING)
   for later = at - brink, max_staleness - 1 do -- steps after this one that may take groups up to `last`
     if num_running <= later * share then break end

@@ -22,7 +22,7 @@ if served[1] and num_fresh == 0 then lag = max_staleness + 1 end
 -- Counted from the sets: a cumulative counter would drift at the first dropped group.
 local in_use = redis.call('ZCARD', RUNNING) + redis.call('ZCARD', READY) + redis.call('ZCARD', key('leased'))
 -- 1e-6 because products such as 1.15 * 100 are slightly below 115 in floating point.
-local limit = (max_staleness + 1 - lag) * setting('groups_per_step') * setting('oversampling')
+local limit = (max_staleness + 1 - lag) * groups_per_version() * setting('oversampling')
 limit = math.max(0, math.floor(limit + 1e-6))
 -- Once the last engine is gone, the age of the next one's weights is unknown. (Before the first engine
 -- the lag is 0: engines get the trainer's version before workers ask for admission.)

@@ -16,7 +16,7 @@ if not name then return 0 end
 -- Whether the steps to come can train a group as old as `oldest` beside all others that are as old. What
 -- is leased takes the place of a whole batch, now or, if it returns, later.
 local function can_wait_for(oldest)
-  local share = setting('groups_per_step') / math.max(1, setting('num_shards'))
+  local share = groups_per_version() / math.max(1, setting('num_shards'))
   local num_leased = redis.call('ZCARD', LEASED)
   if num_leased > 0 then num_leased = math.max(num_leased, share) end
   for last = oldest, math.min(finite(score, 0), trainer_version) - 1 do

@@ -207,7 +207,7 @@ class PlainBuffer:
         limit = admission_limit(
             max_staleness=self.max_staleness,
             lag=lag,
-            groups_per_step=self.groups_per_step,
+            groups_per_version=self.groups_per_step,
             oversampling=self.oversampling,
         )
         for number in range(num_shards):

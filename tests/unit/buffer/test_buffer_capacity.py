@@ -88,8 +88,11 @@ async def test_on_full_error_raises(checked_buffer: Any, make_group: Any) -> Non
 
 
 async def test_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) -> None:
-    with pytest.raises(ValueError, match=r"capacity_groups=3.*groups_per_step=4"):
+    with pytest.raises(ValueError, match=r"capacity_groups=3.*= 4 groups, would never fit"):
         await buffer_factory(groups_per_step=4, capacity_groups=3)
+    # Those of earlier steps are leased until the update.
+    with pytest.raises(ValueError, match=r"capacity_groups=7.*= 8 groups, would never fit"):
+        await buffer_factory(groups_per_step=4, gradient_accumulation_steps=2, capacity_groups=7)
 
 
 async def test_drop_stalest_evicts_nothing_for_a_group_that_cannot_fit(

@@ -133,7 +133,7 @@ def test_prompts_of_older_runs_can_be_read() -> None:
 def test_limit_rounds_like_exact_arithmetic() -> None:
     def limit(oversampling: float, lag: int = 0) -> int:
         return admission_limit(
-            max_staleness=1, lag=lag, groups_per_step=50, oversampling=oversampling
+            max_staleness=1, lag=lag, groups_per_version=50, oversampling=oversampling
         )
 
     assert [limit(1.0), limit(1.15), limit(1.155), limit(1.15, lag=2)] == [100, 115, 115, 0]
@@ -354,3 +354,13 @@ def test_leash_counts_versions_through_rollbacks() -> None:
     ]
     assert leash.is_fresh(12, 3) and not leash.is_fresh(13, 3) and not leash.is_fresh(12, 6)
     assert parse_rollbacks("") == ()
+
+
+async def test_steps_whose_gradients_add_up_are_admitted_as_one(buffer_factory: Any) -> None:
+    buffer = await buffer_factory(groups_per_step=2, gradient_accumulation_steps=3, max_staleness=1)
+    for number in range(12):
+        await buffer.admit(f"g{number}", 1.0)
+    with pytest.raises(TimeoutError, match="12 groups are running, ready or leased and 12 may be"):
+        await buffer.admit("one-more", 0.01)
+    stats = await buffer.stats()
+    assert (stats.groups_per_version, stats.limit(), stats.limit(lag=1)) == (6, 12, 6)

@@ -108,7 +108,7 @@ def test_quotas_add_up_to_the_limit(limit: int, num_shards: int) -> None:
 
 
 def test_admission_bound_shrinks_by_a_step_for_each_version_that_engines_lag() -> None:
-    limits = [admission_limit(max_staleness=2, lag=lag, groups_per_step=16) for lag in range(5)]
+    limits = [admission_limit(max_staleness=2, lag=lag, groups_per_version=16) for lag in range(5)]
     assert limits == [48, 32, 16, 0, 0]
 
 

@@ -212,6 +212,29 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
         ),
         (["rollout.keep_partial=false"], "rollout.keep_partial=False"),
         (["trainer.min_groups_per_step=1"], "trainer.min_groups_per_step=1"),
+        (["trainer.publish_every=4"], "trainer.publish_every=4: must be at most buffer.max"),
+        (["trainer.publish_every=3"], "rollout.eval_every=20: engines evaluate the versions"),
+        (["trainer.gradient_accumulation_steps=7"], "trainer.num_steps=60: must be a multiple"),
+        (["trainer.gradient_accumulation_steps=4"], "trainer.checkpoint_every=50: must be a mult"),
+        (
+            ["trainer.gradient_accumulation_steps=2", "trainer.memory_copy_every=5"],
+            "trainer.memory_copy_every=5: must be a multiple",
+        ),
+        (
+            ["trainer.gradient_accumulation_steps=2", "trainer.num_minibatches=2"],
+            "trainer.num_minibatches=2: with trainer.gradient_accumulation_steps=2",
+        ),
+        (
+            ["trainer.gradient_accumulation_steps=2", "trainer.min_ess=0.1"],
+            "trainer.min_ess=0.1: with trainer.gradient_accumulation_steps=2",
+        ),
+        (
+            [
+                "trainer.gradient_accumulation_steps=2",
+                "algorithm.streams={sft: {loss: supervised}}",
+            ],
+            "trainer.gradient_accumulation_steps=2: each of algorithm.streams",
+        ),
         (["trainer.min_groups_per_step=17"], "trainer.min_groups_per_step=17"),
         (
             ["trainer.min_groups_per_step=4", "trainer.batch_timeout_s=600"],

@@ -35,21 +35,24 @@ def test_largest_wait_is_named(waits: WaitShares, begins: str) -> None:
 
 
 def test_engine_that_is_late_explains_why_rollouts_wait() -> None:
-    late = WeightsPace(convergence_s=4.1, seconds_per_step=2.0, behind={"engine-1": 3})
+    late = WeightsPace(convergence_s=4.1, seconds_per_publish=2.0, behind={"engine-1": 3})
     sentence = bottleneck_sentence(shares(trainer=0.4), 2, weights=late)
     assert sentence.startswith("Weights are the bottleneck: rollouts waited 40% so far for room.")
     assert "engine-1 is 3 versions behind" in sentence
-    assert "weights travel slower than steps (convergence 4.1 s, step 2.0 s)" in sentence
+    assert (
+        "weights travel slower than they are made (convergence 4.1 s, a publish every 2.0 s)"
+        in sentence
+    )
     # It explains nothing where it is the trainer that waits.
     assert bottleneck_sentence(shares(rollout=0.6), 2, weights=late).startswith("Rollouts are")
 
 
 def test_weights_slower_than_steps_are_named_to_the_side_that_waits() -> None:
-    slow = WeightsPace(convergence_s=4.1, seconds_per_step=2.0)
+    slow = WeightsPace(convergence_s=4.1, seconds_per_publish=2.0)
     assert bottleneck_sentence(shares(trainer=0.4), 2, weights=slow).startswith("Weights are")
     sentence = bottleneck_sentence(shares(weights=0.4), 2, weights=slow)
-    assert "handing over weights; weights travel slower than steps" in sentence
-    quick = WeightsPace(convergence_s=1.0, seconds_per_step=2.0)
+    assert "handing over weights; weights travel slower than they are made" in sentence
+    quick = WeightsPace(convergence_s=1.0, seconds_per_publish=2.0)
     assert bottleneck_sentence(shares(trainer=0.4), 2, weights=quick).startswith("The trainer is")
 
 

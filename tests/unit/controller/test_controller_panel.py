@@ -17,6 +17,7 @@ from controller_samples import (
 from rich.console import Console
 
 from controller.metrics.records import Record
+from controller.metrics.weights import WeightsView
 from controller.report.panel import Panel, render, sparkline, step_line
 from controller.report.state import RunView, buffer_values, waits_of
 from controller.watch.remarks import buffer_remarks, engine_remarks
@@ -149,7 +150,11 @@ def test_pushes_that_wait_for_capacity_are_a_remark(
 
 
 def test_engines_that_serve_are_no_remark() -> None:
-    assert engine_remarks(STATS, lost_engines={"engine-1"}) == []
+    weights = WeightsView(lost_engines={"engine-1"})
+    assert engine_remarks(STATS, weights) == []
+    late = replace(STATS, trainer_version=STATS.trainer_version + 2)
+    assert "3 versions behind" in "".join(engine_remarks(late, weights))
+    assert engine_remarks(late, replace(weights, publish_every=3)) == []
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])

@@ -24,14 +24,15 @@ def test_view_keeps_the_recent_times() -> None:
     view.apply(skipped_record(30, 140.0))
     assert len(view.convergence_s) == 20
     assert view.pace(0.5, 29, {"e": 29}).convergence_s == pytest.approx(0.9)
-    assert view.pace(0.5, 29, {"e": 29}).is_slower_than_steps
-    assert not view.pace(2.0, 29, {"e": 29}).is_slower_than_steps
-    assert not view.pace(None, 29, {"e": 29}).is_slower_than_steps
+    assert view.pace(0.5, 29, {"e": 29}).is_too_slow
+    assert not view.pace(2.0, 29, {"e": 29}).is_too_slow
+    assert not view.pace(None, 29, {"e": 29}).is_too_slow
 
 
 def test_one_version_behind_is_on_its_way_and_two_are_late() -> None:
     served = {"engine-2": 10, "engine-0": 9, "engine-1": 7, "engine-3": 8}
     assert engines_behind(10, served) == {"engine-1": 3, "engine-3": 2}
+    assert engines_behind(10, served, publish_every=2) == {"engine-1": 3}
     assert behind_words({"engine-1": 3}) == "engine-1 is 3 versions behind"
     words = behind_words(engines_behind(10, served))
     assert words == "engine-1 (and 1 more) is 3 versions behind"

@@ -63,6 +63,7 @@ def stats_of(ranks: Collectives, tally: StepAccumulator, *, norms: list[float | 
         groups=[group],
         group_ids=["g"],
         version=4,
+        num_minibatches=len(norms),
         updates=[Update(norm) for norm in norms],
         learning_rate=0.1,
         speed=SPEED,

@@ -45,6 +45,7 @@ from buffer.results import BufferStats
 from buffer.run_state import STREAM_START
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import encode_group
+from configs.algorithm_schema import AGGREGATIONS
 from configs.schema import BufferConfig, ScratchModelConfig
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
 from trainer_pool.model.scratch import build_scratch_model
@@ -604,6 +605,19 @@ def test_update_whose_logprobs_are_not_finite_is_skipped_on_all_ranks(
         assert outcome.results["steps"][0]["not_finite_fraction"] == 0
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_of_several_steps_add_up_to_that_of_all_their_groups(
+    ranks: Ranks, num_ranks: int
+) -> None:
+    results = json.loads((ranks.run("accumulation", num_ranks) / "results.json").read_text())
+    for aggregation in AGGREGATIONS:
+        found = results[aggregation]
+        norm, norm_of_parts = found["norms"]
+        assert norm_of_parts == pytest.approx(norm, rel=1e-5) and norm > 0, aggregation
+        assert found["difference"] < 1e-5, aggregation
+        assert found["updates"] == 1
+
+
 def test_every_algorithm_has_the_same_gradient_for_any_split_of_the_batch(ranks: Ranks) -> None:
     """One rank with one micro-batch for each update, against two with several, and four that also
     share prefixes."""
@@ -649,6 +663,8 @@ class LoopOutcome:
     ranks: list[dict[str, Any]]
     """By rank: the reports of its warm start, its first publish and its training."""
     records: list[dict[str, Any]]
+    published: set[int]
+    """Versions that the engines got."""
     waits: dict[tuple[str, str], float]
     stats: BufferStats
     engine_weights: dict[str, torch.Tensor]
@@ -675,14 +691,12 @@ def loop(
     finally:
         rollouts.close()
         engine.close()
+    entries = run_state.read_metrics(STREAM_START, TIMEOUT_S)
     yield LoopOutcome(
         run_dir=run_dir,
         ranks=[json.loads((run_dir / f"rank-{rank}.json").read_text()) for rank in range(2)],
-        records=[
-            dict(entry.record)
-            for entry in run_state.read_metrics(STREAM_START, TIMEOUT_S)
-            if entry.kind == "step"
-        ],
+        records=[dict(entry.record) for entry in entries if entry.kind == "step"],
+        published={int(e.record["version"]) for e in entries if e.kind == "publish"},
         waits=run_state.waits(),
         stats=buffer.stats(),
         engine_weights=engine.weights,
@@ -776,11 +790,14 @@ def loop_again(
     ranks: Ranks, loop: LoopOutcome, receiver: Receiver, redis_url: str
 ) -> Iterator[LoopOutcome]:
     """The same run, resumed from its last checkpoint but one: its last step was undone. Its trainer
-    was killed while it published a version, of which only one shard knows."""
+    was killed while it published a version, of which only one shard knows. From here on two steps
+    make a version, of which the engines get every other one."""
     settings = loop_spec(loop.run_dir.parent, redis_url).buffer
     publish_to_one_shard(redis_url, settings, loop.num_steps + 1)
     buffer = BlockingReplayBuffer(redis_url, RUN, settings)
     run_state = BlockingRunState(redis_url, RUN, settings)
+    steps = "gradient_accumulation_steps"
+    buffer.open(settings, GROUPS_PER_STEP, replaced={steps}, **{steps: 2})
     engine = FollowingEngine(redis_url, receiver.client)
     rollouts = MadeUpRollouts(redis_url, "again")
     try:
@@ -793,6 +810,8 @@ def loop_again(
         run_dir=loop.run_dir,
         ranks=[json.loads((loop.run_dir / f"again-{rank}.json").read_text()) for rank in range(2)],
         records=[dict(e.record) for e in entries if e.kind == "step"][len(loop.records) :],
+        published={int(e.record["version"]) for e in entries if e.kind == "publish"}
+        - loop.published,
         waits=run_state.waits(),
         stats=buffer.stats(),
         engine_weights=engine.weights,
@@ -811,7 +830,13 @@ def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(
     assert first["version"] == undone + 1
     assert last["step"] == loop_again.num_steps
     versions = [record["version"] for record in loop_again.records]
-    assert versions == list(range(undone + 1, undone + 1 + len(versions)))
+    assert versions == [undone + 1 + number // 2 for number in range(len(versions))]
+    updates = [record["num_updates"] for record in loop_again.records]
+    assert updates == [0, 1] * (len(updates) // 2)
+    # The initial version, those after every fourth step, and the last.
+    made = {record["step"]: record["version"] + 1 for record in loop_again.records}
+    due = {version for step, version in made.items() if step % 4 == 0}
+    assert loop_again.published == {undone + 1, *due, versions[-1] + 1} != set(made.values())
     stats = loop_again.stats
     assert stats.is_conserved and stats.consumed == 0
     assert stats.trainer_version == versions[-1] + 1 == loop_again.ranks[0]["report"]["version"]

@@ -69,7 +69,7 @@ from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.peer_copies import PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
-from trainer_pool.step import train_step
+from trainer_pool.step import Accumulation, train_step
 from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
@@ -191,6 +191,23 @@ def read_batch(folder: Path, step: int, rank: int, num_ranks: int) -> StepBatch:
     return StepBatch(
         version=step, group_ids=tuple(g.group_id for g in groups), groups=tuple(shares[rank])
     )
+
+
+def part_of(batch: StepBatch, group_ids: Collection[str]) -> StepBatch:
+    return StepBatch(
+        version=batch.version,
+        group_ids=tuple(group_ids),
+        groups=tuple(group for group in batch.groups if group.group_id in group_ids),
+    )
+
+
+def without_trained_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
+    """As if the engine had told NaN for each."""
+    trajectories = (
+        replace(trajectory, rollout_logprobs=np.full_like(trajectory.rollout_logprobs, np.nan))
+        for trajectory in group.trajectories
+    )
+    return replace(group, trajectories=tuple(trajectories))
 
 
 def with_common_beginning(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -845,6 +862,46 @@ class Scenario:
             self.output.mkdir(exist_ok=True)
             np.savez(self.output / "gradients.npz", **gradients)
 
+    def accumulation(self) -> None:
+        """What a step leaves in Adam's first moments, and the norm of its gradient: with the whole
+        batch, and with parts of it one after the other, of which the last has no token to train."""
+        whole = read_batch(self.folder, 1, self.ranks.rank, self.ranks.num_ranks)
+        parts = [part_of(whole, whole.group_ids[:1]), part_of(whole, whole.group_ids[1:])]
+        untrained = [without_trained_tokens(group) for group in parts[0].groups]
+        parts.append(replace(parts[0], groups=tuple(untrained)))
+        config = replace(self.config, num_minibatches=1)
+        for aggregation in AGGREGATIONS:
+            length = 20 if aggregation == "sequence_mean_token_sum_norm" else None
+            algorithm = Algorithm.load(
+                AlgorithmConfig(aggregation=aggregation, aggregation_length=length)
+            )
+            found = []
+            for batches in ([whole], parts):
+                self.engine.reset_optimizer()
+                accumulation = Accumulation() if len(batches) > 1 else None
+                for batch in batches:
+                    if accumulation is not None:
+                        accumulation.is_complete = batch is batches[-1]
+                    stats = train_step(
+                        self.engine,
+                        self.ranks,
+                        batch,
+                        config,
+                        algorithm,
+                        learning_rate=0.0,
+                        before_update=lambda: None,
+                        accumulation=accumulation,
+                    )
+                states = self.engine._engine.optimizer.optimizer.state.values()
+                moments = torch.cat([state["exp_avg"].flatten() for state in states])
+                found.append((stats.grad_norm, moments.clone(), stats.num_updates))
+            (norm, expected, _), (norm_of_parts, of_parts, num_updates) = found
+            self.results[aggregation] = {
+                "norms": [norm, norm_of_parts],
+                "updates": num_updates,
+                "difference": float((of_parts - expected).norm() / expected.norm()),
+            }
+
     def moments(self) -> list[torch.Tensor]:
         states = self.engine._engine.optimizer.optimizer.state.values()
         return [value.clone() for state in states for value in state.values()]
@@ -883,12 +940,14 @@ def run_loop(
 ) -> None:
     """Warm start, version 0, LOOP_STEPS or more; ends because rank 0 is stopped.
 
-    Resumed, it goes on from the last checkpoint but one.
+    Resumed, it goes on from the last checkpoint but one; then two steps make a version, and the
+    engines get every other one.
     """
     spec = loop_spec(folder, (folder / "redis.txt").read_text())
     if is_resumed:
         *_, before_last, _ = sorted((Path(spec.run_dir) / "checkpoints").glob("step-*"))
-        spec = replace(spec, resume_from=str(before_last))
+        config = replace(spec.config, gradient_accumulation_steps=2, publish_every=2)
+        spec = replace(spec, resume_from=str(before_last), config=config)
     trainer = TrainerRank(spec, address, listener)
     warm = WarmStartReport(loss_first=0.0, loss_last=0.0, num_steps=0, seconds=0.0)
     if not is_resumed:
@@ -909,11 +968,12 @@ def run_loop(
 
 def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
     run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
-    num_steps, last = 0, STREAM_START
+    num_steps, last, enough = 0, STREAM_START, LOOP_STEPS
     if spec.resume_from is not None:
+        enough = 7
         while entries := run_state.read_metrics(last, 0):
             last = entries[-1].id
-    while num_steps < LOOP_STEPS:
+    while num_steps < enough:
         entries = run_state.read_metrics(last, TIMEOUT_S)
         num_steps += sum(entry.kind == "step" for entry in entries)
         last = entries[-1].id
@@ -959,6 +1019,7 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
         "head": scenario.head,
         "reference": scenario.reference,
         "algorithms": scenario.algorithms,
+        "accumulation": scenario.accumulation,
         "grpo": lambda: scenario.synchronous(AlgorithmConfig(), 1),
         "grpo_twice": lambda: scenario.synchronous(AlgorithmConfig(), 2),
         "gspo": lambda: scenario.synchronous(GSPO, 1),
