@@ -48,6 +48,7 @@ from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import Accumulation, train_step
 from trainer_pool.types import (
+    KEPT_REFERENCE,
     Restored,
     SupervisedExample,
     TrainerSpec,
@@ -240,16 +241,10 @@ class TrainerRank:
         if kl.reference is not None:
             path = kl.reference
         elif self._spec.config.warm_start.num_steps:
-            path = str(Path(self._spec.run_dir) / "reference_model")
+            path = str(Path(self._spec.run_dir) / KEPT_REFERENCE)
             if self._restored is None:
                 self._engine.export(Path(path))
                 self._ranks.barrier()
-            elif not Path(path).is_dir():
-                raise ValueError(
-                    f"algorithm.kl.weight={kl.weight:g}: the run began without a reference, and "
-                    "the policy that it began with was not kept; set algorithm.kl.reference to a "
-                    "model, or algorithm.kl.weight=0"
-                )
         self._engine.hold_reference(path, offload=kl.offload)
 
     @property

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 from configs.algorithm_schema import AlgorithmConfig
 from configs.schema import BufferConfig, TrainerConfig, WeightSyncConfig
 
+KEPT_REFERENCE = "reference_model"
+"""Folder of a run with the policy that RL began with, which a resumed run is measured against."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainerSpec:

@@ -11,6 +11,7 @@ from configs.schema import Config
 from controller.metrics.records import read_metrics
 from controller.run_dir import RunDir, RunDirError
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.types import KEPT_REFERENCE
 
 FIXED = {
     "experiment": "it is the set of settings that the run began with; change single ones in ARGS",
@@ -53,6 +54,7 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
                 f"{name}: a run keeps its {fixed[0]}, here {old}: {FIXED[fixed[0]]}; "
                 "launch a new run to change it"
             )
+    _check_reference(config, run_dir)
     found = CheckpointStore(run_dir.path / "checkpoints").latest()
     record = run_dir.read_record()
     if found is None:
@@ -83,3 +85,15 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
         newest_version=max((r.count("version") + (r.kind == "step") for r in history), default=0),
         overridden=overridden,
     )
+
+
+def _check_reference(config: Config, run_dir: RunDir) -> None:
+    """The policy that RL began with is kept from the start, or not at all."""
+    kl = config.algorithm.kl
+    is_needed = kl.weight > 0 and kl.reference is None and config.trainer.warm_start.num_steps
+    if is_needed and not (run_dir.path / KEPT_REFERENCE).is_dir():
+        raise ConfigError(
+            f"algorithm.kl.weight={kl.weight:g}: the run began without a reference, and the policy "
+            "that it began with was not kept; set algorithm.kl.reference to a model, or "
+            "algorithm.kl.weight=0"
+        )

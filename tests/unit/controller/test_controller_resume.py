@@ -121,6 +121,15 @@ def test_page_lists_what_a_run_keeps() -> None:
     assert set(re.findall(r"`([a-z_.]+)`", names)) == set(FIXED)
 
 
+def test_reference_that_the_run_did_not_keep_is_refused(run_dir: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.weight=0\.1: the run began without"):
+        find_resumption(run_dir, ["algorithm.kl.weight=0.1"])
+    given = ["algorithm.kl.weight=0.1", "algorithm.kl.reference=/a/model"]
+    assert find_resumption(run_dir, given).config.algorithm.kl.weight == 0.1
+    (run_dir.path / "reference_model").mkdir()
+    assert find_resumption(run_dir, given[:1]).config.algorithm.kl.weight == 0.1
+
+
 def test_run_without_a_checkpoint_or_with_all_steps_done_is_refused(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.num_steps"):
         find_resumption(run_dir, ["trainer.num_steps=0"])
