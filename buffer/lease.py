@@ -32,6 +32,8 @@ class LeaseRequest(NamedTuple):
     lineage: str
     enough: int
     """So many groups suffice now; `num_groups` until a full batch is no longer waited for."""
+    pair_cost: float
+    """Of a pair of tokens in attention, in that of a token; by it the shares are balanced."""
 
     def check(self, share: int) -> None:
         if not 0 <= share < self.num_shares <= self.num_groups:
@@ -96,8 +98,8 @@ class Formed(NamedTuple):
     deadline_ms: int
     ids: tuple[str, ...]
     """The whole batch as it was formed."""
-    tokens: tuple[int, ...]
-    """Number of tokens of each group in `ids`."""
+    costs: tuple[int, ...]
+    """What each group in `ids` costs in passes, in tokens."""
     held: frozenset[str]
     """The groups that are still leased with the token."""
     mask_below_version: int | None
@@ -109,12 +111,12 @@ class Formed(NamedTuple):
     @classmethod
     def parse(cls, fields: Sequence[Any]) -> Formed:
         """Parses the reply of form_batch.lua."""
-        lease_token, deadline, ids, tokens, held, mask_below, renumbered = fields
+        lease_token, deadline, ids, costs, held, mask_below, renumbered = fields
         return cls(
             readable(lease_token),
             int(deadline),
             texts(ids),
-            tuple(map(int, tokens)),
+            tuple(map(int, costs)),
             frozenset(texts(held)),
             optional_int(mask_below),
             parse_renumbered(renumbered),
@@ -122,7 +124,7 @@ class Formed(NamedTuple):
 
     def share_of(self, share: int, num_shares: int) -> list[str]:
         """Ids of one rank's share that are still held."""
-        mine = split_by_tokens(self.tokens, num_shares)[share]
+        mine = split_by_cost(self.costs, num_shares)[share]
         return [self.ids[i] for i in mine if self.ids[i] in self.held]
 
     def open(self, group_id: str, payload: Payload) -> TrajectoryGroup:
@@ -189,8 +191,8 @@ async def renew_until_lost(
                 return
 
 
-def split_by_tokens(tokens: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of `tokens` in `num_shares` shares, each ascending and none empty.
+def split_by_cost(costs: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
+    """Indices of `costs` in `num_shares` shares, each ascending and none empty.
 
     Longest processing time first (Graham 1969): the largest group goes to the lightest share. The
     heaviest share is at most 4/3 - 1/(3 num_shares) of the optimum. A pure function, so ranks that
@@ -198,15 +200,15 @@ def split_by_tokens(tokens: Sequence[int], num_shares: int) -> tuple[tuple[int, 
 
     Raises ValueError if there are fewer groups than shares.
     """
-    if not 1 <= num_shares <= len(tokens):
+    if not 1 <= num_shares <= len(costs):
         raise ValueError(
-            f"num_shares={num_shares} with {len(tokens)} groups: every rank needs at least one"
+            f"num_shares={num_shares} with {len(costs)} groups: every rank needs at least one"
         )
     shares: list[list[int]] = [[] for _ in range(num_shares)]
-    # The size breaks ties, so that groups without tokens spread out too.
+    # The size breaks ties, so that groups without cost spread out too.
     lightest = [(0, 0, share) for share in range(num_shares)]
-    for index in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, size, share = heapq.heappop(lightest)
         shares[share].append(index)
-        heapq.heappush(lightest, (load + tokens[index], size + 1, share))
+        heapq.heappush(lightest, (load + costs[index], size + 1, share))
     return tuple(tuple(sorted(share)) for share in shares)

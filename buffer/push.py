@@ -115,6 +115,7 @@ class PendingPush:
             max(versions),
             " ".join(f"{version}:{number}" for version, number in versions.items()),
             group.num_tokens,
+            group.num_pairs,
             sum(versions.values()),
             self.num_bytes,
             group.prompt.task,

@@ -362,12 +362,14 @@ class ReplayBuffer:
         timeout_s: float,
         min_groups: int | None = None,
         batch_timeout_s: float = inf,
+        pair_cost: float = 0.0,
     ) -> Lease:
         """This rank's share of the step's global batch; waits until the batch can be formed.
 
         The first rank that finds `num_groups` fresh groups forms the batch; after `batch_timeout_s`
-        `min_groups` suffice, if it is not None. Every rank that leases
-        the same step gets its share of that batch, also on a repeated call. A group is fresh if it
+        `min_groups` suffice, if it is not None. Every rank that leases the same step gets its share
+        of that batch, also on a repeated call; shares are balanced by tokens + `pair_cost` *
+        pairs of tokens (`TrajectoryGroup.num_pairs`). A group is fresh if it
         lags behind `version` by at most max_staleness; stale groups are dropped, or with
         on_stale=mask_tokens have their over-age tokens masked out of the loss. A group that cannot
         be decoded is quarantined and missing.
@@ -377,7 +379,9 @@ class ReplayBuffer:
         object reconciled.
         """
         enough = num_groups if min_groups is None else min_groups
-        request = LeaseRequest(step, version, num_groups, num_shares, self._lineage, enough)
+        request = LeaseRequest(
+            step, version, num_groups, num_shares, self._lineage, enough, pair_cost
+        )
         request.check(share)
         batch = await form_in_time(
             partial(self._form, lease_token=new_token()),
@@ -391,10 +395,12 @@ class ReplayBuffer:
 
     async def _form(self, request: LeaseRequest, lease_token: str) -> Formed | BatchNotReady:
         """The step's batch; forms it with this token if there is none yet."""
-        step, version, num_groups, num_shares, lineage, enough = request
+        step, version, num_groups, num_shares, lineage, enough, pair_cost = request
         arguments = (step, version, num_groups, num_shares, self._lease_ms, lease_token, lineage)
         while True:
-            reply = await self._scripts.run("trainer/form_batch", *arguments, BOUND, enough)
+            reply = await self._scripts.run(
+                "trainer/form_batch", *arguments, BOUND, enough, repr(pair_cost)
+            )
             match reply[0].decode():
                 case "leased":
                     return Formed.parse(reply[1:])

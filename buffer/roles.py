@@ -91,6 +91,7 @@ class TrainerBuffer(Protocol):
         timeout_s: float,
         min_groups: int | None = None,
         batch_timeout_s: float = inf,
+        pair_cost: float = 0.0,
     ) -> Lease: ...
 
     async def validate(self, lease: Lease, version: int) -> frozenset[str]: ...

@@ -111,7 +111,7 @@ class Record(NamedTuple):
     num_groups: int
     num_shares: int
     ids: tuple[str, ...]
-    tokens: tuple[int, ...]
+    costs: tuple[int, ...]
     mask_below_version: int | None
     is_done: bool
 
@@ -138,7 +138,7 @@ class Taken(NamedTuple):
 
     ids: tuple[str, ...]
     """The requested groups that were ready and fresh, in the requested order."""
-    tokens: tuple[int, ...]
+    costs: tuple[int, ...]
     deadline_ms: int
     mask_below_version: int | None
     renumbered: Mapping[str, tuple[int, ...]]
@@ -180,14 +180,14 @@ class Shard(ReplayBuffer):
                 raise request.is_consumed()
             case "not_owner":
                 raise request.taken_over()
-        lease_token, version, num_groups, num_shares, ids, tokens, mask_below, is_done = rest
+        lease_token, version, num_groups, num_shares, ids, costs, mask_below, is_done = rest
         return Record(
             readable(lease_token),
             int(version),
             int(num_groups),
             int(num_shares),
             texts(ids),
-            tuple(map(int, tokens)),
+            tuple(map(int, costs)),
             optional_int(mask_below),
             bool(is_done),
         )
@@ -215,12 +215,12 @@ class Shard(ReplayBuffer):
         self, request: LeaseRequest, token: str, lease_ms: int, ids: Sequence[str]
     ) -> Taken:
         """Leases the groups that are ready and fresh, in one call however many there are."""
-        arguments = (request.version, token, lease_ms, request.step)
+        arguments = (request.version, token, lease_ms, request.step, repr(request.pair_cost))
         reply = await self._scripts.run("shards/take_groups", *arguments, *ids)
-        taken, tokens, deadline, mask_below, renumbered = reply
+        taken, costs, deadline, mask_below, renumbered = reply
         return Taken(
             texts(taken),
-            tuple(map(int, tokens)),
+            tuple(map(int, costs)),
             int(deadline),
             optional_int(mask_below),
             parse_renumbered(renumbered),
@@ -244,7 +244,7 @@ class Shard(ReplayBuffer):
             request.num_shares,
             formed.lease_token,
             " ".join(formed.ids),
-            " ".join(map(str, formed.tokens)),
+            " ".join(map(str, formed.costs)),
             "" if mask_below is None else mask_below,
             formed.lease_token,
         )
@@ -394,9 +394,12 @@ class ShardedReplayBuffer:
         timeout_s: float,
         min_groups: int | None = None,
         batch_timeout_s: float = inf,
+        pair_cost: float = 0.0,
     ) -> Lease:
         enough = num_groups if min_groups is None else min_groups
-        request = LeaseRequest(step, version, num_groups, num_shares, self._lineage, enough)
+        request = LeaseRequest(
+            step, version, num_groups, num_shares, self._lineage, enough, pair_cost
+        )
         request.check(share)
         batch = await form_in_time(
             self._form, request, self._wake, timeout_s=timeout_s, batch_timeout_s=batch_timeout_s
@@ -444,7 +447,7 @@ class ShardedReplayBuffer:
             lease_token=record.lease_token,
             deadline_ms=min(reply.deadline_ms for reply in replies if reply.ids),
             ids=record.ids,
-            tokens=record.tokens,
+            costs=record.costs,
             held=held,
             mask_below_version=record.mask_below_version,
             renumbered=_merged(replies),
@@ -470,15 +473,15 @@ class ShardedReplayBuffer:
             )
             num_fruitless = 0 if any(reply.ids for reply in new) else num_fruitless + 1
             replies += new
-            tokens = {i: n for reply in new for i, n in zip(reply.ids, reply.tokens, strict=True)}
+            costs = {i: n for reply in new for i, n in zip(reply.ids, reply.costs, strict=True)}
             # In the order chosen; a sweep may have dropped some between the peek and the take.
-            taken |= {i: tokens[i] for i in chosen if i in tokens}
+            taken |= {i: costs[i] for i in chosen if i in costs}
         masked = [r.mask_below_version for r in replies if r.mask_below_version is not None]
         formed = Formed(
             lease_token=token,
             deadline_ms=min(r.deadline_ms for r in replies if r.ids) + self._lease_ms - short_ms,
             ids=tuple(taken),
-            tokens=tuple(taken.values()),
+            costs=tuple(taken.values()),
             held=frozenset(taken),
             mask_below_version=max(masked, default=None),
             renumbered=_merged(replies),

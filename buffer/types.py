@@ -164,6 +164,11 @@ class TrajectoryGroup:
         return sum(t.num_tokens for t in self.trajectories)
 
     @property
+    def num_pairs(self) -> int:
+        """Pairs of a token and one before it, which attention computes: T²/2 of each trajectory."""
+        return sum(t.num_tokens**2 for t in self.trajectories) // 2
+
+    @property
     def num_bytes(self) -> int:
         """Size of its arrays: exact in memory, approximate in Redis."""
         total = 0

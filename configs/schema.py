@@ -109,7 +109,8 @@ class TrainerConfig(Section):
     """ZeRO-3 ranks. None is 2, or 1 if there are too few GPUs."""
     num_steps: int = field(default=100, metadata=at_least(1))
     groups_per_step: int = field(default=16, metadata=at_least(1))
-    """Prompt groups in one global batch, balanced over the ranks by tokens."""
+    """Prompt groups in one global batch, balanced over the ranks by their passes' cost.
+    """
     min_groups_per_step: int | None = field(default=None, metadata=live(at_least(1)))
     """So many groups suffice for a step that has waited for `batch_timeout_s`; None: it always
     waits for a full batch."""

@@ -143,10 +143,17 @@ class StepAccumulator:
 
     @torch.no_grad()
     def add(
-        self, batch: MicroBatch, inputs: LossInputs, result: Objective, start_N: Tensor
+        self,
+        batch: MicroBatch,
+        inputs: LossInputs,
+        result: Objective,
+        start_N: Tensor,
+        *,
+        is_at_start: bool = True,
     ) -> None:
-        """Add the tokens of a micro-batch; `start_N`: log-probabilities at the step's start."""
-        mask_N, is_current_N = inputs.mask_N, batch.is_current_N
+        """Add the tokens of a micro-batch; `start_N`: log-probabilities at the step's start, or
+        after its first updates if not `is_at_start`: then engines are not compared with them."""
+        mask_N, is_current_N = inputs.mask_N, batch.is_current_N * is_at_start
         gap_N = inputs.log_ratio(start_N, inputs.rollout_logprobs_N)
         ratio_N = gap_N.exp()
         deviation_N, apart_N = (ratio_N - 1).abs(), gap_N.abs() * is_current_N

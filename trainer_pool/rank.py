@@ -87,6 +87,8 @@ class TrainerRank:
         self._engine = Zero3Engine(
             spec.model_path, config, address, trust_remote_code=spec.trust_remote_code
         )
+        cost = self._engine.cost
+        self._pair_cost = cost.per_pair / cost.per_token
         self._loop = LoopThread("redis")
         self._buffer: TrainerBuffer = self._loop.run(
             connect_buffer(spec.redis_url, spec.run, spec.buffer, waits=True)
@@ -351,6 +353,7 @@ class TrainerRank:
                         timeout_s=self._spec.buffer.wait_timeout_s,
                         min_groups=config.min_groups_per_step,
                         batch_timeout_s=config.batch_timeout_s,
+                        pair_cost=self._pair_cost,
                     )
                 )
             )

@@ -93,7 +93,7 @@ def train_step(
         with speed.timing("update"):
             updates.append(_update(engine, ranks, totals, guard, learning_rate, divisor))
 
-    for minibatch, scored in zip(minibatches, scores, strict=True):
+    for number, (minibatch, scored) in enumerate(zip(minibatches, scores, strict=True)):
         with speed.timing("passes"):
             statistics = _statistics(engine, minibatch, scored, algorithm, ranks)
             for micro_batch, scored_N in zip(minibatch.micro_batches, scored, strict=True):
@@ -105,6 +105,7 @@ def train_step(
                     algorithm,
                     statistics,
                     minibatch.denominators,
+                    is_first=number == 0,
                     should_divide=accumulation is None,
                 )
                 speed.multiply_adds += micro_batch.cost
@@ -164,11 +165,13 @@ def _accumulate(
     statistics: BatchStatistics,
     denominators: Mapping[str, float],
     *,
+    is_first: bool,
     should_divide: bool,
 ) -> None:
     """Add the gradient of one micro-batch.
 
-    `scored_N`: log-probabilities at the start of the step; None if nothing has changed since.
+    `scored_N`: log-probabilities at the start of the step; None if nothing has changed since, as in
+    the first minibatch (`is_first`), or if the algorithm does not need them.
     `should_divide`: whether the gradient is that of a mean, or of a sum that is divided later.
     """
     trainer_N, entropy_N, _ = engine.score(batch)
@@ -191,7 +194,8 @@ def _accumulate(
     if not should_divide:
         loss = loss * denominators[POLICY]
     totals.add_culprits(batch, engine.backward(loss))
-    totals.add(batch, inputs, result, start_N)
+    is_at_start = is_first or scored_N is not None
+    totals.add(batch, inputs, result, start_N, is_at_start=is_at_start)
 
 
 def loss_inputs(

@@ -8,9 +8,9 @@ local function forget_batch(step)
   redis.call('ZREM', BATCHES, step)
 end
 
-local function write_batch(step, lease_token, version, num_groups, num_shares, ids, tokens, masked_below)
+local function write_batch(step, lease_token, version, num_groups, num_shares, ids, costs, masked_below)
   redis.call('HSET', lease_key(step), 'owner', lease_token, 'version', version, 'groups', num_groups,
-    'shares', num_shares, 'ids', ids, 'tokens', tokens, 'oldest', masked_below)
+    'shares', num_shares, 'ids', ids, 'costs', costs, 'oldest', masked_below)
   redis.call('ZADD', BATCHES, step, step)
 end
 
@@ -27,16 +27,16 @@ end
 -- when their lease expires, and a new batch is formed.
 local function read_batch(step)
   local batch = redis.call('HMGET', lease_key(step), 'owner', 'version', 'groups', 'shares', 'ids',
-    'tokens', 'oldest', 'done')
+    'costs', 'oldest', 'done')
   if not batch[1] then return nil end
-  local ids, tokens = words(batch[5] or ''), words(batch[6] or '')
-  local is_whole = #ids == #tokens and finite(batch[2]) and finite(batch[3]) and finite(batch[4])
+  local ids, costs = words(batch[5] or ''), words(batch[6] or '')
+  local is_whole = #ids == #costs and finite(batch[2]) and finite(batch[3]) and finite(batch[4])
     and (batch[7] == '' or finite(batch[7]))
-  for _, number in ipairs(tokens) do is_whole = is_whole and finite(number) end
+  for _, number in ipairs(costs) do is_whole = is_whole and finite(number) end
   if not is_whole then
     if batch[8] then damaged('lease:' .. step) end -- it was trained and must not be trained again
     forget_batch(step)
     return nil
   end
-  return batch, ids, tokens
+  return batch, ids, costs
 end

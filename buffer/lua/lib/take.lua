@@ -14,7 +14,7 @@ local function whole_groups(ids)
   local found, fields = {}, {}
   for _, id in ipairs(ids) do
     local group = fields_of(id, 'tokens', 'leases', 'moved', 'versions', 'state', 'min_version', 'bytes',
-      'trainable', 'seq')
+      'trainable', 'seq', 'pairs')
     if group[5] == 'ready' and finite(group[1]) and finite(group[6]) and finite(group[7])
         and finite(group[8]) and finite(group[9]) then
       found[#found + 1], fields[id] = id, group
@@ -28,15 +28,20 @@ local function whole_groups(ids)
   return found, fields
 end
 
--- ready -> leased, of whole groups. Returns the tokens of each, and {id, versions...} of those that
+-- What a group costs in passes, in tokens.
+local function cost_of(tokens, num_pairs, pair_cost)
+  return whole(finite(tokens, 0) + pair_cost * finite(num_pairs, 0))
+end
+
+-- ready -> leased, of whole groups. Returns the cost of each, and {id, versions...} of those that
 -- were renumbered.
-local function take(ids, fields, lease_token, deadline, step)
-  local tokens, moved, deadlines = {}, {}, {}
+local function take(ids, fields, lease_token, deadline, step, pair_cost)
+  local costs, moved, deadlines = {}, {}, {}
   leave_ready(ids)
   for i, id in ipairs(ids) do
     local group = fields[id]
     redis.call('HSET', group_key(id), 'state', 'leased', 'owner', lease_token, 'leases', finite(group[2], 0) + 1)
-    tokens[i] = whole(finite(group[1]))
+    costs[i] = cost_of(group[1], group[10], pair_cost)
     if group[3] then
       moved[#moved + 1] = id
       moved[#moved + 1] = group[4] or ''
@@ -45,7 +50,7 @@ local function take(ids, fields, lease_token, deadline, step)
   end
   call_many('ZADD', LEASED, deadlines)
   audit(ids, 'leased', 's', step, 'o', lease_token)
-  return tokens, moved
+  return costs, moved
 end
 
 -- The trainer masks tokens older than this version; '' if it masks none.

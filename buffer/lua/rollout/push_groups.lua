@@ -1,6 +1,6 @@
 -- Commits groups whose payloads the client has just SET with an expiry.
--- ARGV: bound of evictions; then for each group: id, min_version, max_version, versions, tokens, trainable
---       tokens, bytes, task, index, attempt, further chunks, ms that the push was blocked.
+-- ARGV: bound of evictions; then for each group: id, min_version, max_version, versions, tokens, pairs of
+--       tokens, trainable tokens, bytes, task, index, attempt, further chunks, ms that the push was blocked.
 -- Reply: for each group {'stored'} | {'duplicate'} | {'stale'} | {'abandoned_lineage'}
 --      | {'missing'} (the payload is gone: send it again) | {'again'} (more to evict)
 --      | {'full' or 'too_large', groups, bytes, capacity in groups, in bytes, on_full}
@@ -55,8 +55,8 @@ local function make_room(num_bytes)
   return num_evicted == bound and is_full(num_bytes)
 end
 
-local function commit(id, min_text, max_text, before, tokens, trainable, bytes, task, index, attempt,
-                      num_chunks, blocked_ms)
+local function commit(id, min_text, max_text, before, tokens, num_pairs, trainable, bytes, task, index,
+                      attempt, num_chunks, blocked_ms)
   local min_version, max_version, versions = tonumber(min_text), tonumber(max_text), before
   local num_bytes, name, payload = tonumber(bytes), group_key(id), payload_keys(id, num_chunks)
 
@@ -129,7 +129,8 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
   sequence = sequence + 1
   local seq = sequence % SEQ_RANGE
   local group = {'state', 'ready', 'seq', seq, 'min_version', whole(min_version), 'tokens', tokens,
-    'trainable', trainable, 'bytes', bytes, 'task', task, 'index', index, 'pushed_at', pushed_at}
+    'pairs', num_pairs, 'trainable', trainable, 'bytes', bytes, 'task', task, 'index', index,
+    'pushed_at', pushed_at}
   local function add(field, value)
     group[#group + 1] = field
     group[#group + 1] = value
@@ -156,7 +157,7 @@ local function commit(id, min_text, max_text, before, tokens, trainable, bytes, 
   return {'stored'}
 end
 
-for i = 2, #ARGV, 12 do replies[#replies + 1] = commit(unpack(ARGV, i, i + 11)) end
+for i = 2, #ARGV, 13 do replies[#replies + 1] = commit(unpack(ARGV, i, i + 12)) end
 enter()
 if #arrived > 0 then leave_running(arrived) end
 if num_stored > 0 then

@@ -1,5 +1,5 @@
 -- At the home shard: records a batch taken from several shards, and releases the lock.
--- ARGV: step, version, groups, shares, lease token, ids, tokens, mask below, token of the lock.
+-- ARGV: step, version, groups, shares, lease token, ids, costs, mask below, token of the lock.
 -- Reply: 1 if this is the step's batch now, 0 if the lock was lost.
 -- @include lib/batch_record
 local batch = read_batch(ARGV[1])

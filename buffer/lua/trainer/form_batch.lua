@@ -1,7 +1,8 @@
 -- Returns the global batch of a step: the first rank forms it, the others get the same one.
 -- ARGV: step, version, number of groups, number of shares, lease in ms, lease token, lineage ('' for
---       any), bound of work, number of groups that suffice.
--- Reply: {'leased', lease token, deadline ms, {ids}, {tokens}, {ids still held}, mask below, {id, versions...}}
+--       any), bound of work, number of groups that suffice,
+--       cost of a pair of tokens (in that of a token).
+-- Reply: {'leased', lease token, deadline ms, {ids}, {costs}, {ids still held}, mask below, {id, versions...}}
 --      | {'wait', last wake id, ready, ms until the next lease expires or -1, running group, its version}
 --      | {'again'} (the bound of clean-up was reached) | {'done'} (the step is trained) | {'not_owner'}
 --      | {'conflict', version, groups, shares} (the step was leased with other arguments)
@@ -12,7 +13,7 @@
 -- @include lib/tidy
 local step, version, num_groups, num_shares = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4]
 local lease_ms, lease_token, bound = tonumber(ARGV[5]), ARGV[6], bound_of(ARGV[8])
-local enough = tonumber(ARGV[9])
+local enough, pair_cost = tonumber(ARGV[9]), tonumber(ARGV[10])
 
 if num_groups > MAX_BATCH then return redis.error_reply('ERR a batch has 65536 groups at most') end
 if ARGV[7] ~= '' and ARGV[7] ~= lineage then return {'not_owner'} end
@@ -27,7 +28,7 @@ if expire_leases(bound) == bound then return {'again'} end
 
 -- The batch as it was formed. Each rank splits all of it with a pure function, so that all ranks split
 -- it identically even if some groups were dropped before the last rank called.
-local batch, ids, tokens = read_batch(step)
+local batch, ids, costs = read_batch(step)
 if batch then
   local held, num_consumed, moved = held_by(batch[1], ids)
   if num_consumed > 0 or batch[8] then return {'done'} end
@@ -35,7 +36,7 @@ if batch then
     if batch[2] ~= ARGV[2] or batch[3] ~= ARGV[3] or batch[4] ~= num_shares then
       return {'conflict', batch[2], batch[3], batch[4]}
     end
-    return {'leased', batch[1], deadline_of(held[1]), ids, tokens, held, batch[7], moved}
+    return {'leased', batch[1], deadline_of(held[1]), ids, costs, held, batch[7], moved}
   end
   forget_batch(step) -- all its groups were dropped or returned: form a new one
 end
@@ -52,8 +53,8 @@ for i = 1, #chosen, 2 do candidates[#candidates + 1] = chosen[i] end
 ids, fields = whole_groups(candidates)
 if #ids < #candidates or #ids < enough then return {'again'} end -- damaged groups have been removed
 local deadline, moved = whole(now_ms() + lease_ms), nil
-tokens, moved = take(ids, fields, lease_token, deadline, step)
+costs, moved = take(ids, fields, lease_token, deadline, step, pair_cost)
 write_batch(step, lease_token, ARGV[2], ARGV[3], num_shares, table.concat(ids, ' '),
-  table.concat(tokens, ' '), mask_below(version))
+  table.concat(costs, ' '), mask_below(version))
 if #ids < num_groups then wake('batch') end -- the other ranks may still wait for a full one
-return {'leased', lease_token, deadline, ids, tokens, ids, mask_below(version), moved}
+return {'leased', lease_token, deadline, ids, costs, ids, mask_below(version), moved}

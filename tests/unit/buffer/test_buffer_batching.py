@@ -34,7 +34,7 @@ class Echo:
     async def exchange(
         self, parts: Sequence[Any], num_replies: int, name: str, arguments: Sequence[Any]
     ) -> list[Any]:
-        ids, sent = list(arguments[1::12]), b"".join(parts)
+        ids, sent = list(arguments[1::13]), b"".join(parts)
         self.batches.append(ids)
         await self.may_answer.wait()
         if self.error is not None:

@@ -95,7 +95,7 @@ async def test_group_is_kept_in_a_small_hash(checked_buffer: Any, make_group: An
 async def _commit(buffer: ReplayBuffer, values: dict[str, bytes], num_chunks: int) -> Any:
     for key, value in values.items():
         await buffer._redis.set(key, value, px=60_000)
-    arguments = ("g", 0, 0, "0:4", 10, 4, 100, "sums", 0, 0, num_chunks, 0)
+    arguments = ("g", 0, 0, "0:4", 10, 50, 4, 100, "sums", 0, 0, num_chunks, 0)
     (answer,) = await buffer._scripts.run("rollout/push_groups", BOUND, *arguments)
     return answer
 
@@ -114,7 +114,9 @@ async def test_payload_in_chunks_lives_and_dies_as_one(buffer_factory: Any) -> N
 async def _lease_of_garbage(buffer: ReplayBuffer) -> Lease:
     """Holds group g, whose payload nothing could decode."""
     arguments = (1, 0, 1, 1, 60_000, "token", "")
-    assert (await buffer._scripts.run("trainer/form_batch", *arguments, BOUND, 1))[0] == b"leased"
+    assert (await buffer._scripts.run("trainer/form_batch", *arguments, BOUND, 1, "0"))[
+        0
+    ] == b"leased"
     return Lease(
         step=1,
         version=0,

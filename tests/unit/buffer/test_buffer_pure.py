@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.admission import admission_limit, engine_lag
-from buffer.lease import split_by_tokens
+from buffer.lease import split_by_cost
 from buffer.redis.keys import Keys, check_group_id
 from buffer.replay_buffer import quota
 from buffer.sharded import id_in_shard, ids_by_shard, shard_of
@@ -128,7 +128,7 @@ def test_engines_too_far_behind_for_a_request_count_only_if_there_is_no_other() 
 
 def test_largest_groups_go_to_the_lightest_shares() -> None:
     # 9 | 8, then 7 to the second, 5 to the first, 4 to the first (14 < 15), 1 to the second.
-    assert split_by_tokens([4, 9, 8, 7, 5, 1], 2) == ((0, 1, 4), (2, 3, 5))
+    assert split_by_cost([4, 9, 8, 7, 5, 1], 2) == ((0, 1, 4), (2, 3, 5))
 
 
 @given(st.lists(st.integers(0, 10_000), min_size=1, max_size=40), st.data())
@@ -136,17 +136,17 @@ def test_shares_are_a_partition_without_empty_ones_and_within_grahams_bound(
     tokens: list[int], data: st.DataObject
 ) -> None:
     num_shares = data.draw(st.integers(1, len(tokens)))
-    shares = split_by_tokens(tokens, num_shares)
+    shares = split_by_cost(tokens, num_shares)
     assert sorted(i for share in shares for i in share) == list(range(len(tokens)))
     assert len(shares) == num_shares and all(shares)
     heaviest = max(sum(tokens[i] for i in share) for share in shares)
     assert heaviest <= sum(tokens) / num_shares + max(tokens)
-    assert shares == split_by_tokens(list(tokens), num_shares)
+    assert shares == split_by_cost(list(tokens), num_shares)
 
 
 def test_shares_may_not_outnumber_groups() -> None:
     with pytest.raises(ValueError, match="num_shares=3 with 2 groups"):
-        split_by_tokens([1, 2], 3)
+        split_by_cost([1, 2], 3)
 
 
 def test_keys_of_a_run_share_one_hash_tag() -> None:

@@ -50,6 +50,24 @@ async def test_open_refuses_a_number_of_shards_other_than_the_runs(
         await buffer_factory(shards=3)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_shares_are_balanced_by_what_attention_costs(
+    buffer_factory: Any, make_group: Any, shards: int
+) -> None:
+    buffer = await buffer_factory(shards=shards)
+    # All have 60 tokens.
+    await buffer.push(make_group("long", num_tokens=60, size=1))
+    for name in "ab":
+        await buffer.push(make_group(name, num_tokens=10, size=6))
+    arguments: dict[str, Any] = {"step": 1, "version": 0, "num_groups": 3, "num_shares": 2}
+    leases = [
+        await buffer.lease(share=share, timeout_s=5, pair_cost=1.0, **arguments)
+        for share in range(2)
+    ]
+    shares = [{group.group_id for group in lease.groups} for lease in leases]
+    assert {"long"} in shares and {"a", "b"} in shares
+
+
 async def test_ranks_share_one_batch_and_a_restarted_one_gets_its_share_again(
     buffer_factory: Any, make_group: Any
 ) -> None:
@@ -80,7 +98,9 @@ async def shards(buffer_factory: Any) -> tuple[Shard, ...]:
     return buffer.shards
 
 
-REQUEST = LeaseRequest(step=1, version=0, num_groups=3, num_shares=1, lineage="", enough=3)
+REQUEST = LeaseRequest(
+    step=1, version=0, num_groups=3, num_shares=1, lineage="", enough=3, pair_cost=0.0
+)
 BATCH = Formed("t1", 0, ("a", "b", "far"), (16, 16, 5), frozenset(), None, {})
 
 
@@ -99,14 +119,14 @@ async def test_batch_is_taken_under_the_lock_of_its_step(
     assert [c.group_id for c in peek.candidates] == ["a", "b"] and peek.ready == 3
     for _ in range(2):
         taken = await home.take(REQUEST, "t1", 60_000, ["a", "b", "unknown"])
-        assert taken.ids == ("a", "b") and taken.tokens == (16, 16)
+        assert taken.ids == ("a", "b") and taken.costs == (16, 16)
     assert await home._redis.hget(home.keys.group("a"), "leases") == b"1"
     assert not await home.record(REQUEST, BATCH._replace(lease_token="t2"))
     for _ in range(2):
         assert await home.record(REQUEST, BATCH)
     found = await home.lock_step(REQUEST, "t2", 60_000)
     assert isinstance(found, Record) and found.ids == ("a", "b", "far")
-    assert found.tokens == (16, 16, 5) and not found.is_done
+    assert found.costs == (16, 16, 5) and not found.is_done
     held = await home.held("t1", ["a", "b", "c"])
     assert held.ids == {"a", "b"} and held.num_consumed == 0 and held.deadline_ms > 0
     await home.mark_done(BATCH.lease(REQUEST, ()))
@@ -161,7 +181,7 @@ async def test_rank_that_dies_while_forming_a_batch_leaves_groups_that_return(
     for i in range(6):
         await buffer.push(make_group(f"g{i}@{i % 3}"))
     shards = buffer.shards
-    request = LeaseRequest(0, 0, 6, 1, "", 6)
+    request = LeaseRequest(0, 0, 6, 1, "", 6, 0.0)
     assert await shards[0].lock_step(request, "dead", 200) is None
     if has_taken:
         for k in (1, 2):

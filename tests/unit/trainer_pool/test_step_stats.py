@@ -76,9 +76,12 @@ def test_length_of_an_answer_is_what_the_policy_wrote(ranks: Collectives) -> Non
     assert stats.truncated_fraction == 0.5
 
 
-def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Collectives) -> None:
+@pytest.mark.parametrize("lacks", ["is_current", "is_at_start"])
+def test_differences_are_nan_without_a_token_of_the_trained_version(
+    ranks: Collectives, lacks: str
+) -> None:
     tally = StepAccumulator(torch.device("cpu"), 1)
-    add_tokens(tally, is_current=False)
+    add_tokens(tally, **{lacks: False})
     stats = stats_of(ranks, tally, norms=[0.5])
     assert math.isnan(stats.logprob_diff_mean) and math.isnan(stats.logprob_diff_max)
     assert stats.logprob_diff_tokens == 0
@@ -89,7 +92,7 @@ def test_differences_are_nan_without_a_token_of_the_trained_version(ranks: Colle
 
 def test_means_of_tokens_are_reported_in_all_and_by_staleness(ranks: Collectives) -> None:
     tally = StepAccumulator(torch.device("cpu"), 1)
-    add_tokens(tally, is_current=True)
+    add_tokens(tally)
     record = stats_of(ranks, tally, norms=[0.5]).record()
     assert record["entropy"] == 1.75
     assert record["entropy/staleness_0"] == 1.0
@@ -106,7 +109,9 @@ def test_means_of_tokens_are_reported_in_all_and_by_staleness(ranks: Collectives
     assert record["logprob_diff_mean"] == 0.75
 
 
-def add_tokens(tally: StepAccumulator, *, is_current: bool) -> None:
+def add_tokens(
+    tally: StepAccumulator, *, is_current: bool = True, is_at_start: bool = True
+) -> None:
     """Four tokens of staleness 0, 2, 3, 2, and a masked one full of nonsense."""
     inputs = LossInputs(
         trainer_logprobs_N=torch.tensor([-math.inf, -2.0, -2.0, -2.0, math.nan]),
@@ -140,7 +145,7 @@ def add_tokens(tally: StepAccumulator, *, is_current: bool) -> None:
         for length in (4, 5)
     ]
     (batch,) = pack(rows, max_tokens=9)
-    tally.add(batch, inputs, result, start_N)
+    tally.add(batch, inputs, result, start_N, is_at_start=is_at_start)
 
 
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
@@ -178,6 +183,7 @@ def test_logprobs_of_the_engine_that_are_not_finite_are_counted_by_version(
         groups=[group],
         group_ids=["g"],
         version=4,
+        num_minibatches=1,
         updates=[Update(0.5)],
         learning_rate=0.1,
         speed=SPEED,
