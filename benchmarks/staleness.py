@@ -1,6 +1,6 @@
 """What staleness does to learning: accuracy by algorithm and max_staleness, on the quickstart.
 
-python benchmarks/staleness.py            # 60 cells: an hour and a half on two cores
+python benchmarks/staleness.py            # 60 cells: an hour on two cores
 python benchmarks/staleness.py --short    # two cells of a few steps; the figures mean little
 
 Each cell trains the quickstart's model on its task with its settings, by the real step: ZeRO-3 of
@@ -66,13 +66,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 STALENESS = (0, 1, 4, 16)
 SEEDS = (0, 1, 2)
-NUM_STEPS = 300
+NUM_STEPS = 200
 NUM_JUDGED = 10
 """The accuracy is the mean of so many last versions: a single one differs by points from the next.
 """
 SETTINGS = ["trainer.num_minibatches=2", "trainer.learning_rate=1.0e-4"]
 """Two updates per step, without which two of the algorithms are the same; a third of the
-quickstart's learning rate, for five times its steps."""
+quickstart's learning rate, for three times its steps."""
 
 
 # One cell -----------------------------------------------------------------------------------------
