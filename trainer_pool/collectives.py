@@ -50,10 +50,5 @@ class Collectives:
             for row, length in zip(every, lengths, strict=True)
         ]
 
-    def all_equal(self, value: int) -> bool:
-        """Whether all ranks passed the same integer (below 2**53)."""
-        every = self.gather(torch.tensor([value], dtype=torch.float64))
-        return bool((every == every[0]).all())
-
     def barrier(self) -> None:
         dist.barrier()

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from socket import socket
 from uuid import uuid4
@@ -342,7 +341,7 @@ class TrainerRank:
                     )
                 )
             )
-            if not self._ranks.all_equal(_fingerprint(lease.lease_token)):
+            if len(set(self._ranks.gather_texts(lease.lease_token))) > 1:
                 continue
             kept_ids = self._still_trainable(lease)
             if kept_ids:
@@ -523,11 +522,6 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
         case LrSchedule.cosine:
             left = (1 + math.cos(math.pi * done)) / 2
     return peak * (left + (1 - left) * config.lr_min_ratio)
-
-
-def _fingerprint(text: str) -> int:
-    """48 bits of a hash, exact in the float64 that the ranks exchange."""
-    return int.from_bytes(sha256(text.encode()).digest()[:6], "big")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -63,6 +63,7 @@ FAMILIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "algorithm.advantage.kind": _functions(advantages, ADVANTAGES),
     "algorithm.aggregation": _functions(aggregation, AGGREGATIONS),
     "algorithm.streams.*.loss": _functions(losses, STREAM_LOSSES),
+    "algorithm.streams.*.aggregation": _functions(aggregation, AGGREGATIONS),
 }
 """Our functions by the setting that names them. Each takes (inputs, config)."""
 KL: Mapping[str, KLFunction] = _functions(kl, KL_ESTIMATORS)
@@ -142,7 +143,7 @@ class Algorithm:
             streams={
                 name: Stream(
                     loss=find("algorithm.streams.*.loss", stream.loss),
-                    aggregation=find("algorithm.aggregation", stream.aggregation),
+                    aggregation=find("algorithm.streams.*.aggregation", stream.aggregation),
                     config=stream,
                 )
                 for name, stream in config.streams.items()

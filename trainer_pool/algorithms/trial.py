@@ -30,7 +30,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     ]
     for stream in config.streams.values():
         trials.append(("algorithm.streams.*.loss", stream.loss, _try_loss))
-        trials.append(("algorithm.aggregation", stream.aggregation, _try_aggregation))
+        trials.append(("algorithm.streams.*.aggregation", stream.aggregation, _try_aggregation))
     for setting, name, trial in trials:
         if name is None or not _is_own(setting, name):
             continue

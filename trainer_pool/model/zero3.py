@@ -311,12 +311,9 @@ class Zero3Engine:
 
     def shards(self) -> Iterator[Shard]:
         """This rank's piece of each parameter, as views of the live weights. Not a collective."""
-        rank = dist.get_rank()
         for name, parameter in self._engine.module.named_parameters():
-            share = parameter.ds_tensor.numel()
-            # The last ranks' slices are partly or entirely padding.
-            num_own = max(0, min(share, parameter.ds_numel - rank * share))
-            yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[:num_own])
+            start, stop = self._own_range(parameter)
+            yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[: stop - start])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every full parameter by its Hugging Face name, in the same order on all ranks.
@@ -393,7 +390,7 @@ class Zero3Engine:
                 state["step"].fill_(num_updates)
 
     def _own_range(self, parameter: Any) -> tuple[int, int]:
-        """This rank's elements of the flattened parameter; the last ranks' are partly padding."""
+        """This rank's elements of the flattened parameter, without the last ranks' padding."""
         share = parameter.ds_tensor.numel()
         start = min(dist.get_rank() * share, parameter.ds_numel)
         return start, min(start + share, parameter.ds_numel)
