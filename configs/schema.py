@@ -136,14 +136,14 @@ class TrainerConfig(Section):
     adam_epsilon: float = field(default=1e-8, metadata=POSITIVE)
     max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
     max_grad_spike: float | None = field(default=100.0, metadata=within(above=1))
-    """Leave out an update whose gradient norm is more than so many times the median of the last 20;
+    """Skip an update whose gradient norm is more than so many times the median of the last 20;
     None: make it."""
     min_ess: float = field(default=0.0, metadata=SHARE)
-    """Leave out an update whose effective sample size is less than this share of its tokens: when a
-    few of them carry it, as the others are of policies too far away."""
+    """Skip an update whose effective sample size is less than this share of its tokens: a few of
+    them carry it, since policies too far away sampled the others."""
     max_skipped_updates: int | None = field(default=10, metadata=at_least(1))
-    """End the run when so many updates in a row were left out for these reasons, or as a gradient
-    was not finite; None: never."""
+    """End the run when so many updates in a row were skipped for these reasons, or because a
+    gradient was not finite; None: never."""
     peak_tflops: float | None = field(default=None, metadata=POSITIVE)
     """What a rank's GPU can compute at most in bfloat16, in TFLOP/s, for `mfu`; None: known for
     NVIDIA's A100, H100, H200, B200 and L40S."""

@@ -17,7 +17,7 @@ from trainer_pool.algorithms.registry import Objective
 from trainer_pool.algorithms.types import LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch
-from trainer_pool.guard import EffectiveSampleSize, LeftOut, Update
+from trainer_pool.guard import EffectiveSampleSize, SkipReason, Update
 from trainer_pool.speed import StepSpeed
 
 
@@ -34,7 +34,8 @@ class StepStats:
     num_empty_updates: int
     """Updates skipped because the gradient was zero: weights and optimizer did not change."""
     num_spikes: int
-    """Updates left out because of trainer.max_grad_spike; `num_low_ess`: of trainer.min_ess."""
+    """Updates skipped because of trainer.max_grad_spike; `num_low_ess`: because of
+    trainer.min_ess."""
     num_low_ess: int
     loss: float
     """Mean over updates; so is `grad_norm` (before clipping, over finite norms)."""
@@ -217,7 +218,7 @@ class StepAccumulator:
         peak_tflops: float | None = None,
     ) -> StepStats:
         """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it."""
-        reasons = [update.left_out for update in updates]
+        reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]
         mine = _group_table(groups, group_ids, version)
         counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
@@ -244,8 +245,8 @@ class StepAccumulator:
             num_updates=len(norms),
             num_skipped_updates=norms.count(None),
             num_empty_updates=norms.count(0.0),
-            num_spikes=reasons.count(LeftOut.spike),
-            num_low_ess=reasons.count(LeftOut.low_ess),
+            num_spikes=reasons.count(SkipReason.spike),
+            num_low_ess=reasons.count(SkipReason.low_ess),
             loss=_share(named["loss"]["loss"][0], len(norms)),
             grad_norm=_share(sum(applied), len(applied)),
             lr=learning_rate,

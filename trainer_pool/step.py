@@ -30,7 +30,7 @@ from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
-from trainer_pool.guard import LeftOut, Update, UpdateGuard
+from trainer_pool.guard import SkipReason, Update, UpdateGuard
 from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
 from trainer_pool.model.zero3 import Zero3Engine
 from trainer_pool.speed import StepSpeed, peak_tflops
@@ -59,7 +59,7 @@ def train_step(
 ) -> StepStats:
     """Update the weights on `batch`; every rank calls it with its own share of the same batch.
 
-    `before_update` is called before each change of the weights. `guard` may leave updates out.
+    `before_update` is called before each change of the weights. `guard` may skip updates.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     speed = StepSpeed(device=engine.device)
@@ -105,19 +105,19 @@ def _update(
     learning_rate: float,
 ) -> Update:
     limit = None if guard is None else guard.norm_limit
-    left_out = None
+    skipped = None
     if (
         guard is not None
         and guard.watches_ess
-        and guard.is_carried_by_few(totals.ess_of_update(ranks))
+        and guard.is_ess_too_low(totals.ess_of_update(ranks))
     ):
-        left_out, limit = LeftOut.low_ess, 0.0
+        skipped, limit = SkipReason.low_ess, 0.0
     norm = engine.step(learning_rate, norm_limit=limit)
     if norm is None:
-        left_out = LeftOut.not_finite
-    elif left_out is None and limit is not None and norm > limit:
-        left_out = LeftOut.spike
-    update = Update(norm, left_out)
+        skipped = SkipReason.not_finite
+    elif skipped is None and limit is not None and norm > limit:
+        skipped = SkipReason.spike
+    update = Update(norm, skipped)
     if guard is not None:
         guard.note(update)
     return update

@@ -144,7 +144,7 @@ class Zero3Engine:
         self._create_moments()
         self._reference: dict[str, Tensor] = {}
         self._norm_limit = math.inf
-        adam.register_step_pre_hook(self._leave_out_update)
+        adam.register_step_pre_hook(self._skip_update)
         self._engine.eval()
         attention.check_model(model_path, self.logits, self.device)
         self._engine.train()
@@ -274,7 +274,7 @@ class Zero3Engine:
             return None
         return float(self._engine.get_global_grad_norm())
 
-    def _leave_out_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
+    def _skip_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
         # With a zero gradient Adam would still change the weights, by momentum and weight decay.
         # deepspeed names the parameters of each update anew. (Their gradients must stay: offloaded
         # ones are buffers that the next update fills.) The norm is global, so all ranks agree.

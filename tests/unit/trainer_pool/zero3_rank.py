@@ -701,7 +701,7 @@ class Scenario:
         self.write()
 
     def step_over_the_limit(self) -> None:
-        """An update is left out because of its norm; the next one is made."""
+        """An update is skipped because of its norm; the next one is made."""
         before, moments = self.weights(), self.moments()
         (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
         changed = []
