@@ -22,7 +22,7 @@ class Collectives:
     num_ranks: int
     device: torch.device
     store: TCPStore | None = field(default=None, repr=False)
-    """Of the ranks' rendezvous; a thread takes a clone."""
+    """The store of the ranks' rendezvous; a thread takes a clone."""
 
     def broadcast_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Rank 0's flags; on other ranks only the length of `flags` matters."""

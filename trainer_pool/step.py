@@ -31,7 +31,7 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.guard import SkipReason, Update, UpdateGuard
-from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
+from trainer_pool.metrics import StepAccumulator, StepStats
 from trainer_pool.model.zero3 import Zero3Engine
 from trainer_pool.speed import StepSpeed, peak_tflops
 
@@ -41,9 +41,9 @@ class Minibatch:
     """One rank's part of one update."""
 
     micro_batches: list[MicroBatch]
-    """The same number on every rank."""
+    """Every rank has the same number."""
     denominators: Mapping[str, float]
-    """Of the loss of each stream, over all ranks."""
+    """The denominator of each stream's loss, over all ranks."""
 
 
 def train_step(
@@ -139,7 +139,7 @@ def _accumulate(
     trainer_N, entropy_N, _ = engine.score(batch)
     if batch.num_tokens == 0:  # backward all the same: other ranks wait for this pass
         engine.backward(trainer_N.masked_fill(batch.mask_N == 0, 0.0).sum())
-        totals.add_padding(batch)
+        totals.add_pass(batch)
         return
     start_N = trainer_N.detach() if scored_N is None else scored_N
     inputs = loss_inputs(batch, trainer_N, start_N, entropy_N, algorithm, statistics)
@@ -151,8 +151,7 @@ def _accumulate(
             *(trainer_N, start_N, entropy_N, algorithm, statistics),
         )
         result = result.plus(algorithm.stream_objective(name, of_stream, denominators[name]))
-    is_scored_N = torch.ones_like(inputs.mask_N)
-    loss = nan_if_not_finite(result.loss, trainer_N + start_N, is_scored_N)
+    loss = nan_if_not_finite(result.loss, trainer_N + start_N)
     totals.add_culprits(batch, engine.backward(loss))
     totals.add(batch, inputs, result, start_N)
 
@@ -165,7 +164,10 @@ def loss_inputs(
     algorithm: Algorithm,
     statistics: BatchStatistics,
 ) -> LossInputs:
-    """Of a micro-batch; `start_N`: of the policy at the start of the step."""
+    """The inputs of a micro-batch's loss.
+
+    `trainer_N`, `start_N` [N]: log-probabilities by the policy now, and at the start of the step.
+    """
     mask_N = batch.mask_N != 0
 
     def trained(values_N: Tensor) -> Tensor:
@@ -189,11 +191,11 @@ def loss_inputs(
     )
 
 
-def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
-    """`loss`, with a NaN gradient for trained tokens whose log-probability is not finite: then no
-    rank applies the update. With clamped ratios -inf would have a finite one."""
-    is_bad_N = not_finite(logprobs_N, mask_N)
-    # The other tokens get no NaN, so that the groups that brought it can be told.
+def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor) -> Tensor:
+    """`loss`, with a NaN gradient for tokens whose log-probability is not finite, so that no rank
+    applies the update: through a clamped ratio, the gradient of -inf would be finite."""
+    is_bad_N = ~logprobs_N.isfinite()
+    # The other tokens get no NaN, so that the metrics can name the groups that brought it.
     bad = torch.where(is_bad_N, logprobs_N, 0.0).sum()
     return loss + bad * torch.where(is_bad_N.any(), math.nan, 0.0)
 
@@ -201,9 +203,9 @@ def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor, mask_N: Tensor) -> Tenso
 def _scores_at_start(
     engine: Zero3Engine, minibatches: Sequence[Minibatch], algorithm: Algorithm
 ) -> list[list[Tensor | None]]:
-    """Log-probabilities before the first update, by minibatch and micro-batch.
+    """[N] log-probabilities before the first update, by minibatch and micro-batch.
 
-    None if nothing needs them, or if there is a single update: its own forward pass computes them.
+    None if nothing reads them, or if there is a single update, whose own forward pass gives them.
     """
     config = algorithm.config
     is_recomputed = config.needs_proximal and config.proximal is Proximal.recomputed
@@ -227,7 +229,7 @@ def _statistics(
     algorithm: Algorithm,
     ranks: Collectives,
 ) -> BatchStatistics:
-    """Of all tokens of the update, over all ranks, if a correction needs them."""
+    """Statistics of the update's tokens on all ranks, if a correction needs them; collective."""
     if not algorithm.needs_batch:
         return BatchStatistics()
     parts = []
@@ -245,7 +247,7 @@ def plan_minibatches(
     algorithm: Algorithm,
     ranks: Collectives,
 ) -> list[Minibatch]:
-    """Split the step into updates with nearly equal numbers of groups; collective.
+    """Split the batch into updates with nearly equal numbers of groups; collective.
 
     Updates without a trained token on any rank are omitted.
     """
@@ -293,7 +295,7 @@ def _pack(engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig) -> li
 def _reference_logprobs(
     engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig, ranks: Collectives
 ) -> list[NDArray[np.float32]]:
-    """[T] for each row, 0 where no token is trained."""
+    """[T] for each row, 0 where no token is trained; collective."""
     batches = _pack(engine, rows, config)
     count = ranks.gather(torch.tensor([len(batches)], dtype=torch.float64)).max()
     found = [np.zeros(len(row.tokens), np.float32) for row in rows]

@@ -154,7 +154,8 @@ class Zero3Engine:
 
     @property
     def cost(self) -> PassCost:
-        """What a token and a pair of tokens cost in a pass, from the shape of the model."""
+        """The cost of a token and of a pair of tokens in a pass, from the shape of the model. Not a
+        collective."""
         model = self._engine.module
         config = model.config.get_text_config()
         weights = {id(p): p.ds_numel for p in model.parameters()}
@@ -167,7 +168,8 @@ class Zero3Engine:
         )
 
     def _create_moments(self) -> None:
-        """What torch's AdamW creates in its first step, so that it can be restored before."""
+        """Create the moments that AdamW would create in its first step: a checkpoint is restored
+        before it."""
         optimizer = self._engine.optimizer
         for flat in optimizer.fp32_partitioned_groups_flat:
             optimizer.optimizer.state[flat] = {
@@ -183,7 +185,7 @@ class Zero3Engine:
         return logits
 
     def score(self, batch: MicroBatch, kept: KeptTokens | None = None) -> Scores:
-        """[N] what the policy makes of a micro-batch's trained tokens, whose sampling sets are
+        """The policy's scores of a micro-batch's N trained tokens, which were drawn from the sets
         `kept`."""
         wanted = TokensToScore(
             places_N=batch.places_N,
@@ -232,11 +234,11 @@ class Zero3Engine:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within it forward passes are those of the reference; backward ones are not allowed."""
+        """Inside this block, forward passes use the weights of the reference, without gradients."""
         assert self._reference, "hold_reference() comes first"
         own: dict[str, Tensor] = {}
-        # deepspeed may still hold whole weights of the policy, and would take them for the next
-        # pass's.
+        # deepspeed may still hold gathered weights of the policy, and would use them in the next
+        # pass.
         self._engine.optimizer.empty_partition_cache()
         try:
             for name, parameter in self._engine.module.named_parameters():
@@ -253,8 +255,8 @@ class Zero3Engine:
     def backward(self, loss: Tensor) -> Tensor:
         """Add the gradient of `loss`; `step` applies the sum over all calls and ranks.
 
-        Returns bool [L]: positions of the last scored row whose gradient is not finite, seen at the
-        input embeddings. That of a trajectory reaches its own positions only, and shared ones.
+        Returns bool [L]: the positions of the last scored row whose input embedding has a gradient
+        that is not finite. A trajectory's gradient reaches only its own positions and shared ones.
         """
         # deepspeed averages over the ranks, but the losses here are shares of one global sum.
         self._engine.backward(loss * self.num_ranks)
@@ -276,8 +278,8 @@ class Zero3Engine:
 
     def _skip_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
         # With a zero gradient Adam would still change the weights, by momentum and weight decay.
-        # deepspeed names the parameters of each update anew. (Their gradients must stay: offloaded
-        # ones are buffers that the next update fills.) The norm is global, so all ranks agree.
+        # deepspeed sets `params` again before each update. Their gradients must stay: offloaded
+        # ones are buffers that the next update fills. The norm is global, so all ranks agree.
         if not 0 < self._engine.optimizer._global_grad_norm <= self._norm_limit:
             for group in adam.param_groups:
                 group["params"] = []
@@ -340,8 +342,8 @@ class Zero3Engine:
     # The training state, for checkpoints ---------------------------------------------------------
 
     def state_layout(self) -> Layout:
-        """All that `restore_state` needs, as whole tensors: of each trained parameter the float32
-        weights, by its name, and the optimizer's state, as NAME:KEY. Not a collective."""
+        """The whole tensors that `restore_state` needs: the float32 weights of each trained
+        parameter, as NAME, and its optimizer's state, as NAME:KEY. Not a collective."""
         specs = []
         for name, parameter in self._engine.module.named_parameters():
             shape = tuple(parameter.ds_shape)
@@ -361,7 +363,8 @@ class Zero3Engine:
 
     @property
     def num_updates(self) -> int:
-        """Of the optimizer, since its state was new: Adam corrects its bias by it."""
+        """Updates of the optimizer since its state was new, by which Adam corrects its bias. Not a
+        collective."""
         states = self._engine.optimizer.optimizer.state.values()
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
@@ -404,7 +407,7 @@ class Zero3Engine:
         return sorted(key for key, value in state.items() if value.numel() == flat.numel())
 
     def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
-        """The flat float32 weights that contain this rank's piece, where it begins, its size."""
+        """The flat float32 weights that contain this rank's piece, the piece's start, its size."""
         optimizer = self._engine.optimizer
         group, begin, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         return optimizer.fp32_partitioned_groups_flat[group], begin, size

@@ -93,7 +93,7 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
         ({"loss": "MINE:CODE"}, r"has nothing named 'CODE'"),
         (
             {"loss": "MINE:three"},
-            r"algorithm\.loss='.*': must take \(inputs, config\), and takes \(inputs, config, m",
+            r"algorithm\.loss='.*': must take \(inputs, config\), but takes \(inputs, config, m",
         ),
         ({"loss": "MINE:summed"}, r"loss_N has the shape \(\); return one value for each of the 5"),
         ({"loss": "MINE:tensor"}, r"algorithm\.loss='.*': must return LossOutputs, not Tensor"),
