@@ -243,7 +243,7 @@ RIGHT = "task.rewards.right.kind=task"
         (["algorithm.kl.estimator=k1", "algorithm.kl.weight=0.1"], r"estimator='?k1'?.*mean 0"),
         (
             ["algorithm.kl={weight: 0.1, estimator: unbiased, where: reward}"],
-            r"estimator='?unbiased'?.*choose k1",
+            r"estimator='?unbiased'?.*set k1",
         ),
         (["algorithm.kl.offload=true"], r"algorithm\.kl\.offload=True.*leave this out"),
         (
