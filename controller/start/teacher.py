@@ -22,7 +22,7 @@ NAME = "teacher"
 
 
 def served_teacher(config: Config) -> tuple[str, RewardConfig] | None:
-    """Name and settings of the part of the reward whose teacher the run serves; None without one."""
+    """The part of the reward whose teacher the run serves, with its name; None without one."""
     for name, reward in config.task.rewards.items():
         if reward.kind is RewardKind.teacher and reward.path is not None:
             return name, reward
