@@ -1,11 +1,14 @@
-"""The pages for users and contributors agree with the Makefile and with each other."""
+"""The pages for users and contributors agree with the settings, the Makefile and each other."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from configs.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("configs", "buffer", "weight_sync", "trainer_pool", "rollout_pool", "controller")
@@ -45,3 +48,13 @@ def test_every_make_target_is_on_a_page() -> None:
     assert "launch" in targets
     text = "\n".join(page.read_text() for page in PAGES)
     assert [target for target in targets if not re.search(rf"make {target}(?![\w-])", text)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_of_every_launch_on_a_page_are_accepted(page: Path) -> None:
+    for command in re.findall(r"make launch [^`\n]*", page.read_text()):
+        settings = re.search(r'ARGS="(.*?)"', command)
+        experiment = re.search(r"EXPERIMENT=([\w.-]+)", command)
+        if settings and "..." not in settings[1]:
+            overrides = shlex.split(settings[1])
+            load_config(overrides, experiment[1] if experiment else "quickstart")
