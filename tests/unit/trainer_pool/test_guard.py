@@ -58,7 +58,7 @@ def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
         patient.note(Update(None, SkipReason.not_finite))
 
 
-def test_few_tokens_that_carry_an_update_are_told_with_their_staleness(
+def test_low_effective_sample_size_is_logged_with_its_staleness(
     ranks: Collectives, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Weights 1 at staleness 0, and 1/e, 1/e and e at 2 to 3: see `add_tokens`."""
