@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +40,7 @@ from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec
 
+Shape = tuple[int, ...]
 _GATHER_ELEMENTS = 50_000_000
 """Elements gathered on every rank at once during an export."""
 
@@ -219,12 +220,10 @@ class Zero3Engine:
         )
         theirs = dict(model.named_parameters())
         shapes = [{name: tuple(p.ds_shape) for name, p in of.items()} for of in (own, theirs)]
-        if shapes[0] != shapes[1]:
-            wrong = sorted(n for n in {*own, *theirs} if shapes[0].get(n) != shapes[1].get(n))
+        if wrong := _differences(*shapes):
             raise ValueError(
                 f"algorithm.kl.reference={model_path!r}: it and the policy differ in the shape of "
-                f"{', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}; choose a model of the "
-                f"same shape as model.path={self._model_path!r}"
+                f"{wrong}; choose a model of the same shape as model.path={self._model_path!r}"
             )
         for name, parameter in theirs.items():
             shard = parameter.ds_tensor.data.detach().clone()
@@ -375,11 +374,10 @@ class Zero3Engine:
         """
         expected = {spec.name: spec.shape for spec in self.state_layout().tensors}
         found = {spec.name: spec.shape for spec in reader.layout.tensors}
-        if expected != found:
-            wrong = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+        if wrong := _differences(expected, found):
             raise ValueError(
                 f"the checkpoint is of another model: it and model.path={self._model_path!r} "
-                f"differ in {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
+                f"differ in {wrong}; set model.path to the model that the run began with"
             )
         for name, parameter in self._engine.module.named_parameters():
             start, stop = self._own_range(parameter)
@@ -465,6 +463,12 @@ def _load(
             f"{setting}={model_path!r}: neither a folder with a Hugging Face model nor the name "
             f"of one that can be reached; correct {setting} ({error})"
         ) from error
+
+
+def _differences(mine: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
+    """The first names of tensors whose shapes differ, or that only one of the two has."""
+    wrong = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
+    return ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")
 
 
 def _state_name(parameter: str, key: str) -> str:
