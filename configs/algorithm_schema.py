@@ -257,10 +257,10 @@ class AlgorithmConfig(Section):
     weight_cap: float = field(default=2.0, metadata=within(above=0))
     """reinforce, teacher_kl: the largest importance weight, trainer / rollout."""
     dppo_low: float = field(default=0.2, metadata=POSITIVE)
-    """dppo_tv, dppo_kl: a token of negative advantage that has diverged further down than this keeps
+    """dppo_tv, dppo_kl: a token of negative advantage that has diverged down by more keeps
     only the gradient of log_ratio_penalty."""
     dppo_high: float = field(default=0.2, metadata=POSITIVE)
-    """dppo_tv, dppo_kl: a token of positive advantage that has diverged further up than this keeps
+    """dppo_tv, dppo_kl: a token of positive advantage that has diverged up by more keeps
     only the gradient of log_ratio_penalty."""
     log_ratio_penalty: float = field(default=1e-3, metadata=NOT_NEGATIVE)
     """dppo_tv, dppo_kl: factor of log(trainer / rollout)^2 in the loss."""

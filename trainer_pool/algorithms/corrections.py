@@ -1,8 +1,8 @@
 """Corrections for tokens sampled by another policy than the trained one; pure.
 
-Each reads p = proximal / rollout, which contains both staleness and the mismatch of engine and
-trainer, and gives every token a factor: an importance weight, or 1 and 0 to keep and reject it. The
-factors of several corrections multiply.
+They read p = proximal / rollout, which contains both staleness and the mismatch of engine and
+trainer (`opsm` reads trainer / rollout), and give every token a factor: an importance weight, or 1
+and 0 to keep and reject it. The factors of several corrections multiply.
 """
 
 from __future__ import annotations
