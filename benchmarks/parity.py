@@ -1,14 +1,13 @@
-"""Our losses, corrections, advantages, aggregations and KL estimators against other systems'.
-
-Of TRL, verl and OpenRLHF, at equal settings.
+"""Compares losses, corrections, advantages, aggregations and KL estimators with those of TRL, verl
+and OpenRLHF, at equal settings.
 
 make bench-parity       # installs the three, without what they depend on, into build/parity
 python benchmarks/parity.py --rivals build/parity
 
-On random batches with masks in the middle of answers, tokens of older policies and large ratios, in
-float64. Each comparison is of the loss and of its gradient by log-probability, or of the numbers
-themselves; the figure is the largest difference. Settings differ from system to system (ddof,
-epsilon, clamps): they are made equal here, not in our functions. DEVIATIONS says what cannot be.
+The batches are random, in float64, with masks in the middle of answers, tokens of older policies
+and large ratios. Compared are a loss and its gradient by log-probability, or advantages; the figure
+is the largest difference. Settings that differ from system to system (ddof, epsilon, clamps) are
+made equal here, not in our functions; docs/algorithms.md lists what cannot be.
 """
 
 from __future__ import annotations
@@ -48,33 +47,13 @@ BATCHES, ROWS, LENGTH = 20, 6, 11
 LONG = 40
 """`aggregation_length`, and its namesakes."""
 
-DEVIATIONS = {
-    "verl dppo_tv, dppo_kl: the value of the loss": "they write sg(w) log(trainer), we w: the "
-    "gradient is the same (compared). w is bounded by 20 there, by e^20 here. Either is right.",
-    "verl grpo: a group of one": "its advantage is its reward there, 0 here. Ours: a "
-    "single sample has no baseline.",
-    "verl normalized sequence weights": "divided by the mean over trajectories there, over tokens "
-    "here. Ours keeps the mean weight of a token, which token_mean averages, at 1.",
-    "verl seq_mean_k1, seq_sum_k1": "their bounds are of rollout / trainer, ours of trainer / "
-    "rollout as in OpenRLHF, so that bounds which are not symmetric differ. Equal with 1 / bounds.",
-    "verl, OpenRLHF k3": "clamped to 10 there, and d to 20 or 10; here d to 20 as all log ratios. "
-    "Equal below.",
-    "verl gspo": "log s is clamped at 10 there, at 20 here. Equal below.",
-    "TRL cispo": "only the upper bound is clipped there; here both, as in the paper. Equal with "
-    "clip_low=1.",
-    "OpenRLHF gspo with a correction": "its ratio is then the one to the rollout policy, and "
-    "no longer to the start of the step; here that is proximal=rollout. Either is right.",
-    "TRL opsm": "by each token's advantage there, by the trajectory's mean here. Equal for one "
-    "advantage per answer.",
-}
 
-
-# A batch, and what ours makes of it ---------------------------------------------------------------
+# A batch, and our functions of it -----------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Batch:
-    """[B, T] each; the tokens of a mask of 0 have nonsense."""
+    """[B, T] each; values of tokens whose mask is 0 mean nothing."""
 
     trainer: Tensor
     proximal: Tensor
@@ -82,7 +61,7 @@ class Batch:
     reference: Tensor
     mask: Tensor
     advantages: Tensor
-    """Of each answer, for all of its tokens."""
+    """The same for all tokens of an answer."""
     rewards: Tensor
     """[B]"""
     groups: np.ndarray
@@ -138,7 +117,7 @@ def inputs_of(batch: Batch, weights: Tensor, algorithm: Algorithm) -> LossInputs
 
 
 def loss_of(batch: Batch, corrections: Sequence[str] = (), **settings: Any) -> Tensor:
-    """Ours; `settings` of the correction begin with its section's name."""
+    """Our loss; `settings` of the correction are prefixed with `correction_`."""
     own = {k.removeprefix("correction_"): v for k, v in settings.items() if k[:11] == "correction_"}
     rest = {k: v for k, v in settings.items() if k[:11] != "correction_"}
     config = AlgorithmConfig(
@@ -163,7 +142,7 @@ def loss_of(batch: Batch, corrections: Sequence[str] = (), **settings: Any) -> T
 
 
 def advantages_of(batch: Batch, kind: str, **settings: Any) -> Tensor:
-    """Ours, [B]."""
+    """[B] our advantages."""
     config = AlgorithmConfig(advantage=AdvantageConfig(kind=kind, **settings))
     inputs = AdvantageInputs(
         rewards_E=batch.rewards.numpy(),
@@ -184,7 +163,7 @@ def kl_of(batch: Batch, name: str) -> Tensor:
 
 
 def with_gradient(loss: Tensor, batch: Batch) -> Tensor:
-    """The loss and its gradient, in a line."""
+    """[1 + B T] the loss and its gradient."""
     (gradient,) = torch.autograd.grad(loss, batch.trainer)
     return torch.cat([loss.detach().view(1), gradient.flatten()])
 
@@ -197,7 +176,7 @@ Pair = Callable[[Batch], tuple[Tensor, Tensor]]
 
 
 def difference(pair: Pair) -> float:
-    """The largest over all batches; relative to the size of theirs where that is above 1."""
+    """The largest over all batches, relative to the largest of their values if that is above 1."""
     worst = 0.0
     for seed in range(BATCHES):
         ours, theirs = (values.detach() for values in pair(random_batch(seed)))
@@ -226,8 +205,7 @@ def verl_pairs() -> dict[str, Pair]:
 
     def config(low: float, high: float, **more: Any) -> Any:
         extra = {"strategy": "fsdp", "rollout_n": 1, "use_dynamic_bsz": True}
-        found = actor(clip_ratio=low, clip_ratio_low=low, clip_ratio_high=high, **extra, **more)
-        return found
+        return actor(clip_ratio=low, clip_ratio_low=low, clip_ratio_high=high, **extra, **more)
 
     def loss(name: str, batch: Batch, mode: str, settings: Any, weights: Any = None) -> Tensor:
         function = core.get_policy_loss_fn(name)
@@ -411,7 +389,7 @@ def openrlhf_pairs(folder: Path) -> dict[str, Pair]:
 
     def kl(name: str) -> Pair:
         def pair(batch: Batch) -> tuple[Tensor, Tensor]:
-            # In float32.
+            # Theirs is in float32.
             found = utils.compute_approx_kl(batch.trainer, batch.reference, kl_estimator=name)
             found = (found.double() * batch.mask).sum()
             return with_gradient(kl_of(batch, name).sum(), batch), with_gradient(found, batch)
@@ -461,7 +439,7 @@ def trl_pairs() -> dict[str, Pair]:
     trainer = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
 
     def theirs(batch: Batch, loss_type: str, **settings: Any) -> Tensor:
-        """`GRPOTrainer._compute_loss`, of one process and micro-batch, given log-probabilities."""
+        """`GRPOTrainer._compute_loss` of one process, given the log-probabilities."""
         beta = settings.pop("beta", 0.0)
         opsm = settings.pop("opsm", None)
         level = settings.pop("level", "token")
@@ -537,7 +515,7 @@ def trl_pairs() -> dict[str, Pair]:
 
     def held(estimator: str, unbiased: bool) -> Pair:
         def pair(batch: Batch) -> tuple[Tensor, Tensor]:
-            # Its ratio is the one to the policy at the start of the step.
+            # Its ratio is to the policy at the start of the step, ours to the rollout policy.
             batch = replace(batch, rollout=batch.proximal)
             found = theirs(batch, "dapo", beta=0.1, use_bias_correction_kl=unbiased)
             ours = loss_of(batch, **WIDE)
@@ -570,7 +548,7 @@ def trl_pairs() -> dict[str, Pair]:
 
 
 class _Anything:
-    """Metrics that nobody reads."""
+    """Accepts the metrics that TRL records, which are not read."""
 
     def __getitem__(self, key: str) -> Any:
         return self
@@ -587,7 +565,7 @@ def main() -> int:
         parser.error(
             f"--rivals={rivals}: they are not installed there; `make bench-parity` does it"
         )
-    sys.path.append(str(rivals.resolve()))  # last: what is ours comes first
+    sys.path.append(str(rivals.resolve()))  # last: what is installed here comes first
     report = Report("Parity")
     worst, count = 0.0, 0
     table = Table(title="Largest difference")
@@ -606,8 +584,6 @@ def main() -> int:
             )
             worst, count = max(worst, found), count + 1
     report.show(table)
-    for what, why in DEVIATIONS.items():
-        report.say(f"{what}: {why}")
     report.target("max_difference", worst, "<=", BOUND, "of a loss, a gradient or an advantage")
     report.figure("functions", count, "compared")
     report.close()

@@ -1,7 +1,8 @@
-"""The settings of the algorithm: loss, advantage, corrections, aggregation; what fits together.
+"""The settings of the algorithm: loss, advantage, corrections, aggregation, and their legal
+combinations.
 
 A function is chosen by its name, or is a user's own as `file.py:function`. `AlgorithmConfig.rules`
-and `off_policy_rules` refuse the combinations that would train something else than they say.
+and `off_policy_rules` refuse combinations that would not train what they say.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOSSES = {
     "dppo_kl": "rollout",
     "supervised": None,
 }
-"""Each loss, and the policy that its ratio compares the trained one with: its anchor."""
+"""Each loss, and its anchor: the policy that its ratio compares the trained one with."""
 ADVANTAGES = (
     "grpo",
     "dr_grpo",
@@ -63,12 +64,12 @@ AGGREGATIONS = (
 KL_ESTIMATORS = ("k1", "k2", "k3", "absolute", "unbiased")
 STREAM_LOSSES = ("supervised", "teacher_kl")
 POLICY = "policy"
-"""The stream that `loss`, `correction` and `advantage` are about."""
+"""Name of the stream whose settings are `loss`, `correction` and `advantage`."""
 TEACHER_COLUMN, REFERENCE_COLUMN = "teacher_logprobs", "reference_logprobs"
 
 
 def named(names: Iterable[str]) -> Mapping[str, Bound]:
-    """Metadata of a function: one of ours, or a user's."""
+    """Metadata of a setting that names one of our functions or a user's."""
     return matching(rf"{'|'.join(names)}|{CODE_PATTERN}", f"{', '.join(names)} or file.py:name")
 
 
@@ -79,6 +80,7 @@ class AdvantageConfig(Section):
     SECTION: ClassVar[str] = "algorithm.advantage"
 
     kind: str = field(default="grpo", metadata=named(ADVANTAGES))
+    """The function: docs/algorithms.md#advantages."""
     ddof: int = field(default=1, metadata=within(0, 1))
     """Standard deviations divide by the number minus this."""
     epsilon: float = field(default=1e-6, metadata=NOT_NEGATIVE)
@@ -86,11 +88,12 @@ class AdvantageConfig(Section):
     part_weights: dict[str, float] = field(default_factory=dict)
     """gdpo: the weight of each part of the reward; if empty, those of task.rewards."""
     overlong_start: int | None = field(default=None, metadata=at_least(0))
-    """Generated tokens from which on an episode loses reward; None: length costs nothing."""
+    """Generated tokens above which an episode loses reward; None: length costs nothing."""
     overlong_end: int | None = field(default=None, metadata=at_least(1))
-    """Where the loss of reward is full; None is rollout.max_response_tokens."""
+    """Generated tokens at which it loses all of `overlong_penalty`; None is
+    rollout.max_response_tokens."""
     overlong_penalty: float = field(default=1.0, metadata=POSITIVE)
-    """The full loss of reward."""
+    """The reward that an episode can lose by its length."""
     mask_truncated: bool = False
     """Do not train on answers that ended at their token limit; their rewards still count in the
     statistics of their group."""
@@ -106,37 +109,40 @@ class AdvantageConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class CorrectionConfig(Section):
-    """Weights and masks for tokens of another policy, by p = proximal / rollout. A rejected token
-    has no gradient, and still counts in the denominator of the loss."""
+    """Weights and masks for tokens that another policy sampled, by p = proximal / rollout. A
+    rejected token has no gradient, but still counts in the denominator of the loss."""
 
     SECTION: ClassVar[str] = "algorithm.correction"
 
     kinds: list[str] = field(
         default_factory=lambda: ["tis_token"], metadata=named((*WEIGHTS, *MASKS))
     )
-    """All that are named apply; `[]` for none."""
+    """All that are named apply; `[]` for none: docs/algorithms.md#corrections."""
     tis_cap: float = field(default=2.0, metadata=within(1))
-    """tis_token, tis_sequence, tis_geometric: the largest weight, of p itself, its product over the
-    trajectory, or its geometric mean."""
+    """tis_token, tis_sequence, tis_geometric: the largest weight, which is p itself, its product
+    over the trajectory, or its geometric mean."""
     normalize: bool = False
-    """The same: divide weights by their mean over the batch."""
+    """tis_token, tis_sequence, tis_geometric: divide the weights by their mean over the update."""
     icepop_low: float = field(default=0.5, metadata=within(0, below=1))
+    """icepop: tokens with p below this are rejected."""
     icepop_high: float = field(default=5.0, metadata=within(above=1))
-    """icepop: tokens with p outside these bounds are rejected, the others weighted by p."""
+    """icepop: tokens with p above this are rejected; the others are weighted by p."""
     geometric_low: float = field(default=0.999, metadata=within(0, below=1))
+    """geometric_mask: the smallest geometric mean of p over a trajectory."""
     geometric_high: float = field(default=1.001, metadata=within(above=1))
-    """geometric_mask: bounds of the geometric mean of p over a trajectory; those of verl."""
+    """geometric_mask: the largest one; the defaults are verl's."""
     product_low: float = field(default=0.5, metadata=within(0, below=1))
+    """product_mask: the smallest product of p over a trajectory."""
     product_high: float = field(default=2.0, metadata=within(above=1))
-    """product_mask: bounds of its product."""
+    """product_mask: the largest one."""
     veto_below: float = field(default=1e-4, metadata=within(above=0, below=1))
     """veto: the smallest p that any token of a trajectory may have."""
     opsm_limit: float = field(default=0.1, metadata=POSITIVE)
     """opsm: the largest mean of log(rollout / trainer) of a trajectory of negative advantage."""
     m2po_limit: float = field(default=0.04, metadata=POSITIVE)
-    """m2po: the largest mean of (log p)^2 over the kept tokens of an update."""
+    """m2po: the largest mean of (log p)^2 over the tokens of an update that are kept."""
     kpop_limit: float = field(default=0.05, metadata=POSITIVE)
-    """kpop: the largest KL divergence of the choice between a token and any other."""
+    """kpop: the largest KL divergence, in nats, of the binary choice of a token or any other."""
 
     def rules(self) -> Iterator[Rule]:
         weights = [kind for kind in self.kinds if kind in WEIGHTS]
@@ -156,17 +162,18 @@ class CorrectionConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class KLConfig(Section):
-    """Holds the policy near a reference, whose weights each rank keeps its share of."""
+    """Holds the policy near a reference; each rank keeps its share of the reference's weights."""
 
     SECTION: ClassVar[str] = "algorithm.kl"
 
     weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """0: there is no reference."""
+    """Factor of the divergence in the loss, or in the reward; 0: there is no reference."""
     estimator: str = field(
         default="k3", metadata=matching("|".join(KL_ESTIMATORS), ", ".join(KL_ESTIMATORS))
     )
-    """Of KL(trainer | reference), token by token."""
+    """The estimator of KL(trainer | reference) at each token: docs/algorithms.md#reference."""
     where: KLPlace = KLPlace.loss
+    """Whether it is a term of the loss or is subtracted from the reward."""
     reference: str | None = field(default=None, metadata=NOT_EMPTY)
     """Folder or name of the reference model, of the same shape; None is the policy that RL begins
     with, after its warm start."""
@@ -184,13 +191,13 @@ class KLConfig(Section):
             not (self.weight and self.where is KLPlace.loss and self.estimator == "k1"),
             "estimator",
             "as a term of the loss the gradient of k1 has the mean 0: nothing would be held; "
-            "choose k2, k3 or unbiased, or set algorithm.kl.where=reward",
+            "set k2, k3 or unbiased, or algorithm.kl.where=reward",
         )
         yield Rule(
             not (self.where is KLPlace.reward and self.estimator == "unbiased"),
             "estimator",
             "a reward is computed with the policy that sampled the tokens, so there is no ratio to "
-            "weight by; choose k1, whose mean is the divergence",
+            "weight by; set k1, whose mean is the divergence",
         )
 
 
@@ -202,12 +209,15 @@ class StreamConfig(Section):
     SECTION: ClassVar[str] = "algorithm.streams.*"
 
     loss: str = field(default="supervised", metadata=named(STREAM_LOSSES))
+    """The function: docs/algorithms.md#streams."""
     weight: float = field(default=1.0, metadata=POSITIVE)
-    """Factor of its loss in the sum of all."""
+    """Factor of this loss in the sum of all."""
     tokens: StreamTokens = StreamTokens.answers
+    """The tokens that it trains."""
     aggregation: str = field(default="token_mean", metadata=named(AGGREGATIONS))
+    """The weights of its tokens: docs/algorithms.md#aggregation."""
     min_reward: float | None = field(default=None, metadata=FINITE)
-    """Only from episodes with at least this reward; None: from all."""
+    """Train only episodes with at least this reward; None: all."""
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
@@ -220,47 +230,56 @@ class StreamConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class AlgorithmConfig(Section):
-    """What is learnt from a batch. docs/algorithms.md explains the functions and their sources."""
+    """The algorithm that trains on a batch. docs/algorithms.md explains the functions and their
+    sources."""
 
     SECTION: ClassVar[str] = "algorithm"
 
     loss: str = field(default="ppo", metadata=named(LOSSES))
+    """The policy's loss of a token: docs/algorithms.md#losses."""
     proximal: Proximal = Proximal.recomputed
+    """The policy that a step's ratios compare the trained one with."""
     aggregation: str = field(default="token_mean", metadata=named(AGGREGATIONS))
-    """How losses of tokens become one."""
+    """How the losses of tokens become that of an update: docs/algorithms.md#aggregation."""
     aggregation_length: int | None = field(default=None, metadata=at_least(1))
     """sequence_mean_token_sum_norm: the constant; None is rollout.max_response_tokens."""
     clip_low: float = field(default=0.2, metadata=within(above=0, most=1))
+    """ppo, gspo, cispo: the ratio is clipped to at least 1 - clip_low."""
     clip_high: float = field(default=0.28, metadata=POSITIVE)
-    """ppo, gspo, cispo: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """ppo, gspo, cispo: the ratio is clipped to at most 1 + clip_high."""
     dual_clip: float | None = field(default=None, metadata=within(above=1))
-    """ppo, gspo: the loss of a bad token is at most this times its advantage; None: no bound."""
+    """ppo, gspo: a token of negative advantage A has a loss of at most this times |A|; None: no
+    bound."""
     sapo_good: float = field(default=1.0, metadata=POSITIVE)
+    """sapo: steepness of the gate for tokens of positive advantage."""
     sapo_bad: float = field(default=1.05, metadata=POSITIVE)
-    """sapo: steepness of the gate for tokens of positive advantage, and of the others."""
+    """sapo: steepness of the gate for the other tokens."""
     weight_cap: float = field(default=2.0, metadata=within(above=0))
-    """reinforce: the largest importance weight, trainer / rollout."""
+    """reinforce, teacher_kl: the largest importance weight, trainer / rollout."""
     dppo_low: float = field(default=0.2, metadata=POSITIVE)
+    """dppo_tv, dppo_kl: a token of negative advantage that has diverged down by more keeps
+    only the gradient of log_ratio_penalty."""
     dppo_high: float = field(default=0.2, metadata=POSITIVE)
-    """dppo_tv, dppo_kl: how far a token may diverge down, and up, before it has no gradient."""
+    """dppo_tv, dppo_kl: a token of positive advantage that has diverged up by more keeps
+    only the gradient of log_ratio_penalty."""
     log_ratio_penalty: float = field(default=1e-3, metadata=NOT_NEGATIVE)
-    """The same: factor of log(trainer / rollout)^2."""
+    """dppo_tv, dppo_kl: factor of log(trainer / rollout)^2 in the loss."""
     entropy_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Entropy bonus: so many times the policy's entropy is subtracted from the loss of each token,
-    whatever the corrections say."""
+    """Entropy bonus: this times the policy's entropy (nats) is subtracted from the loss of each
+    token; corrections do not change it."""
     policy_weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
-    """Factor of `loss` in the sum of all streams; 0: only the others learn."""
+    """Factor of `loss` in the sum of all streams; 0: only `streams` are trained."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Free, for functions of your own."""
+    """Settings of your own functions, by any names."""
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     streams: dict[str, StreamConfig] = field(default_factory=dict)
-    """Further losses by name, as distillation from a teacher: docs/algorithms.md#streams."""
+    """Further losses by name, such as distillation from a teacher: docs/algorithms.md#streams."""
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is a user's; its anchor is not known."""
+        """Whether the loss is a user's, whose anchor is not known."""
         return self.loss not in LOSSES
 
     @property
@@ -280,11 +299,12 @@ class AlgorithmConfig(Section):
 
     @property
     def needs_teacher(self) -> bool:
+        """Whether a stream learns from a teacher's log-probabilities."""
         return any(stream.loss == "teacher_kl" for stream in self.streams.values())
 
     @property
     def may_read_teacher(self) -> bool:
-        """Whether a teacher's column can be of use: a function of a user may read it, too."""
+        """Whether anything can read a teacher's log-probabilities: a user's function may."""
         chosen = [self.loss, self.advantage.kind, *self.correction.kinds]
         chosen += [stream.loss for stream in self.streams.values()]
         ours = {*LOSSES, *ADVANTAGES, *WEIGHTS, *MASKS, *STREAM_LOSSES}
@@ -313,7 +333,7 @@ class AlgorithmConfig(Section):
         yield Rule(
             self.needs_proximal or self.proximal is Proximal.recomputed,
             "proximal",
-            f"algorithm.loss={self.loss} without a correction does not read it; leave it out",
+            f"algorithm.loss={self.loss} without a correction does not read it; set recomputed",
         )
         yield Rule(
             self.dual_clip is None or self.loss in ("ppo", "gspo") or self.has_own_loss,
@@ -334,7 +354,7 @@ class AlgorithmConfig(Section):
         yield Rule(
             self.loss != "supervised" or not kinds,
             shown,
-            "algorithm.loss=supervised imitates tokens, whichever policy they are of; set []",
+            "algorithm.loss=supervised imitates tokens, whichever policy sampled them; set []",
         )
         where = f"algorithm.loss={self.loss}"
         if self.proximal is Proximal.rollout:
@@ -362,10 +382,10 @@ class AlgorithmConfig(Section):
             or self.proximal is Proximal.rollout
             or bool(self.correction.kinds),
             "correction.kinds",
-            f"with buffer.max_staleness={max_staleness} algorithm.loss={self.loss} would take "
-            "tokens of older versions for the trained one's: its denominator is algorithm.proximal="
-            f"{self.proximal.name}; add a correction as tis_token, set algorithm.proximal=rollout, "
-            "or buffer.max_staleness=0",
+            f"with buffer.max_staleness={max_staleness} algorithm.loss={self.loss} would treat "
+            "tokens of older versions as the trained one's: its denominator is algorithm.proximal="
+            f"{self.proximal.name}; add a correction such as tis_token, set "
+            "algorithm.proximal=rollout, or buffer.max_staleness=0",
         )
         yield Rule(
             self.proximal is not Proximal.log_linear or max_staleness > 0,

@@ -131,28 +131,28 @@ class TrainerConfig(Section):
     group, once for all of them."""
     learning_rate: float = field(default=1e-6, metadata=POSITIVE)
     lr_warmup_steps: int = field(default=0, metadata=at_least(0))
-    """In these the learning rate rises linearly to `learning_rate`."""
+    """Steps in which the learning rate rises linearly to `learning_rate`."""
     lr_schedule: LrSchedule = LrSchedule.constant
-    """The course of the learning rate from then on until `num_steps`."""
+    """The course of the learning rate after the warm-up, until `num_steps`."""
     lr_min_ratio: float = field(default=0.0, metadata=within(0, 1))
-    """The last step's part of `learning_rate`; unused by a constant one."""
+    """The last step's learning rate as a share of `learning_rate`; unused by a constant one."""
     weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
     adam_beta1: float = field(default=0.9, metadata=within(0, below=1))
     adam_beta2: float = field(default=0.95, metadata=within(0, below=1))
     adam_epsilon: float = field(default=1e-8, metadata=POSITIVE)
     max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
     max_grad_spike: float | None = field(default=100.0, metadata=within(above=1))
-    """Leave out an update whose gradient norm is more than so many times the median of the last 20;
+    """Skip an update whose gradient norm is more than so many times the median of the last 20;
     None: make it."""
     min_ess: float = field(default=0.0, metadata=SHARE)
-    """Leave out an update whose effective sample size is less than this share of its tokens: when a
-    few of them carry it, as the others are of policies too far away."""
+    """Skip an update whose effective sample size is less than this share of its tokens: a few of
+    them carry it, since policies too far away sampled the others."""
     max_skipped_updates: int | None = field(default=10, metadata=at_least(1))
-    """End the run when so many updates in a row were left out for these reasons, or as a gradient
-    was not finite; None: never."""
+    """End the run when so many updates in a row were skipped for these reasons, or because a
+    gradient was not finite; None: never."""
     peak_tflops: float | None = field(default=None, metadata=POSITIVE)
-    """What a rank's GPU can compute at most in bfloat16, in TFLOP/s, for `mfu`; None: known for
-    NVIDIA's A100, H100, H200, B200 and L40S."""
+    """Peak of a rank's GPU in dense bfloat16, in TFLOP/s, for `mfu`; None: that of NVIDIA's A100,
+    H100, H200, B200 and L40S is known."""
     gradient_checkpointing: bool = False
     offload_optimizer: bool = False
     """Hold the float32 weights and Adam's moments in pinned host memory, and update there."""
@@ -160,7 +160,7 @@ class TrainerConfig(Section):
     """Hold the sharded weights in pinned host memory; each layer is copied to the GPU for its pass.
     """
     dtype: Dtype = Dtype.auto
-    """Of the passes; with bfloat16 updates add up in float32 weights beside those."""
+    """Dtype of the passes; with bfloat16, updates add up in float32 copies of the weights."""
     backend: Backend = Backend.auto
     checkpoint_every: int = field(default=50, metadata=at_least(1))
     """Steps between checkpoints; the last step always writes one."""

@@ -22,7 +22,7 @@ class Collectives:
     num_ranks: int
     device: torch.device
     store: TCPStore | None = field(default=None, repr=False)
-    """Of the ranks' rendezvous; a thread takes a clone."""
+    """The store of the ranks' rendezvous; a thread takes a clone."""
 
     def broadcast_flags(self, flags: Sequence[bool]) -> list[bool]:
         """Rank 0's flags; on other ranks only the length of `flags` matters."""
@@ -49,11 +49,6 @@ class Collectives:
             bytes(row[:length].to(torch.uint8).tolist()).decode()
             for row, length in zip(every, lengths, strict=True)
         ]
-
-    def all_equal(self, value: int) -> bool:
-        """Whether all ranks passed the same integer (below 2**53)."""
-        every = self.gather(torch.tensor([value], dtype=torch.float64))
-        return bool((every == every[0]).all())
 
     def barrier(self) -> None:
         dist.barrier()

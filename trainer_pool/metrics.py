@@ -17,7 +17,7 @@ from trainer_pool.algorithms.registry import Objective
 from trainer_pool.algorithms.types import LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch
-from trainer_pool.guard import EffectiveSampleSize, LeftOut, Update
+from trainer_pool.guard import EffectiveSampleSize, SkipReason, Update
 from trainer_pool.speed import StepSpeed
 
 
@@ -34,7 +34,8 @@ class StepStats:
     num_empty_updates: int
     """Updates skipped because the gradient was zero: weights and optimizer did not change."""
     num_spikes: int
-    """Updates left out because of trainer.max_grad_spike; `num_low_ess`: of trainer.min_ess."""
+    """Updates skipped because of trainer.max_grad_spike; `num_low_ess`: because of
+    trainer.min_ess."""
     num_low_ess: int
     loss: float
     """Mean over minibatches."""
@@ -69,27 +70,27 @@ class StepStats:
     """By version: tokens that were not trained because the engine's log-probability was NaN or
     infinite."""
     padding_fraction: float
-    """Share of the tokens in forward passes that belong to no trajectory: of passes that a rank
-    makes only because another one has more."""
+    """Share of the tokens in forward passes that belong to no trajectory: those of passes that a
+    rank makes only because another rank has more."""
     shared_fraction: float
-    """Share of the trajectories' tokens that no pass computed, as another trajectory begins with
-    the same; 0 without trainer.share_prefixes."""
+    """Share of the trajectories' tokens that were not computed, because another trajectory of the
+    pass begins with the same; 0 without trainer.share_prefixes."""
     logprob_diff_mean: float
     """|trainer - rollout| in trajectories sampled entirely by the trained version."""
     logprob_diff_max: float
     logprob_diff_tokens: int
     token_means: dict[str, float]
-    """Means over trained tokens by name, and by name and staleness: what the loss, the corrections
-    and the step report, and `ess`, the effective sample size as a share of the tokens."""
+    """Means over trained tokens by name, and by name and staleness: the diagnostics of the loss,
+    the corrections and the step, and `ess`, the effective sample size as a share of the tokens."""
     metrics: dict[str, float]
-    """What the loss reports with counts of its own."""
+    """`LossOutputs.metrics` of the loss, and the losses and diagnostics of further streams."""
     speed: dict[str, float]
     """`StepSpeed` of this rank."""
 
     def record(self) -> dict[str, float | int | str]:
         """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>.
 
-        A name of a user's loss replaces none of ours.
+        A name that a user's loss chooses never replaces one of ours.
         """
         flat: dict[str, float | int | str] = {}
         named = dict(self.token_means) | self.metrics | self.speed
@@ -118,11 +119,6 @@ _GROUP_COLUMNS = (
 )
 
 
-def not_finite(logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
-    """Bool: trained tokens whose log-probability is NaN or infinite."""
-    return ~logprobs_N.isfinite() & (mask_N != 0)
-
-
 class StepAccumulator:
     """Accumulates one rank's part of a step; only `total` is a collective."""
 
@@ -130,15 +126,15 @@ class StepAccumulator:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._sums: dict[str, Tensor] = {}
-        """By name, [buckets of staleness]."""
+        """By name: float64 sums by bucket of staleness."""
         self._metrics: dict[str, Tensor] = {}
-        """By name, a sum and a count."""
+        """By name: a sum and a count."""
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
         self._bucket_starts = torch.tensor(_BUCKET_STARTS, device=device)
         self._num_computed = self._num_padding = self._num_in_trajectories = 0
         self._seen = torch.zeros(3, len(STALENESS_BUCKETS), dtype=torch.float64)
-        """What `ess_of_update` has told of."""
-        # The last place is for rows of no group.
+        """The sums at the last `ess_of_update`: they belong to earlier updates."""
+        # The last element is for rows of no group.
         self._culprits = torch.zeros(num_groups + 1, dtype=torch.float64, device=device)
 
     @torch.no_grad()
@@ -151,7 +147,7 @@ class StepAccumulator:
         *,
         is_at_start: bool = True,
     ) -> None:
-        """Add the tokens of a micro-batch; `start_N`: log-probabilities at the step's start, or
+        """Add a micro-batch; `start_N`: log-probabilities by the policy at the step's start, or
         after its first updates if not `is_at_start`: then engines are not compared with them."""
         mask_N, is_current_N = inputs.mask_N, batch.is_current_N * is_at_start
         gap_N = inputs.log_ratio(start_N, inputs.rollout_logprobs_N)
@@ -173,18 +169,18 @@ class StepAccumulator:
             pair = torch.stack([total.double(), count.double()])
             self._metrics[name] = self._metrics.get(name, 0) + pair
         self._loss += result.loss.double()
-        self.add_padding(batch)
+        self.add_pass(batch)
         maxima = torch.stack([deviation_N.max().double(), apart_N.max().double()])
         self._maxima = torch.maximum(self._maxima, maxima)
 
-    def add_padding(self, batch: MicroBatch) -> None:
-        """Add what a micro-batch computed, of which nothing else need be told."""
+    def add_pass(self, batch: MicroBatch) -> None:
+        """Count the tokens of a micro-batch's pass; for one without trained tokens this is all."""
         self._num_computed += len(batch.row.tokens_L)
         self._num_padding += batch.num_padding
         self._num_in_trajectories += batch.num_tokens
 
     def ess_of_update(self, ranks: Collectives) -> EffectiveSampleSize:
-        """Of the tokens added since the last call; collective."""
+        """The effective sample size of the tokens added since the last call; collective."""
         zeros_B = torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64)
         names = ("tokens", "ratio_mean", "ratio_squared")
         sums = torch.stack([self._sums.get(name, zeros_B).cpu() for name in names])
@@ -200,7 +196,7 @@ class StepAccumulator:
         )
 
     def add_culprits(self, batch: MicroBatch, not_finite_L: Tensor) -> None:
-        """Positions of a micro-batch's row whose gradient is not finite."""
+        """Add the groups whose gradient is not finite at these positions of a micro-batch's row."""
         is_culprit_N = not_finite_L[batch.places_N].double()
         self._culprits.index_add_(0, batch.groups_N % len(self._culprits), is_culprit_N)
 
@@ -225,8 +221,11 @@ class StepAccumulator:
         speed: StepSpeed,
         peak_tflops: float | None = None,
     ) -> StepStats:
-        """Stats of the whole batch, equal on every rank; `groups` is this rank's share of it."""
-        reasons = [update.left_out for update in updates]
+        """Statistics of the whole batch, equal on every rank but for `speed`; collective.
+
+        `groups` is this rank's share of the batch, `group_ids` names all of it.
+        """
+        reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]
         mine = _group_table(groups, group_ids, version)
         counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
@@ -253,8 +252,8 @@ class StepAccumulator:
             num_updates=len(norms),
             num_skipped_updates=norms.count(None),
             num_empty_updates=norms.count(0.0),
-            num_spikes=reasons.count(LeftOut.spike),
-            num_low_ess=reasons.count(LeftOut.low_ess),
+            num_spikes=reasons.count(SkipReason.spike),
+            num_low_ess=reasons.count(SkipReason.low_ess),
             loss=_share(named["loss"]["loss"][0], num_minibatches),
             grad_norm=_share(sum(applied), len(applied)),
             lr=learning_rate,
@@ -292,7 +291,7 @@ class StepAccumulator:
     def _named_totals(
         self, ranks: Collectives, groups: Sequence[TrajectoryGroup]
     ) -> dict[str, dict[str, list[float]]]:
-        """What is summed by name, over all ranks, which need not have the same names."""
+        """By kind and name, sums over all ranks, which need not have the same names."""
         mine = {
             "loss": {"loss": [float(self._loss)]},
             "tokens": {name: sums.tolist() for name, sums in self._sums.items()},
@@ -310,11 +309,11 @@ class StepAccumulator:
 
 
 _NOT_REPORTED = ("tokens", "ratio_squared", "logprob_diff", "compared", "not_finite")
-"""Sums that are in a field of their own, or only part of another figure."""
+"""Sums that have a field of `StepStats`, or only serve to compute another figure."""
 
 
 class _TokenSums:
-    """Sums over trained tokens of each name in each bucket of staleness."""
+    """Sums over trained tokens, by name and bucket of staleness."""
 
     def __init__(self, sums: Mapping[str, list[float]]) -> None:
         self._sums = sums
@@ -343,12 +342,13 @@ class _TokenSums:
 def _group_table(
     groups: Sequence[TrajectoryGroup], group_ids: Sequence[str], version: int
 ) -> Tensor:
-    """[groups of the whole batch, columns]: rows of other ranks' groups are 0, so tables add up."""
+    """[groups of the whole batch, columns]: rows of other ranks' groups are 0, so that the sum of
+    all ranks' tables is that of the batch."""
     place = {group_id: i for i, group_id in enumerate(group_ids)}
     table = torch.zeros(len(group_ids), len(_GROUP_COLUMNS), dtype=torch.float64)
     for group in groups:
         rewards = torch.tensor([*group.rewards_by_episode.values()], dtype=torch.float64)
-        # Only generated tokens: text of an environment or a tool follows the prompt, too.
+        # Only generated tokens: text of an environment or a tool may follow the prompt, too.
         lengths = [sum(s.end - s.start for s in t.version_spans) for t in group.trajectories]
         table[place[group.group_id]] = torch.tensor(
             [
@@ -368,7 +368,7 @@ def _group_table(
 
 
 def _reward_parts(groups: Sequence[TrajectoryGroup]) -> dict[str, list[float]]:
-    """Of each part, by name: its sum, and the number of episodes that have it."""
+    """By name of a part: its sum, and the number of episodes that have it."""
     sums: dict[str, list[float]] = {}
     for group in groups:
         for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():

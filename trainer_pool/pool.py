@@ -47,7 +47,7 @@ class TrainerActor:
         self._trainer: TrainerRank | None = None
         self._group = get_current_placement_group()
         self._report: Future[TrainReport] | None = None
-        """Of `train`, once it has been called."""
+        """The result of `train`, once that has been called."""
         self._num_calls = {"train": 0, "wait_dead": 0}
         self._changed = threading.Condition()
         """Guards the two above; notified of each call and of the report."""
@@ -56,7 +56,7 @@ class TrainerActor:
         return self._spec
 
     def group(self) -> PlacementGroup:
-        """Its place."""
+        """The placement group in which Ray has put it."""
         assert self._group is not None
         return self._group
 
@@ -234,7 +234,7 @@ class TrainerPool:
         return {name: actor.stop.remote() for name, actor in self._actors.items()}
 
     def pids(self) -> dict[str, Pending[int]]:
-        """The ranks' process ids, which each tells at once unless it hangs."""
+        """The ranks' process ids; a rank answers at once, unless it hangs."""
         return {name: actor.pid.remote() for name, actor in self._actors.items()}
 
     def deaths(self) -> dict[str, Pending[str]]:

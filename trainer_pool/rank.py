@@ -17,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from socket import socket
 from uuid import uuid4
@@ -144,7 +143,7 @@ class TrainerRank:
             self._copies.clear(kept=None)
 
     def _restore(self, folder: Path) -> None:
-        """Go on from the checkpoint in `folder`, or from a later copy in memory;
+        """Continue from the checkpoint in `folder`, or from a later copy in memory;
         `publish_initial` then reconciles the buffer with it."""
         self._durable = state = read_state(folder)
         copy, only = self._find_copy(state.step), None
@@ -157,7 +156,7 @@ class TrainerRank:
             if reader.layout.num_ranks == self._ranks.num_ranks:
                 restore_rng(folder, self._ranks.rank)
         self._step, self._saved_step = state.step, self._durable.step
-        # Of all shards: a trainer that died while it published has told only some of them.
+        # The newest of all shards: a trainer that died as it published had reached only some.
         known = self._loop.run(self._buffer.stats()).trainer_version
         newest = max(known, self._spec.newest_version)
         # A number that has named other weights since is never used again.
@@ -168,7 +167,8 @@ class TrainerRank:
         if self._copies is None:
             return None
         copy = self._copies.newest(after=durable_step) if self._spec.may_use_copies else None
-        # A server that was killed may have lost that their groups were trained: the disk is safe.
+        # A Redis server that was killed may have lost that the copy's groups were consumed, and
+        # would hand them out again; the checkpoint on disk lists its own.
         is_known = copy is not None
         if copy is not None and self._is_lead:
             ids = [name for step, names in copy.unsaved if step > durable_step for name in names]
@@ -189,7 +189,7 @@ class TrainerRank:
         return self._ranks.rank == 0
 
     def warm_start(self, examples: Sequence[SupervisedExample]) -> WarmStartReport:
-        """Supervised learning before RL; see `trainer_pool.warm_start`."""
+        """Learn from examples before RL; see `trainer_pool.warm_start`."""
         return warm_start(self._engine, self._ranks, examples, self._spec.config)
 
     def connect(self) -> None:
@@ -238,7 +238,8 @@ class TrainerRank:
         return report
 
     def _hold_reference(self) -> None:
-        """That of the settings, or the policy that RL begins with, also after a resume."""
+        """Load the reference: that of the settings, or the policy that RL began with. After a warm
+        start, a resumed run finds that policy in the run's folder."""
         kl, path = self._algorithm.config.kl, self._spec.model_path
         if kl.reference is not None:
             path = kl.reference
@@ -357,7 +358,7 @@ class TrainerRank:
                     )
                 )
             )
-            if not self._ranks.all_equal(_fingerprint(lease.lease_token)):
+            if len(set(self._ranks.gather_texts(lease.lease_token))) > 1:
                 continue
             kept_ids = self._still_trainable(lease)
             if kept_ids:
@@ -402,7 +403,11 @@ class TrainerRank:
         self._writer.guard()
 
     def _compare_engines(self, stats: StepStats) -> None:
-        """Once, on the first tokens that engines sampled with the version being trained."""
+        """Check once that engines and trainer agree, on the first tokens that engines sampled with
+        the version being trained.
+
+        Raises RuntimeError if their log-probabilities differ too much.
+        """
         if not self._has_compared and stats.logprob_diff_tokens:
             layout = self._engine.layout(self._spec.serving_dtype)
             check_engines_agree(
@@ -435,8 +440,10 @@ class TrainerRank:
         return self._sending.publish(self._version, self._engine.shards())
 
     def _checkpoint(self) -> float:
-        """Copy all shards; they are written while training continues. Returns the seconds that it
-        waited for the checkpoint before."""
+        """Copy all shards; they are written while training continues.
+
+        Returns the seconds that it waited for the previous checkpoint to be written.
+        """
         progress = TaskProgress(positions={}, untrained=())
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(self._step))
@@ -445,7 +452,7 @@ class TrainerRank:
         return wait_s
 
     def _copy_to_memory(self, copies: PeerCopies) -> str | None:
-        """Returns why there is no copy of this step."""
+        """Returns why this step has no copy; None if it has one."""
         with self._unsaved_lock:
             unsaved = list(self._unsaved)
         nothing = TaskProgress(positions={}, untrained=())  # Redis knows it
@@ -465,7 +472,8 @@ class TrainerRank:
         )
 
     def _dump_groups(self, file: Path) -> None:
-        """On rank 0, in the checkpoint's thread, by connections of its own."""
+        """Write the buffer's groups to `file`; on rank 0, in the checkpoint's thread, which has
+        connections of its own."""
         spec = self._spec
 
         async def dump() -> None:
@@ -479,7 +487,8 @@ class TrainerRank:
         asyncio.run(dump())
 
     def _end_checkpoint(self, report: SaveReport) -> None:
-        """Acknowledge the groups that a durable checkpoint contains; on rank 0, in its thread."""
+        """Acknowledge the groups that a durable checkpoint contains; on rank 0, in the checkpoint's
+        thread."""
         step = report.state.step
         if report.error is None:
             self._loop.run(self._buffer.ack(step, self._lineage))
@@ -536,8 +545,8 @@ class TrainerRank:
 
 
 def learning_rate(step: int, config: TrainerConfig) -> float:
-    """The rate of step 0, 1, ...: rises linearly to `learning_rate`, which step `lr_warmup_steps`
-    has, then goes by `lr_schedule` to the last step's `lr_min_ratio` of it."""
+    """The rate of step 0, 1, ...: it rises linearly to `learning_rate` at step `lr_warmup_steps`,
+    then follows `lr_schedule` to `lr_min_ratio` of it at the last step."""
     peak, num_warmup = config.learning_rate, config.lr_warmup_steps
     if step <= num_warmup:
         return peak * (step + 1) / (num_warmup + 1)
@@ -552,11 +561,6 @@ def learning_rate(step: int, config: TrainerConfig) -> float:
     return peak * (left + (1 - left) * config.lr_min_ratio)
 
 
-def _fingerprint(text: str) -> int:
-    """48 bits of a hash, exact in the float64 that the ranks exchange."""
-    return int.from_bytes(sha256(text.encode()).digest()[:6], "big")
-
-
 @dataclass(kw_only=True, slots=True)
 class _StepTimes:
     """How one step's time was spent on this rank."""
@@ -567,7 +571,7 @@ class _StepTimes:
     snapshot_wait_s: float = 0.0
     checkpoint_s: float = 0.0
     checkpoint_wait_s: float = 0.0
-    """Its part in which the checkpoint before was still being written."""
+    """The part of `checkpoint_s` in which the previous checkpoint was still being written."""
     memory_copy_s: float = 0.0
     memory_copy_error: str | None = None
 

@@ -13,7 +13,8 @@ import torch
 FLOPS_PER_MULTIPLY_ADD = 2
 PASSES = 3
 """A backward pass computes as much as two forward passes: the gradients of weights and of inputs.
-What gradient checkpointing computes again is not counted, as it does not train anything."""
+The passes that gradient checkpointing repeats are not counted, as is usual for MFU (PaLM, arXiv
+2204.02311, appendix B)."""
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.4,
@@ -21,12 +22,12 @@ PEAK_TFLOPS = {
     "A100": 312.0,
     "L40S": 362.0,
 }
-"""Dense bfloat16 of NVIDIA's data sheets, by a part of the device's name; of the SXM form where
-there are several."""
+"""Dense bfloat16 TFLOP/s of NVIDIA's data sheets, by a part of the device's name; those of the SXM
+form where there are several."""
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """What the device can compute at most; None if it is not known."""
+    """The device's peak in dense bfloat16, in TFLOP/s; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -35,7 +36,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 @dataclass(kw_only=True, slots=True)
 class StepSpeed:
-    """Of one rank's step.
+    """The seconds and the work of one rank's step.
 
     with speed.timing("score"): ...
     speed.record(num_tokens, peak)
@@ -43,12 +44,13 @@ class StepSpeed:
 
     device: torch.device
     multiply_adds: float = 0.0
-    """Of the forward passes that are trained with, as `PassCost` counts them."""
+    """Those of the forward passes that are followed by a backward pass, as `PassCost` counts them.
+    """
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
-        """Adds to the seconds of `part`, with all that the device was given to do."""
+        """Adds the seconds of a block to `part`'s, until the device has done all its work."""
         start = time.perf_counter()
         try:
             yield
@@ -58,10 +60,11 @@ class StepSpeed:
             self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
 
     def record(self, num_tokens: int, peak: float | None) -> dict[str, float]:
-        """For the metrics log. `num_tokens`: of all ranks' trajectories, with their prompts.
+        """For the metrics log. `num_tokens` counts all ranks' trajectories with their prompts,
+        `peak` is in TFLOP/s.
 
-        model_tflops = 2 x 3 x multiply-adds of its forward passes / seconds of the step / 10^12,
-        of this rank; mfu = model_tflops / peak.
+        model_tflops = 2 x 3 x this rank's multiply-adds / seconds of the step / 10^12
+        mfu = model_tflops / peak
         """
         total = sum(self.seconds.values())
         flops = FLOPS_PER_MULTIPLY_ADD * PASSES * self.multiply_adds

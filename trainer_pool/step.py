@@ -31,8 +31,8 @@ from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
-from trainer_pool.guard import LeftOut, Update, UpdateGuard
-from trainer_pool.metrics import StepAccumulator, StepStats, not_finite
+from trainer_pool.guard import SkipReason, Update, UpdateGuard
+from trainer_pool.metrics import StepAccumulator, StepStats
 from trainer_pool.model.zero3 import Zero3Engine
 from trainer_pool.speed import StepSpeed, peak_tflops
 
@@ -42,9 +42,9 @@ class Minibatch:
     """One rank's part of one update."""
 
     micro_batches: list[MicroBatch]
-    """The same number on every rank."""
+    """Every rank has the same number."""
     denominators: Mapping[str, float]
-    """Of the loss of each stream, over all ranks."""
+    """The denominator of each stream's loss, over all ranks."""
     is_mean: bool
     """Whether the policy's loss is divided by its denominator; else that is 1."""
 
@@ -76,7 +76,7 @@ def train_step(
 ) -> StepStats:
     """Update the weights on `batch`; every rank calls it with its own share of the same batch.
 
-    `before_update` is called before each change of the weights. `guard` may leave updates out.
+    `before_update` is called before each change of the weights. `guard` may skip updates.
     With `accumulation` the gradient is added to those of the steps before, and the weights change
     only if it `is_complete`.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
@@ -138,19 +138,19 @@ def _update(
     divisor: float,
 ) -> Update:
     limit = None if guard is None else guard.norm_limit
-    left_out = None
+    skipped = None
     if (
         guard is not None
         and guard.watches_ess
-        and guard.is_carried_by_few(totals.ess_of_update(ranks))
+        and guard.is_ess_too_low(totals.ess_of_update(ranks))
     ):
-        left_out, limit = LeftOut.low_ess, 0.0
+        skipped, limit = SkipReason.low_ess, 0.0
     norm = engine.step(learning_rate, norm_limit=limit, divisor=divisor)
     if norm is None:
-        left_out = LeftOut.not_finite
-    elif left_out is None and limit is not None and norm > limit:
-        left_out = LeftOut.spike
-    update = Update(norm, left_out)
+        skipped = SkipReason.not_finite
+    elif skipped is None and limit is not None and norm > limit:
+        skipped = SkipReason.spike
+    update = Update(norm, skipped)
     if guard is not None:
         guard.note(update)
     return update
@@ -177,7 +177,7 @@ def _accumulate(
     trainer_N, entropy_N, _ = engine.score(batch)
     if batch.num_tokens == 0:  # backward all the same: other ranks wait for this pass
         engine.backward(trainer_N.masked_fill(batch.mask_N == 0, 0.0).sum())
-        totals.add_padding(batch)
+        totals.add_pass(batch)
         return
     start_N = trainer_N.detach() if scored_N is None else scored_N
     inputs = loss_inputs(batch, trainer_N, start_N, entropy_N, algorithm, statistics)
@@ -189,8 +189,7 @@ def _accumulate(
             *(trainer_N, start_N, entropy_N, algorithm, statistics),
         )
         result = result.plus(algorithm.stream_objective(name, of_stream, denominators[name]))
-    is_scored_N = torch.ones_like(inputs.mask_N)
-    loss = nan_if_not_finite(result.loss, trainer_N + start_N, is_scored_N)
+    loss = nan_if_not_finite(result.loss, trainer_N + start_N)
     if not should_divide:
         loss = loss * denominators[POLICY]
     totals.add_culprits(batch, engine.backward(loss))
@@ -206,7 +205,10 @@ def loss_inputs(
     algorithm: Algorithm,
     statistics: BatchStatistics,
 ) -> LossInputs:
-    """Of a micro-batch; `start_N`: of the policy at the start of the step."""
+    """The inputs of a micro-batch's loss.
+
+    `trainer_N`, `start_N` [N]: log-probabilities by the policy now, and at the start of the step.
+    """
     mask_N = batch.mask_N != 0
 
     def trained(values_N: Tensor) -> Tensor:
@@ -230,11 +232,11 @@ def loss_inputs(
     )
 
 
-def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor, mask_N: Tensor) -> Tensor:
-    """`loss`, with a NaN gradient for trained tokens whose log-probability is not finite: then no
-    rank applies the update. With clamped ratios -inf would have a finite one."""
-    is_bad_N = not_finite(logprobs_N, mask_N)
-    # The other tokens get no NaN, so that the groups that brought it can be told.
+def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor) -> Tensor:
+    """`loss`, with a NaN gradient for tokens whose log-probability is not finite, so that no rank
+    applies the update: through a clamped ratio, the gradient of -inf would be finite."""
+    is_bad_N = ~logprobs_N.isfinite()
+    # The other tokens get no NaN, so that the metrics can name the groups that brought it.
     bad = torch.where(is_bad_N, logprobs_N, 0.0).sum()
     return loss + bad * torch.where(is_bad_N.any(), math.nan, 0.0)
 
@@ -242,9 +244,9 @@ def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor, mask_N: Tensor) -> Tenso
 def _scores_at_start(
     engine: Zero3Engine, minibatches: Sequence[Minibatch], algorithm: Algorithm
 ) -> list[list[Tensor | None]]:
-    """Log-probabilities before the first update, by minibatch and micro-batch.
+    """[N] log-probabilities before the first update, by minibatch and micro-batch.
 
-    None if nothing needs them, or if there is a single update: its own forward pass computes them.
+    None if nothing reads them, or if there is a single update, whose own forward pass gives them.
     """
     config = algorithm.config
     is_recomputed = config.needs_proximal and config.proximal is Proximal.recomputed
@@ -268,7 +270,7 @@ def _statistics(
     algorithm: Algorithm,
     ranks: Collectives,
 ) -> BatchStatistics:
-    """Of all tokens of the update, over all ranks, if a correction needs them."""
+    """Statistics of the update's tokens on all ranks, if a correction needs them; collective."""
     if not algorithm.needs_batch:
         return BatchStatistics()
     parts = []
@@ -286,7 +288,7 @@ def plan_minibatches(
     algorithm: Algorithm,
     ranks: Collectives,
 ) -> list[Minibatch]:
-    """Split the step into updates with nearly equal numbers of groups; collective.
+    """Split the batch into updates with nearly equal numbers of groups; collective.
 
     Updates without a trained token on any rank are omitted.
     """
@@ -335,7 +337,7 @@ def _pack(engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig) -> li
 def _reference_logprobs(
     engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig, ranks: Collectives
 ) -> list[NDArray[np.float32]]:
-    """[T] for each row, 0 where no token is trained."""
+    """[T] for each row, 0 where no token is trained; collective."""
     batches = _pack(engine, rows, config)
     count = ranks.gather(torch.tensor([len(batches)], dtype=torch.float64)).max()
     found = [np.zeros(len(row.tokens), np.float32) for row in rows]

@@ -22,7 +22,7 @@ NAME = "teacher"
 
 
 def served_teacher(config: Config) -> tuple[str, RewardConfig] | None:
-    """The part of the reward whose teacher the run serves."""
+    """The part of the reward whose teacher the run serves, with its name; None without one."""
     for name, reward in config.task.rewards.items():
         if reward.kind is RewardKind.teacher and reward.path is not None:
             return name, reward
@@ -30,7 +30,7 @@ def served_teacher(config: Config) -> tuple[str, RewardConfig] | None:
 
 
 def check_served_teacher(config: Config, *, uses_gpu: bool, student: Tokenizer) -> None:
-    """Raises ValueError for a teacher that this run cannot serve, or of another vocabulary."""
+    """Raises ValueError if this run cannot serve its teacher, or if that has another vocabulary."""
     found = served_teacher(config)
     if found is None:
         return
@@ -44,7 +44,7 @@ def check_served_teacher(config: Config, *, uses_gpu: bool, student: Tokenizer) 
         )
     assert reward.path is not None
     if not (Path(reward.path) / "config.json").is_file():
-        raise ValueError(f"{what}: is no folder with a Hugging Face model; correct it")
+        raise ValueError(f"{what}: not a folder with a Hugging Face model; correct it")
     teacher = load_tokenizer(reward.path, trust_remote_code=config.model.trust_remote_code)
     text = "".join(map(chr, range(32, 127)))
     if len(teacher) != len(student) or teacher.encode(text) != student.encode(text):
@@ -57,7 +57,7 @@ def check_served_teacher(config: Config, *, uses_gpu: bool, student: Tokenizer) 
 def serve_teacher(
     config: Config, run_dir: Path, log_path: Path
 ) -> tuple[TaskConfig, Callable[[], None]]:
-    """Starts the server; returns the task with its address, and what ends it.
+    """Starts the server; returns the task with its address, and a function that stops it.
 
     Raises EngineError with the end of its log if it does not start.
     """

@@ -42,7 +42,7 @@ def learning_alarms(steps: Sequence[Record]) -> list[Alarm]:
     return [alarm for alarm in alarms if alarm is not None]
 
 
-_LEFT_OUT = {
+_SKIPPED = {
     "num_spikes": (
         "gradient norm far above the usual",
         "trainer.max_grad_spike says how far; lower trainer.learning_rate if it goes on",
@@ -53,7 +53,7 @@ _LEFT_OUT = {
         "ess/staleness_* in metrics.jsonl for the tokens at fault",
     ),
 }
-"""By the number of updates left out: why, and what to do."""
+"""By the metric that counts skipped updates: why, and what to do."""
 
 
 def _has_any(name: str, step: Record) -> bool:
@@ -75,9 +75,9 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
             advice="such updates are skipped; lower trainer.learning_rate or "
             "trainer.max_grad_norm, and check num_bounded_tokens",
         )
-    for name, (why, advice) in _LEFT_OUT.items():
+    for name, (why, advice) in _SKIPPED.items():
         if number := _trailing(steps, partial(_has_any, name)):
-            words = f"updates left out: {why} ({format_number_of(number, 'step')})"
+            words = f"updates skipped: {why} ({format_number_of(number, 'step')})"
             return Alarm(words=words, advice=advice)
     number = _trailing(steps, has_no_gradient)
     if not number:

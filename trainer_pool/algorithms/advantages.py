@@ -1,8 +1,8 @@
 """Advantages: by how much each token's episode was better than expected; pure.
 
-Rewards of the whole batch are known on every rank, in the same order, so that statistics over the
-batch are the same numbers for any number of ranks. The result has one value for each token, so that
-a function may credit each turn of an episode by itself.
+Every rank has the rewards of the whole batch in the same order, so that statistics over the batch
+are the same for any number of ranks. The result has a value for each token, so that a function can
+credit each turn of an episode separately.
 
 Letters: E episodes of the batch, G those of one group, T tokens of a trajectory.
 """
@@ -28,30 +28,30 @@ class AdvantageInputs:
     """All episodes of the batch, and this rank's trajectories."""
 
     rewards_E: Values
-    """With the penalty for length, if there is one."""
+    """Less the penalties for length and for the distance from a reference, if they are set."""
     groups_E: NDArray[np.int64]
-    """The group of each, from 0; those of one group are adjacent."""
+    """Each episode's group, from 0; the episodes of one group are adjacent."""
     num_tokens_E: Values
-    """Trained tokens of each: the mean over its trajectories."""
+    """Trained tokens of each episode: the mean over its trajectories."""
     parts: Mapping[str, Values] = field(default_factory=dict)
     """[E] the named parts of the reward; NaN for an episode without that part."""
     trajectories: Sequence[Trajectory] = ()
-    """This rank's; with `columns`, `version_spans` and masks, to credit tokens one by one."""
+    """This rank's; with `columns`, `version_spans` and masks, to credit single tokens."""
     episodes: Sequence[int] = ()
-    """The place of each trajectory's episode among the E."""
+    """The index, among the E, of each trajectory's episode."""
 
     def __post_init__(self) -> None:
         assert np.isfinite(self.rewards_E).all(), self.rewards_E
 
     def spread(self, values_E: Values) -> TokenAdvantages:
-        """The value of its episode for each token."""
+        """Gives each token the value of its episode."""
         return [
             np.full(trajectory.num_tokens, values_E[episode], np.float32)
             for trajectory, episode in zip(self.trajectories, self.episodes, strict=True)
         ]
 
     def by_group(self, values_E: Values, function: Callable[[Values], Values]) -> Values:
-        """`function` of the values [G] of each group; 0 where all of a group's are equal."""
+        """[E] `function` of the values [G] of each group; 0 for a group whose values are equal."""
         result_E = np.zeros(len(values_E))
         for group in np.unique(self.groups_E):
             places = self.groups_E == group
@@ -85,12 +85,15 @@ def _centered(values_G: Values) -> Values:
 
 
 def dr_grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
-    """R - mean of the group: does not favour prompts of low variance (arXiv 2503.20783)."""
+    """R - mean of the group: does not favour prompts of low variance.
+
+    Dr. GRPO (arXiv 2503.20783).
+    """
     return inputs.spread(inputs.by_group(inputs.rewards_E, _centered))
 
 
 def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
-    """R - mean of the others of the group (leave one out; arXiv 2402.14740)."""
+    """R - mean of the group's other episodes: leave one out (RLOO, arXiv 2402.14740)."""
 
     def leave_one_out(rewards_G: Values) -> Values:
         return _centered(rewards_G) * len(rewards_G) / (len(rewards_G) - 1)
@@ -104,13 +107,13 @@ def reinforce_pp(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvan
 
 
 def reinforce_pp_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
-    """R - mean of the group, normalized over all tokens of the batch."""
+    """R - mean of the group, normalized over all tokens of the batch (arXiv 2501.03262)."""
     centered_E = inputs.by_group(inputs.rewards_E, _centered)
     return inputs.spread(_whitened(inputs, centered_E, config.advantage))
 
 
 def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig) -> Values:
-    """Mean 0 and deviation 1 over the tokens, which have the values of their episodes."""
+    """[E] mean 0 and deviation 1 over the batch's tokens, each of which has its episode's value."""
     if np.ptp(values_E) == 0:
         return np.zeros(len(values_E))
     num_tokens = inputs.num_tokens_E.sum()
@@ -120,7 +123,10 @@ def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig
 
 
 def batch_std(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
-    """(R - mean of the group) / (standard deviation of all rewards of the batch + epsilon)."""
+    """(R - mean of the group) / (standard deviation of all rewards of the batch + epsilon).
+
+    Lite PPO (arXiv 2508.08221): a group whose rewards hardly differ is not blown up by its own.
+    """
     deviation = inputs.rewards_E.std(ddof=config.advantage.ddof)
     centered_E = inputs.by_group(inputs.rewards_E, _centered)
     return inputs.spread(centered_E / (deviation + config.advantage.epsilon))
@@ -142,10 +148,10 @@ def max_rl(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
 
 
 def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
-    """Each part of the reward normalized in its group, their weighted sum over the batch.
+    """Each part of the reward normalized in its group; their weighted sum over the batch.
 
-    GDPO (arXiv 2601.05242): otherwise different mixtures of parts with the same sum are the same.
-    Raises ValueError for an episode without one of the parts.
+    GDPO (arXiv 2601.05242): mixtures of parts that only have the same sum are distinguished. Raises
+    ValueError for an episode without one of the parts.
     """
     total_E = np.zeros(len(inputs.rewards_E))
     for name, weight in config.advantage.part_weights.items():
@@ -160,8 +166,8 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
 
 
 def pass_at_k(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
-    """For the best of a group, its lead over the second, / (standard deviation + epsilon); 0 for
-    the others (arXiv 2503.19595, with k the size of the group)."""
+    """The best of a group gets its lead over the second / (standard deviation + epsilon), and the
+    others get 0 (arXiv 2503.19595, with k the size of the group)."""
 
     def lead_of_best(rewards_G: Values) -> Values:
         second, first = np.sort(rewards_G)[-2:]
@@ -174,8 +180,8 @@ def pass_at_k(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantag
 
 
 def overlong_penalty(num_tokens: int, config: AdvantageConfig) -> float:
-    """What an answer of so many tokens loses of its reward: from 0 at `overlong_start` it rises to
-    `overlong_penalty` at `overlong_end` and beyond (DAPO, arXiv 2503.14476, eq. 13)."""
+    """The reward that an answer of `num_tokens` generated tokens loses: it rises from 0 at
+    `overlong_start` to `overlong_penalty` at `overlong_end` (DAPO, arXiv 2503.14476, eq. 13)."""
     if config.overlong_start is None:
         return 0.0
     assert config.overlong_end is not None

@@ -2,9 +2,8 @@
 
     loss = sum over trained tokens of weight x loss of the token / denominator
 
-The denominator is summed over all ranks, so neither the split into ranks nor that into
-micro-batches changes the loss. Masked positions count nowhere; tokens that a correction rejects
-count here.
+The denominator is summed over all ranks, so that neither the number of ranks nor that of
+micro-batches changes the loss. Masked positions do not count; tokens that a correction rejects do.
 
 Letters: R trajectories of one rank's part of an update.
 """
@@ -26,17 +25,19 @@ class AggregationInputs:
     num_tokens_R: NDArray[np.int64]
     """Trained tokens."""
     shares_R: NDArray[np.float64]
-    """1, or 1/n for each of the n trajectories of one episode, which counts as one."""
+    """1, or 1/n for each of the n trajectories of one episode: an episode counts once."""
     groups_R: NDArray[np.int64]
-    """The prompt's group of each, from 0."""
+    """The group of each trajectory, from 0."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Aggregation:
+    """The weights of tokens in the loss of an update."""
+
     weights_R: NDArray[np.float64]
     """Weight of each token of the trajectory."""
     denominator: float | None
-    """This rank's part of it; None is 1 on all ranks together."""
+    """This rank's part of the denominator; None: the sum is not divided."""
 
 
 def token_mean(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
@@ -61,7 +62,8 @@ def sequence_mean_token_sum(inputs: AggregationInputs, config: AlgorithmConfig) 
 
 
 def sequence_mean_token_sum_norm(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
-    """The same over a constant, `aggregation_length` (Dr. GRPO, arXiv 2503.20783)."""
+    """As `sequence_mean_token_sum`, over a constant, `aggregation_length` (Dr. GRPO, arXiv
+    2503.20783)."""
     assert config.aggregation_length is not None
     return _sequence_mean(inputs, inputs.shares_R / config.aggregation_length)
 
@@ -71,7 +73,7 @@ def _sequence_mean(inputs: AggregationInputs, weights_R: NDArray[np.float64]) ->
 
 
 def prompt_mean(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
-    """The mean over the tokens of each group, then over the groups."""
+    """The mean over the tokens of each group, averaged over the groups."""
     tokens_R = inputs.shares_R * inputs.num_tokens_R
     per_group = np.bincount(inputs.groups_R, weights=tokens_R)
     return Aggregation(

@@ -1,8 +1,8 @@
-"""Corrections for tokens of another policy than the trained one: weights and masks of tokens; pure.
+"""Corrections for tokens sampled by another policy than the trained one; pure.
 
-Each sees p = proximal / rollout, in which staleness and the mismatch of engine and trainer meet,
-and gives every token a factor: an importance weight, or 1 and 0 to keep and reject it. Several
-corrections multiply.
+They read p = proximal / rollout, which contains both staleness and the mismatch of engine and
+trainer (`opsm` reads trainer / rollout), and give every token a factor: an importance weight, or 1
+and 0 to keep and reject it. The factors of several corrections multiply.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def tis_token(inputs: LossInputs, config: AlgorithmConfig) -> Correction:
 
 
 def tis_sequence(inputs: LossInputs, config: AlgorithmConfig) -> Correction:
-    """The same with the product of p over the trajectory, for each of its tokens."""
+    """As `tis_token`, with the product of p over the trajectory for each of its tokens."""
     return _truncated(inputs.spread(_log_product(inputs)), config)
 
 
 def tis_geometric(inputs: LossInputs, config: AlgorithmConfig) -> Correction:
-    """The same with the geometric mean of p over the trajectory."""
+    """As `tis_token`, with the geometric mean of p over the trajectory."""
     return _truncated(inputs.spread(inputs.mean_by_segment(inputs.stale_N)), config)
 
 
@@ -103,7 +103,7 @@ def _kept(name: str, is_kept_N: Tensor, weight_N: Tensor | None = None) -> Corre
     return Correction(factors_N=factors_N, diagnostics={f"{name}_fraction": ~is_kept_N})
 
 
-# What is known of a whole update only ------------------------------------------------------------
+# Statistics of a whole update ---------------------------------------------------------------------
 
 
 def needs_batch(config: AlgorithmConfig) -> bool:
@@ -117,10 +117,10 @@ def batch_statistics(
     weights_of: Callable[[LossInputs], Tensor],
     sum_over_ranks: Callable[[Tensor], Tensor],
 ) -> BatchStatistics:
-    """Statistics of an update whose micro-batches on this rank are `parts`.
+    """Statistics of an update whose micro-batches on this rank are `parts`; collective.
 
-    `weights_of` gives the [N] importance weights. Every rank calls it; the number of collectives
-    depends on `config` alone.
+    `weights_of` gives the [N] importance weights. The number of collectives depends on `config`
+    alone.
     """
     mean_weight, largest_square = 1.0, float("inf")
     if config.correction.normalize:
@@ -137,7 +137,7 @@ def batch_statistics(
 def largest_square_kept(
     squares_N: Tensor, limit: float, sum_over_ranks: Callable[[Tensor], Tensor]
 ) -> float:
-    """The largest float32 x for which the values <= x, of all ranks, have at most the mean `limit`.
+    """The largest float32 x such that the mean of all ranks' values <= x is at most `limit`.
 
     That mean grows with x, and floats that are not negative are ordered like their bits: 31 steps
     of bisection find x exactly, where sorting would gather every token on every rank.

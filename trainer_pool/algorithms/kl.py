@@ -4,8 +4,8 @@ With d = log(trainer / reference) (Schulman, "Approximating KL divergence", 2020
 
     k1 = d     k2 = d^2/2     k3 = exp(-d) - 1 + d     absolute = |d|
 
-As a term of the loss, the gradient of k2 is that of the divergence for a token sampled by the
-policy; k1's has the mean 0, and k3's is biased.
+As a term of the loss, k2 has the divergence's own gradient, in expectation over tokens that the
+policy samples; k1's gradient has the mean 0, and k3's is biased.
 """
 
 from __future__ import annotations

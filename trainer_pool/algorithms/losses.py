@@ -3,8 +3,8 @@
 Each token has three policies: the one that sampled it (`rollout`, measured by the inference
 engine), the one at the start of the step (`proximal`) and the one being updated (`trainer`).
 
-    r = trainer / proximal   how far this step has moved
-    w = trainer / rollout    the same, and staleness and the mismatch of engine and trainer
+    r = trainer / proximal   how far this step has moved the policy
+    w = trainer / rollout    the same, with staleness and the mismatch of engine and trainer
 
 Losses with r leave proximal / rollout to a correction (`corrections.py`): PPO with one is decoupled
 PPO (AReaL, arXiv 2505.24298, eq. 5). Losses with w need none. `algorithm.proximal=rollout` makes r
@@ -104,15 +104,15 @@ def dppo_tv(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """- M w A + `log_ratio_penalty` (log w)^2, where M is 0 for a token whose probability has moved
     in the direction of its advantage by more than `dppo_high` (up) or `dppo_low` (down).
 
-    DPPO with the total variation of a binary choice (arXiv 2602.04879): this token, or another. The
-    penalty is that of Kimi K2.5; prime-rl trains with 1e-3. It holds for masked tokens as well.
+    DPPO (arXiv 2602.04879) with the total variation of the binary choice of this token or another.
+    The penalty, which also holds for masked tokens, is Kimi K2.5's; prime-rl trains with 1e-3.
     """
     moved_N = inputs.trainer_logprobs_N.detach().exp() - inputs.rollout_logprobs_N.exp()
     return _dppo(inputs, moved_N, moved_N.abs(), config)
 
 
 def dppo_kl(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
-    """The same with the divergence KL(rollout | trainer) of the binary choice."""
+    """As `dppo_tv`, with the divergence KL(rollout | trainer) of the binary choice."""
     trainer_N, rollout_N = inputs.trainer_logprobs_N.detach(), inputs.rollout_logprobs_N
     return _dppo(inputs, trainer_N - rollout_N, binary_kl(rollout_N, trainer_N), config)
 
@@ -133,14 +133,14 @@ def _dppo(
 
 
 def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """KL(p | q) between the choices of this token or another one; finite also where p or q is 1."""
+    """[N] KL(p | q) of the choice of this token or another; finite also where p or q is 1."""
     p_N, q_N = logprobs_N.exp(), other_logprobs_N.exp()
     others_N = (1 - p_N) * torch.log((1 - p_N + 1e-8) / (1 - q_N + 1e-8))
     return p_N * (logprobs_N - other_logprobs_N) + others_N
 
 
 def supervised(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
-    """- log(trainer): imitation of every trained token, whatever its advantage."""
+    """- log(trainer): imitates every trained token, whatever its advantage."""
     return LossOutputs(loss_N=-inputs.trainer_logprobs_N)
 
 

@@ -1,4 +1,4 @@
-"""From the settings of the algorithm to its functions, ours by name or a user's by `file.py:name`.
+"""The functions that the settings of the algorithm name: ours, or a user's as `file.py:name`.
 
 rewards ─ advantage ─► advantages of tokens ┐
 trajectories ─ aggregation ─► weights ──────┤
@@ -63,14 +63,15 @@ FAMILIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "algorithm.advantage.kind": _functions(advantages, ADVANTAGES),
     "algorithm.aggregation": _functions(aggregation, AGGREGATIONS),
     "algorithm.streams.*.loss": _functions(losses, STREAM_LOSSES),
+    "algorithm.streams.*.aggregation": _functions(aggregation, AGGREGATIONS),
 }
 """Our functions by the setting that names them. Each takes (inputs, config)."""
 KL: Mapping[str, KLFunction] = _functions(kl, KL_ESTIMATORS)
 
 
 def find(setting: str, name: str) -> Callable[..., Any]:
-    """The function of that name. Raises ValueError if a user's cannot be loaded, or if it does not
-    take (inputs, config)."""
+    """The function that `setting` names. Raises ValueError if a user's function cannot be loaded or
+    does not take (inputs, config)."""
     if name in FAMILIES[setting]:
         return FAMILIES[setting][name]
     function: Callable[..., Any] = load_callable(name, setting)
@@ -78,7 +79,7 @@ def find(setting: str, name: str) -> Callable[..., Any]:
         inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ValueError(
-            f"{setting}={name!r}: must take (inputs, config), and takes "
+            f"{setting}={name!r}: must take (inputs, config), but takes "
             f"{inspect.signature(function)}; docs/algorithms.md has an example"
         ) from error
     return function
@@ -86,16 +87,17 @@ def find(setting: str, name: str) -> Callable[..., Any]:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Objective:
-    """The loss of one micro-batch, and what the metrics of a step are made from."""
+    """The loss of one micro-batch, and its contribution to the metrics of the step."""
 
     loss: Tensor
     """Scalar, to differentiate: this micro-batch's share of the loss of the update."""
     diagnostics: Mapping[str, Tensor]
-    """[N] each."""
+    """[N] each: see `LossOutputs.diagnostics`."""
     metrics: Mapping[str, tuple[Tensor, Tensor]]
+    """A sum and a count each: see `LossOutputs.metrics`."""
 
     def plus(self, stream: Objective) -> Objective:
-        """With a further stream's loss."""
+        """This objective with a further stream's loss and metrics added."""
         metrics = {**self.metrics, **stream.metrics}
         return replace(self, loss=self.loss + stream.loss, metrics=metrics)
 
@@ -118,7 +120,7 @@ class Algorithm:
         objective = algorithm.objective(inputs, denominator)
         objective.loss.backward()
 
-    What a user's function returns is checked here; what it computes is its own affair.
+    The shapes and types that a user's functions return are checked here.
     """
 
     config: AlgorithmConfig
@@ -142,7 +144,7 @@ class Algorithm:
             streams={
                 name: Stream(
                     loss=find("algorithm.streams.*.loss", stream.loss),
-                    aggregation=find("algorithm.aggregation", stream.aggregation),
+                    aggregation=find("algorithm.streams.*.aggregation", stream.aggregation),
                     config=stream,
                 )
                 for name, stream in config.streams.items()
@@ -150,7 +152,10 @@ class Algorithm:
         )
 
     def advantages(self, inputs: AdvantageInputs) -> TokenAdvantages:
-        """Raises ValueError if a user's function returns something else than [T] each."""
+        """[T] for each of this rank's trajectories.
+
+        Raises ValueError if a user's function returns something else.
+        """
         found = self.advantage(inputs, self.config)
         shapes = [np.shape(values) for values in found]
         expected = [(trajectory.num_tokens,) for trajectory in inputs.trajectories]
@@ -163,7 +168,7 @@ class Algorithm:
         return found
 
     def aggregate(self, inputs: AggregationInputs, stream: str | None = None) -> Aggregation:
-        """Of the policy's loss, or of a further stream's.
+        """The weights of the policy's loss, or of the loss of the stream of that name.
 
         Raises ValueError if a user's function returns something else than [R] weights.
         """
@@ -183,11 +188,11 @@ class Algorithm:
         return found
 
     def proximal(self, scored_N: Tensor, rollout_N: Tensor, staleness_N: Tensor) -> Tensor:
-        """[...] log-probabilities of the proximal policy, where the trained one's are `scored_N`:
-        at the start of the step, or, if it is approximated, now.
+        """[N] log-probabilities of the proximal policy; `scored_N`: by the trained policy, at the
+        start of the step if it was scored then, else now.
 
-        log_linear (A-3PO, arXiv 2512.06547): the policy one version before the trained one, on the
-        line between rollout and trained policy, of which each version is a step.
+        log_linear (A-3PO, arXiv 2512.06547): the policy one version before the trained one, on a
+        line from the rollout policy to the trained one that has a step for each version.
         """
         if self.config.proximal is Proximal.rollout:
             return rollout_N
@@ -204,7 +209,9 @@ class Algorithm:
     def statistics(
         self, parts: Sequence[LossInputs], sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> BatchStatistics:
-        # Weights alone: with the zeros of masks, tokens would weigh more, the more are rejected.
+        """Statistics of an update whose micro-batches on this rank are `parts`; collective."""
+        # Weights alone: a mask's zeros would lower the mean, and so raise the weight of the tokens
+        # that remain.
         return corrections.batch_statistics(
             parts, self.config, lambda part: self._factors(part, WEIGHTS)[0], sum_over_ranks
         )
@@ -229,8 +236,9 @@ class Algorithm:
         return factors_N, diagnostics
 
     def objective(self, inputs: LossInputs, denominator: float) -> Objective:
-        """The policy's loss in a micro-batch: sum of weight x factor x loss of the token /
-        denominator, the entropy bonus, and the divergence from the reference.
+        """The policy's loss in a micro-batch: the sum over its tokens of
+
+            weight x (policy_weight x factor x loss - entropy bonus + kl.weight x KL) / denominator
 
         Raises ValueError if a user's loss returns something else than [N] losses.
         """
@@ -260,7 +268,11 @@ class Algorithm:
         )
 
     def stream_objective(self, name: str, inputs: LossInputs, denominator: float) -> Objective:
-        """A further stream's loss in a micro-batch; `inputs` has its weights and its mask."""
+        """A further stream's loss in a micro-batch; `inputs` has the stream's weights and mask.
+
+        Its diagnostics become metrics, since their means are over the stream's tokens. Raises
+        ValueError if a user's loss returns something else than [N] losses.
+        """
         stream = self.streams[name]
         outputs = stream.loss(inputs, self.config)
         self._check(outputs, inputs, f"algorithm.streams.{name}.loss={stream.config.loss!r}")
@@ -279,10 +291,14 @@ class Algorithm:
 
     @property
     def needs_reference(self) -> bool:
+        """Whether anything reads a reference's log-probabilities."""
         return self.config.kl.weight > 0
 
     def reward_penalty(self, rollout_T: NDArray[np.float32], columns: Columns) -> float:
-        """What the trained tokens of a trajectory, whose numbers these are, take off its reward."""
+        """The part of a trajectory's reward that its distance from the reference costs.
+
+        [T] over its trained tokens: their log-probabilities by the engines, and each column.
+        """
         logprobs_N = torch.from_numpy(rollout_T)
         inputs = LossInputs(
             trainer_logprobs_N=logprobs_N,
@@ -321,7 +337,7 @@ class Algorithm:
 
 
 def is_bounded(inputs: LossInputs) -> Tensor:
-    """[N] whether one of a token's log ratios exceeded MAX_LOG_RATIO."""
+    """[N] whether a log ratio of the token exceeded MAX_LOG_RATIO."""
     moved_N = inputs.trainer_logprobs_N.detach() - inputs.proximal_logprobs_N
     stale_N = inputs.proximal_logprobs_N - inputs.rollout_logprobs_N
     return (moved_N.abs() > MAX_LOG_RATIO) | (stale_N.abs() > MAX_LOG_RATIO)

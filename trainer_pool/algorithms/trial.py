@@ -19,7 +19,7 @@ _LENGTHS = (3, 2)
 
 def check_algorithm(config: AlgorithmConfig) -> None:
     """Raises ValueError naming a setting whose function cannot be loaded, does not take
-    (inputs, config), fails, or returns something else than it should."""
+    (inputs, config), raises an error, or returns something else than it should."""
     algorithm = Algorithm.load(config)
     correction = next((k for k in config.correction.kinds if _is_own(_CORRECTION, k)), None)
     trials = [
@@ -30,7 +30,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
     ]
     for stream in config.streams.values():
         trials.append(("algorithm.streams.*.loss", stream.loss, _try_loss))
-        trials.append(("algorithm.aggregation", stream.aggregation, _try_aggregation))
+        trials.append(("algorithm.streams.*.aggregation", stream.aggregation, _try_aggregation))
     for setting, name, trial in trials:
         if name is None or not _is_own(setting, name):
             continue
@@ -50,7 +50,7 @@ def _is_own(setting: str, name: str) -> bool:
 
 
 def _try_loss(algorithm: Algorithm) -> None:
-    """Also backward; a loss that has no gradient would only be noticed by its learning nothing."""
+    """Forward and backward. A loss without a gradient would train nothing, and raise no error."""
     trainer_N = torch.tensor([-0.5, -1.0, -0.2, -2.0, -0.7], requires_grad=True)
     rollout_N = torch.tensor([-0.6, -0.8, -0.3, -2.0, -0.9])
     inputs = LossInputs(
@@ -74,7 +74,7 @@ def _try_loss(algorithm: Algorithm) -> None:
         if not loss.requires_grad:
             raise ValueError(
                 f"{what}: its result does not depend on inputs.trainer_logprobs_N, so nothing "
-                "would be learnt; do not detach all of it"
+                "would be learnt; do not detach all of its terms"
             )
     torch.stack([*losses.values()]).sum().backward()  # type: ignore[no-untyped-call]
 

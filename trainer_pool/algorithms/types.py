@@ -1,7 +1,7 @@
-"""What losses, corrections and KL estimators take and return.
+"""The inputs and results of losses, corrections and KL estimators.
 
-Letters: N tokens of one micro-batch, S trajectories in it. Values of tokens that are not trained
-are 0 (their mask is false), so no function has to look out for them.
+Letters: N tokens of one micro-batch, S trajectories in it. Tokens that are not trained (their mask
+is false) have finite log-probabilities, and what a function returns for them is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BatchStatistics:
-    """What a correction needs to know of all tokens of an update, on all ranks."""
+    """Statistics of all tokens of an update, on all ranks, for the corrections that need them."""
 
     mean_weight: float = 1.0
     """Mean of the importance weights, by which batch-normalised ones are divided."""
@@ -40,11 +40,11 @@ class LossInputs:
     """
 
     trainer_logprobs_N: Tensor
-    """Of the policy being updated; the only one with a gradient, beside the entropy."""
+    """By the policy being updated; only these and the entropy have a gradient."""
     proximal_logprobs_N: Tensor
-    """Of the policy at the start of the step, or what `algorithm.proximal` puts in its place."""
+    """By the policy at the start of the step, or by the one that `algorithm.proximal` names."""
     rollout_logprobs_N: Tensor
-    """Of the policies that sampled the tokens, as the engines measured them."""
+    """By the policies that sampled the tokens, as the engines measured them."""
     advantages_N: Tensor
     weights_N: Tensor
     """Weight of each token in the sum that becomes the loss; from the aggregation."""
@@ -56,10 +56,10 @@ class LossInputs:
     """int64: the trajectory that a token belongs to, from 0."""
     num_segments: int
     entropy_N: Tensor | None = None
-    """Of the policy being updated, in nats."""
+    """The entropy of the policy being updated, in nats."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """[N] each: those of the trajectories, as a teacher's log-probabilities, and the reference's.
-    """
+    """[N] each: the columns of the trajectories, such as a teacher's log-probabilities, and the
+    reference's log-probabilities."""
     batch: BatchStatistics = BatchStatistics()
 
     def __post_init__(self) -> None:
@@ -80,23 +80,23 @@ class LossInputs:
         return self.columns[name]
 
     def log_ratio(self, numerator_N: Tensor, denominator_N: Tensor) -> Tensor:
-        """Their difference within +-MAX_LOG_RATIO, without a gradient where it was clamped: a
-        single token must not dominate the loss."""
+        """[N] the difference, clamped to +-MAX_LOG_RATIO so that no single token dominates the
+        loss; a clamped one has no gradient."""
         return bounded((numerator_N - denominator_N).masked_fill(~self.mask_N, 0.0))
 
     @property
     def moved_N(self) -> Tensor:
-        """log(trainer / proximal), with the gradient of the trainer's."""
+        """log(trainer / proximal); its gradient is that of `trainer_logprobs_N`."""
         return self.log_ratio(self.trainer_logprobs_N, self.proximal_logprobs_N)
 
     @property
     def stale_N(self) -> Tensor:
-        """log(proximal / rollout): staleness, and how engine and trainer differ; no gradient."""
+        """log(proximal / rollout): staleness and the mismatch of engine and trainer; a constant."""
         return self.log_ratio(self.proximal_logprobs_N, self.rollout_logprobs_N).detach()
 
     @property
     def off_policy_N(self) -> Tensor:
-        """log(trainer / rollout), with the gradient of the trainer's."""
+        """log(trainer / rollout); its gradient is that of `trainer_logprobs_N`."""
         return self.log_ratio(self.trainer_logprobs_N, self.rollout_logprobs_N)
 
     def sum_by_segment(self, values_N: Tensor) -> Tensor:
@@ -126,18 +126,18 @@ class LossOutputs:
     loss_N: Tensor
     """To be minimised."""
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
-    """[N] each. The metrics of a step have their means over the trained tokens, by name, in all and
-    by staleness."""
+    """[N] each. A step's metrics contain their means over the trained tokens, overall and by
+    staleness."""
     metrics: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """A sum and a count each; the metrics of a step have sum / count over all ranks."""
+    """A sum and a count each; a step's metrics contain sum / count over all ranks."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Correction:
     """The factor by which a correction multiplies the loss of each token; no gradient.
 
-    A token with factor 0 is rejected. It still counts in the denominator of the loss: otherwise
-    the tokens that remain would weigh more, the more are rejected.
+    A token with factor 0 is rejected. It still counts in the denominator of the loss; otherwise
+    every rejected token would raise the weight of those that remain.
     """
 
     factors_N: Tensor

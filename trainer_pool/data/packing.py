@@ -40,15 +40,16 @@ class Row:
     weight: float = 1.0
     """Weight of each of its tokens in the policy's loss."""
     streams: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
-    """By name of a further stream: the weight of each token in its loss; 0 if it is not of it."""
+    """By name of a further stream: the weight of each token in its loss; 0 for tokens that it does
+    not train."""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Further numbers of each token."""
+    """Further values of each token, by name."""
     temperature: float = 1.0
     """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
     is_current: bool = False
     """Sampled entirely by the version being trained: engine and trainer should agree."""
     group: int = -1
-    """Place of its group in the batch; -1: of none."""
+    """Index of its group in the batch; -1: it has none."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
@@ -63,7 +64,7 @@ class Row:
 
     @property
     def is_scored(self) -> NDArray[np.bool_]:
-        """Tokens that any stream trains."""
+        """[T] tokens that the policy's loss or another stream trains."""
         masks = [self.loss_mask, *self.streams.values()]
         scored: NDArray[np.bool_] = np.any([mask != 0 for mask in masks], axis=0)
         return scored
@@ -71,7 +72,7 @@ class Row:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PassCost:
-    """Time of a sequence in a forward pass, up to a factor: multiply-adds of the model.
+    """The cost of a sequence in a forward pass, in multiply-adds of the model.
 
     A token meets every weight once. A query and a key meet twice in each layer (their product, and
     the sum of values), and causal attention has T²/2 such pairs.
@@ -81,33 +82,33 @@ class PassCost:
     per_pair: float = 0.0
 
     def of(self, stop: int, start: int = 0) -> float:
-        """Of the tokens from `start` to `stop`, which see those before."""
+        """The cost of the tokens from `start` to `stop`, which also see all tokens before."""
         return self.per_token * (stop - start) + self.per_pair * (stop**2 - start**2) / 2
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class PackedRow:
-    """What a forward pass computes: spans of tokens, laid end to end.
+    """The input of a forward pass: spans of tokens, laid end to end.
 
-    A span is a whole sequence that sees itself alone, or part of a tree of sequences: then it sees
-    the spans above it, too.
+    A span is a whole sequence, which sees only itself, or part of a tree of sequences: then it also
+    sees the spans above it.
     """
 
     tokens_L: Tensor
     """int64"""
     position_ids_L: Tensor
-    """int64; starts at 0 in each sequence."""
+    """int64, from 0 in each sequence."""
     starts: Tensor
     """int32 [S + 1]: where each span begins, and L."""
     longest: int
     """Tokens of the longest span."""
     key_starts: Tensor
-    """int32 [S + 1]: `starts` among the tokens that the spans see, their own last."""
+    """int32 [S + 1]: where the keys of each span begin, and their number. A span's keys are the
+    tokens that it sees, its own last."""
     longest_keys: int
-    """Tokens that one span sees, at most."""
+    """Keys of the span that has the most."""
     key_places: Tensor | None = None
-    """int64: places in the row of the tokens that the spans see; None if they see themselves alone.
-    """
+    """int64: positions in the row of the keys; None if every span sees only itself."""
 
     def to(self, device: torch.device) -> PackedRow:
         return replace(self, **_moved(self, device))
@@ -115,28 +116,31 @@ class PackedRow:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class MicroBatch:
-    """A packed row, and what the loss needs of each of its N trained tokens.
+    """A packed row, and the inputs of the loss for each of its N trained tokens.
 
-    Without a trained token it has one token with mask 0, so that every rank runs backward.
+    A row without a trained token gets one with mask 0, so that every rank runs backward.
     """
 
     row: PackedRow
     places_N: Tensor
     """int64: positions in the row whose logits predict the N tokens."""
     segment_ids_N: Tensor
-    """int64: which of the trajectories a token belongs to, ascending."""
+    """int64, ascending: the trajectory of the micro-batch that a token belongs to, from 0."""
     num_segments: int
     targets_N: Tensor
-    """int64"""
+    """int64: the ids of the tokens."""
     mask_N: Tensor
-    """float32, 1 where the policy's loss trains the token; elsewhere another stream does."""
+    """float32: 1 if the policy's loss trains the token, 0 if only another stream does."""
     rollout_logprobs_N: Tensor
     advantages_N: Tensor
     staleness_N: Tensor
-    """int64"""
+    """int64: `Row.staleness`"""
     weights_N: Tensor
+    """`Row.weight`"""
     temperatures_N: Tensor
+    """`Row.temperature`, and 1 for tokens that the policy did not sample."""
     is_current_N: Tensor
+    """Bool: `Row.is_current`"""
     groups_N: Tensor
     """int64: `Row.group`"""
     streams: Mapping[str, Tensor]
@@ -144,13 +148,13 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     """[N] each: `Row.columns`"""
     rows: tuple[int, ...]
-    """Which of the packed rows its trajectories are, in the order of their segments."""
+    """The indices of its trajectories among the rows that were packed, by segment."""
     num_tokens: int
-    """Of all its trajectories; the row has fewer if they share some."""
+    """Tokens of all its trajectories; the row has fewer if they share some."""
     num_padding: int = 0
     """Tokens of the row that belong to no trajectory."""
     cost: float = 0.0
-    """`PassCost` of its pass."""
+    """Multiply-adds of its pass: see `PassCost`."""
 
     def to(self, device: torch.device) -> MicroBatch:
         return replace(self, row=self.row.to(device), **_moved(self, device))
@@ -172,10 +176,10 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Indices of the sequences in each micro-batch of at most `max_tokens`; the costliest first.
 
-    First-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, plus 1) says how many
-    there are. In the order of their costs, the passes of the ranks, which wait for each other, take
-    about the same time. So do the passes of one rank, if the sequences, the costliest first, each
-    given to the cheapest micro-batch with room, still fit.
+    First-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, plus 1) gives their
+    number. If the sequences also fit when each, from the longest on, goes to the cheapest
+    micro-batch with room, the micro-batches get these, whose costs are nearly equal. In the order
+    of their costs, the passes of the ranks, which wait for each other, take about the same time.
     Raises ValueError if a single sequence is longer than `max_tokens`.
     """
     cost = cost or PassCost()
@@ -241,9 +245,10 @@ def pack(
     *,
     should_share_prefixes: bool = False,
 ) -> list[MicroBatch]:
-    """Every row in exactly one micro-batch of at most `max_tokens` tokens.
+    """Put every row into exactly one micro-batch of at most `max_tokens` tokens.
 
-    Rows with a common beginning, if they share it, lie in one micro-batch as far as it has room.
+    With `should_share_prefixes`, rows with a common prefix go into one micro-batch as far as it has
+    room. Raises ValueError if a single row is longer than `max_tokens`.
     """
     cost = cost or PassCost()
     tokens = [row.tokens for row in rows]
@@ -281,7 +286,7 @@ def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
 
 
 def packed_row(sequences: Sequence[Tensor]) -> PackedRow:
-    """Sequences of token ids, end to end, on their device."""
+    """The row of sequences of token ids [T], on their device."""
     rows = [sequence.cpu().numpy() for sequence in sequences]
     return _row(rows, separate(rows), range(len(rows)))[0].to(sequences[0].device)
 
@@ -289,7 +294,7 @@ def packed_row(sequences: Sequence[Tensor]) -> PackedRow:
 def _row(
     sequences: Sequence[Tokens], forest: Forest, chosen: Sequence[int]
 ) -> tuple[PackedRow, list[NDArray[np.int64]]]:
-    """The row of these sequences, and the places in it of the tokens of each."""
+    """The row of the `chosen` sequences, and for each of them the positions of its tokens in it."""
     indices = forest.spans_of(chosen)
     spans = [forest.spans[i] for i in indices]
     starts = np.cumsum([0, *(len(span) for span in spans)])
@@ -322,6 +327,7 @@ def _row(
 
 
 def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBatch:
+    """The micro-batch of the `chosen` rows."""
     rows = [every[i] for i in chosen]
     packed, places = _row([row.tokens for row in every], forest, chosen)
     lengths = [len(row.tokens) for row in rows]

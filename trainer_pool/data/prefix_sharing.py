@@ -1,8 +1,8 @@
-"""Which tokens of several sequences are the same computation; pure.
+"""Finds the tokens of several sequences that are the same computation; pure.
 
-What a model computes at a token depends on the tokens before it alone. So sequences with a common
-beginning, such as the answers to one prompt or the branches of an episode, form a tree, and each of
-its spans is computed once, seeing the spans on the way to its root.
+What a model computes at a token depends only on that token and those before it. So sequences with a
+common prefix, such as the answers to one prompt or the branches of an episode, form a tree; each of
+its spans is computed once, and sees the spans on the way to its root.
 
     prompt prompt prompt ┬ answer a answer a               spans, in the order of the row:
                          └ turn turn turn ┬ answer b       0 prompt  1 a  2 turn  3 b  4 c
@@ -19,18 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_SHARED = 16
-"""Fewer common tokens are computed again: each span is one more call of attention."""
+"""A shorter common prefix is computed again: without variable-length attention, each span costs a
+call of its own."""
 
 Tokens = NDArray[np.int32]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Span:
-    """Tokens `start` to `stop` of a sequence, and of all others below it in the tree."""
+    """Tokens `start` to `stop` of a sequence, which all sequences below it in the tree share."""
 
     sequence: int
     start: int
-    """Also the number of tokens before it that it sees."""
+    """Also the number of earlier tokens that it sees."""
     stop: int
 
     def __len__(self) -> int:
@@ -42,14 +43,14 @@ class Forest:
     """The spans of several sequences."""
 
     spans: tuple[Span, ...]
-    """Each after those that it sees."""
+    """Each comes after those that it sees."""
     paths: tuple[tuple[int, ...], ...]
-    """Of each sequence, the indices of its spans, in order."""
+    """For each sequence, the indices of its spans, in order."""
 
     def pieces(self, max_tokens: int) -> Iterator[list[int]]:
-        """Sequences that share spans, in pieces of at most `max_tokens` tokens in different spans.
+        """Groups sequences that share spans into pieces whose spans have at most `max_tokens`.
 
-        A sequence that is longer alone has a piece of its own.
+        A sequence that is longer has a piece of its own.
         """
         piece: list[int] = []
         num_tokens, above = 0, set[int]()
@@ -68,32 +69,33 @@ class Forest:
             yield piece
 
     def length(self, sequence: int) -> int:
+        """Tokens of the whole sequence."""
         return self.spans[self.paths[sequence][-1]].stop
 
     def spans_of(self, sequences: Sequence[int]) -> list[int]:
-        """Indices of all spans that they have, each once, in order."""
+        """Indices of all spans of these sequences, each once, in order."""
         return sorted({i for sequence in sequences for i in self.paths[sequence]})
 
 
 def separate(sequences: Sequence[Tokens]) -> Forest:
-    """Nothing is shared."""
+    """A span for each sequence: nothing is shared."""
     spans = (Span(sequence=i, start=0, stop=len(each)) for i, each in enumerate(sequences))
     return Forest(spans=tuple(spans), paths=tuple((i,) for i in range(len(sequences))))
 
 
 def share_prefixes(sequences: Sequence[Tokens], min_shared: int = MIN_SHARED) -> Forest:
-    """The tree of all beginnings of at least `min_shared` tokens that several sequences have.
+    """The tree of all prefixes that several sequences share.
 
-    A span below another one begins with at least as many that its own sequences have in common.
+    A span that is shared, at the root or below another span, has at least `min_shared` tokens.
     """
-    # Big-endian bytes of token ids sort as the ids do, so common beginnings become neighbours.
+    # Big-endian bytes of token ids sort as the ids do, so common prefixes become neighbours.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
     common = [_num_common(sequences[a], sequences[b]) for a, b in itertools.pairwise(order)]
     spans: list[Span] = []
     paths: list[tuple[int, ...]] = [()] * len(sequences)
 
     def grow(first: int, last: int, start: int, path: tuple[int, ...]) -> None:
-        """The spans of the sequences at `first` to `last`, which have `start` tokens in common."""
+        """Add the spans of order[first:last]; those of `path` are their first `start` tokens."""
         while first < last:
             end = first + 1
             while end < last and common[end - 1] >= start + min_shared:

@@ -1,4 +1,4 @@
-"""From the groups of a batch to rows to train on: advantages, weights, staleness of each token.
+"""Turns the groups of a batch into rows with the advantage, weight and staleness of each token.
 
 groups ─ rows ─ log-probabilities of the reference ┐
      └─ episodes of all ranks ─────────────────────┴─► advantages ─ aggregation ─► weights
@@ -39,12 +39,12 @@ class StepBatch:
 
     @property
     def places(self) -> Mapping[str, int]:
-        """The position of each group in the whole batch."""
+        """The index of each group in the whole batch, by its id."""
         return {group_id: place for place, group_id in enumerate(self.group_ids)}
 
 
 ReferenceScores = Callable[[Sequence[Row]], Sequence[NDArray[np.float32]]]
-"""[T] each, 0 where no token is trained; collective."""
+"""[T] log-probabilities of each row by the reference, 0 where no token is trained; collective."""
 
 
 def rows_by_group(
@@ -53,12 +53,12 @@ def rows_by_group(
     ranks: Collectives,
     score_reference: ReferenceScores | None = None,
 ) -> list[list[Row]]:
-    """For each group of this rank its trajectories that have a token to train on; collective.
+    """For each group of this rank, the rows of its trajectories with a trained token; collective.
 
     An episode's reward counts once, however many trajectories it has: each gets the episode's
     advantage, and the trained ones share its weight. A token whose log-probability from the engine
-    is not finite is not trained. Raises ValueError for a group that was sampled with more than a
-    temperature, or for one that the algorithm cannot use.
+    is not finite is not trained. Raises ValueError for a group whose sampling parameters changed
+    more than the temperature, or that the algorithm cannot use.
     """
     rows: list[list[Row | None]] = [_rows(batch, group, algorithm) for group in batch.groups]
     penalties: dict[tuple[str, int], float] = {}
@@ -83,7 +83,7 @@ def rows_by_group(
 
 
 def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> list[Row | None]:
-    """One for each trajectory, None if no token is trained; without advantages."""
+    """A row without advantages for each trajectory; None if none of its tokens is trained."""
     check_sampling(group)
     config, trajectories = algorithm.config, group.trajectories
     masks = [_trained_mask(t, group, config.advantage.mask_truncated) for t in trajectories]
@@ -120,7 +120,7 @@ def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> lis
 
 
 def _shares(trajectories: Sequence[Trajectory], masks: Sequence[NDArray[Any]]) -> list[float]:
-    """Of each trajectory: 1/n if n of its episode have a trained token: it counts once."""
+    """1/n for each trajectory of an episode that has n with a trained token: it counts once."""
     pairs = list(zip(trajectories, masks, strict=True))
     counts = Counter(trajectory.episode for trajectory, mask in pairs if mask.any())
     return [1 / max(counts[trajectory.episode], 1) for trajectory in trajectories]
@@ -143,7 +143,7 @@ def _trained_mask(
 def _stream_mask(
     trajectory: Trajectory, mask: NDArray[np.uint8], stream: StreamConfig, group: TrajectoryGroup
 ) -> NDArray[np.uint8]:
-    """Tokens of a further stream; `mask`: those of the policy's."""
+    """[T] 1 for the tokens that a further stream trains; `mask`: the same for the policy's loss."""
     if stream.min_reward is not None and trajectory.reward < stream.min_reward:
         return np.zeros_like(mask)
     if stream.tokens is StreamTokens.observations:
@@ -155,8 +155,8 @@ def _stream_mask(
         return mask
     if TEACHER_COLUMN not in trajectory.columns:
         raise ValueError(
-            f"group {group.group_id}: it has no column {TEACHER_COLUMN}, which a stream with "
-            "loss=teacher_kl learns from; it was sampled without a part of task.rewards with "
+            f"group {group.group_id}: it has no column {TEACHER_COLUMN}, from which a stream with "
+            "loss=teacher_kl learns; it was sampled without a part of task.rewards with "
             "kind=teacher: start a new run"
         )
     is_known: NDArray[np.bool_] = np.isfinite(trajectory.columns[TEACHER_COLUMN])
@@ -166,8 +166,8 @@ def _stream_mask(
 def weighted(
     groups: Sequence[Sequence[Row]], algorithm: Algorithm
 ) -> tuple[list[Row], dict[str, float | None]]:
-    """The rows of these groups with the weights of the aggregations, and this rank's part of the
-    denominator of each stream (None: it is 1)."""
+    """The rows of these groups with the weights of the aggregations, and by stream this rank's part
+    of the denominator (None: the sum is not divided)."""
     rows = [row for group in groups for row in group]
     numbers = np.array([i for i, group in enumerate(groups) for _ in group], np.int64)
     tokens = np.array([row.num_trained for row in rows], np.int64)
@@ -194,7 +194,7 @@ def _aggregated(
     shares: NDArray[np.float64],
     groups: NDArray[np.int64],
 ) -> tuple[list[float], float | None]:
-    """The weight of the tokens of each row, 1 for rows that have none, and the denominator."""
+    """The weight of each row's tokens (1 if none is trained), and this rank's denominator."""
     has = tokens > 0
     inputs = AggregationInputs(num_tokens_R=tokens[has], shares_R=shares[has], groups_R=groups[has])
     found = algorithm.aggregate(inputs, stream)
@@ -209,7 +209,8 @@ def _aggregated(
 def _penalties(
     batch: StepBatch, rows: Sequence[Sequence[Row | None]], algorithm: Algorithm
 ) -> dict[tuple[str, int], float]:
-    """What each episode, by its group and number, loses for its distance from the reference."""
+    """The reward that each episode, by its group and number, loses for its distance from the
+    reference."""
     found: defaultdict[tuple[str, int], float] = defaultdict(float)
     for group, of_group in zip(batch.groups, rows, strict=True):
         for trajectory, row in zip(group.trajectories, of_group, strict=True):
@@ -227,7 +228,8 @@ def _advantage_inputs(
     ranks: Collectives,
     penalties: Mapping[tuple[str, int], float],
 ) -> AdvantageInputs:
-    """Three collectives; the episodes are in the order of the batch's groups on every rank."""
+    """The inputs of the advantages; every rank has the same episodes in the same order. Makes three
+    collective calls."""
     own = [
         (place, episode, reward - penalties.get((group.group_id, episode), 0.0), tokens, parts)
         for group in batch.groups
@@ -262,7 +264,7 @@ def _advantage_inputs(
 def _episodes(
     batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm
 ) -> list[tuple[int, int, float, float, Mapping[str, float]]]:
-    """Of each episode: place of the group, number, reward, trained tokens, parts of the reward."""
+    """Index of the group, number, reward, trained tokens, reward parts of each episode."""
     settings, place = algorithm.config.advantage, batch.places[group.group_id]
     found = []
     for episode, reward in group.rewards_by_episode.items():
@@ -277,15 +279,15 @@ def _episodes(
 
 
 def check_sampling(group: TrajectoryGroup) -> None:
-    """Raises ValueError naming a sampling setting that importance ratios cannot account for."""
+    """Raises ValueError naming a sampling parameter that the importance ratios ignore."""
     plain = SamplingParams(temperature=group.sampling.temperature)
     for item in fields(SamplingParams):
         value = getattr(group.sampling, item.name)
         if value != getattr(plain, item.name):
             raise ValueError(
-                f"group {group.group_id}: {item.name}={value} changed the distribution that its "
-                "tokens were drawn from, which the trainer does not compute: its importance ratios "
-                f"would be wrong; sample with {item.name}={getattr(plain, item.name)}"
+                f"group {group.group_id}: {item.name}={value} changed the distribution from which "
+                "its tokens were drawn. The trainer does not compute that one, so its importance "
+                f"ratios would be wrong; sample with {item.name}={getattr(plain, item.name)}"
             )
     if not group.sampling.temperature > 0:
         raise ValueError(

@@ -31,7 +31,7 @@ _MASKED = -1e30
 
 
 class Scores(NamedTuple):
-    """Of each position, in float32; 0 where the token is not trained on."""
+    """[N] each: scores of the predictions of N tokens, in float32."""
 
     logprobs: Tensor
     """Log-probability of the target."""
@@ -43,9 +43,9 @@ class Scores(NamedTuple):
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class KeptTokens:
-    """The sets that top-p or top-k left of the vocabulary when each of N tokens was drawn.
+    """The ids that top-p or top-k left of the vocabulary when each of N tokens was drawn.
 
-    The distribution is then that over the set alone.
+    The distribution of such a token is that over its set alone.
     """
 
     ids_K: Tensor
@@ -69,7 +69,8 @@ class KeptTokens:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LogitShape:
-    """What a model does with its head's output x: scale x, or cap tanh(scale x / cap)."""
+    """The function that a model applies to its head's output x: scale x, or
+    cap tanh(scale x / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -80,7 +81,8 @@ class LogitShape:
         return x if self.scale == 1 else x.mul_(self.scale)
 
     def chain_(self, grad: Tensor, shaped: Tensor) -> Tensor:
-        """The gradient with respect to x; `shaped` is what x became."""
+        """The gradient with respect to x, given that with respect to `shaped`, `apply_`'s result;
+        overwrites both."""
         if self.cap is not None:
             grad.mul_(shaped.div_(self.cap).square_().neg_().add_(1))
         return grad if self.scale == 1 else grad.mul_(self.scale)
@@ -220,7 +222,8 @@ class _ScoreTokens(torch.autograd.Function):
 
 
 class _Sums:
-    """The sums over the vocabulary so far, relative to each row's largest logit so far."""
+    """Running sums over the vocabulary, relative to each row's largest logit so far (online
+    softmax, arXiv 1805.02867)."""
 
     def __init__(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
         def filled(value: float) -> Tensor:
@@ -230,7 +233,7 @@ class _Sums:
         self._exp, self._exp_times_z, self._exp_squared = filled(0), filled(0), filled(0)
 
     def add(self, z: Tensor, targets: Tensor, rows: slice) -> None:
-        """One tile, which this overwrites; `targets` outside its columns are in others."""
+        """Add a tile, which this overwrites; `targets` outside its columns are in other tiles."""
         is_inside, places = _inside(targets, z)
         chosen = z.gather(1, places.unsqueeze(1)).squeeze(1)
         self._chosen[rows] = torch.where(is_inside, chosen, self._chosen[rows])
@@ -260,7 +263,7 @@ class _Slopes:
         self._has_entropy = grad_3N.is_cuda or bool((self._of_entropy != 0).any())
 
     def by_logits_(self, z: Tensor, targets: Tensor, rows: slice) -> Tensor:
-        """Overwrites `z`."""
+        """The gradient of a tile's logits `z`, which it overwrites."""
         of_entropy = self._of_entropy[rows].unsqueeze(1) if self._has_entropy else None
         slope_N1 = self._slope_N[rows].unsqueeze(1)
         grad = slope(z, self._normalizer_N[rows].unsqueeze(1), slope_N1, of_entropy)
@@ -275,7 +278,7 @@ class _Slopes:
 def fold(
     z: Tensor, largest: Tensor, exp_sum: Tensor, exp_times_z: Tensor, exp_squared: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_Sums` with one more tile, which this overwrites."""
+    """The sums of `_Sums` with one more tile, which this overwrites."""
     before, largest = largest, torch.maximum(largest, z.amax(1))
     down = before - largest
     z.sub_(largest.unsqueeze(1))
@@ -298,7 +301,7 @@ def slope(z: Tensor, normalizer_N1: Tensor, slope_N1: Tensor, of_entropy: Tensor
 
 
 def _inside(targets: Tensor, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each target is a column of the tile, and a column that exists in any case."""
+    """Whether each target is a column of the tile, and its column, or 0 if it is in none."""
     is_inside = (targets >= 0) & (targets < tile.shape[1])
     return is_inside, torch.where(is_inside, targets, 0)
 
@@ -331,18 +334,21 @@ def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-# In the place of a model's own head --------------------------------------------------------------
+# In place of a model's own head -------------------------------------------------------------------
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class TokensToScore:
-    """What a forward pass scores: the N trained tokens of a packed row."""
+    """The N trained tokens of a packed row, which a forward pass scores."""
 
     places_N: Tensor
     """int64, ascending: positions in the row that predict them."""
     targets_N: Tensor
+    """int64: their ids."""
     temperatures_N: Tensor
+    """Their logits are divided by these."""
     kept: KeptTokens | None
+    """None: every token was drawn from the whole vocabulary."""
 
 
 class ScoringHead:
@@ -371,7 +377,8 @@ class ScoringHead:
         self._scores: Tensor | None = None
         model.forward = self._forward
         head.forward = self._forward_of_head  # type: ignore[method-assign, assignment]
-        # After deepspeed's hooks: it must be their tensor, whose backward pass gathers the weight.
+        # Registered after deepspeed's hooks, to keep the tensor that these return: its backward
+        # pass gathers the weight.
         head.register_forward_hook(self._keep)
         self._not_finite: Tensor | None = None
         model.get_input_embeddings().register_forward_hook(self._watch)
@@ -419,9 +426,10 @@ class ScoringHead:
         return found.flatten()
 
     def learn_shape(self, forward: Callable[[], Tensor]) -> None:
-        """See what the model does with logits after its head: `forward` gives those of any tokens.
+        """Find out what the model does with logits after its head; `forward` returns those of any
+        tokens.
 
-        Gemma caps them, Granite and Cohere scale them. Raises ValueError if it is neither.
+        Gemma caps them, Granite and Cohere scale them. Raises ValueError for anything else.
         """
         with torch.no_grad():
             found = forward()
@@ -440,7 +448,8 @@ class ScoringHead:
 
 
 def _probe(num_ids: int, device: torch.device) -> Tensor:
-    """[V] in place of logits: one so small that a cap leaves it, one that it cuts off, others."""
+    """[V] in place of logits: one so small that a cap hardly changes it, one that a cap cuts off,
+    and values from -100 to 100."""
     probe = torch.linspace(-100, 100, num_ids, device=device)
     probe[0], probe[1] = 2.0**-10, 2.0**20
     return probe

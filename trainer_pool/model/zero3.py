@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +40,7 @@ from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
 from weight_sync.types import TensorSpec
 
+Shape = tuple[int, ...]
 _GATHER_ELEMENTS = 50_000_000
 """Elements gathered on every rank at once during an export."""
 
@@ -144,7 +145,7 @@ class Zero3Engine:
         self._create_moments()
         self._reference: dict[str, Tensor] = {}
         self._norm_limit = math.inf
-        adam.register_step_pre_hook(self._leave_out_update)
+        adam.register_step_pre_hook(self._skip_update)
         self._engine.eval()
         attention.check_model(model_path, self.logits, self.device)
         self._engine.train()
@@ -154,7 +155,8 @@ class Zero3Engine:
 
     @property
     def cost(self) -> PassCost:
-        """What a token and a pair of tokens cost in a pass, from the shape of the model."""
+        """The cost of a token and of a pair of tokens in a pass, from the shape of the model. Not a
+        collective."""
         model = self._engine.module
         config = model.config.get_text_config()
         weights = {id(p): p.ds_numel for p in model.parameters()}
@@ -167,7 +169,8 @@ class Zero3Engine:
         )
 
     def _create_moments(self) -> None:
-        """What torch's AdamW creates in its first step, so that it can be restored before."""
+        """Create the moments that AdamW would create in its first step: a checkpoint is restored
+        before it."""
         optimizer = self._engine.optimizer
         for flat in optimizer.fp32_partitioned_groups_flat:
             optimizer.optimizer.state[flat] = {
@@ -183,7 +186,7 @@ class Zero3Engine:
         return logits
 
     def score(self, batch: MicroBatch, kept: KeptTokens | None = None) -> Scores:
-        """[N] what the policy makes of a micro-batch's trained tokens, whose sampling sets are
+        """The policy's scores of a micro-batch's N trained tokens, which were drawn from the sets
         `kept`."""
         wanted = TokensToScore(
             places_N=batch.places_N,
@@ -217,12 +220,10 @@ class Zero3Engine:
         )
         theirs = dict(model.named_parameters())
         shapes = [{name: tuple(p.ds_shape) for name, p in of.items()} for of in (own, theirs)]
-        if shapes[0] != shapes[1]:
-            wrong = sorted(n for n in {*own, *theirs} if shapes[0].get(n) != shapes[1].get(n))
+        if wrong := _differences(*shapes):
             raise ValueError(
                 f"algorithm.kl.reference={model_path!r}: it and the policy differ in the shape of "
-                f"{', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}; choose a model of the "
-                f"same shape as model.path={self._model_path!r}"
+                f"{wrong}; choose a model of the same shape as model.path={self._model_path!r}"
             )
         for name, parameter in theirs.items():
             shard = parameter.ds_tensor.data.detach().clone()
@@ -232,11 +233,11 @@ class Zero3Engine:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within it forward passes are those of the reference; backward ones are not allowed."""
+        """Inside this block, forward passes use the weights of the reference, without gradients."""
         assert self._reference, "hold_reference() comes first"
         own: dict[str, Tensor] = {}
-        # deepspeed may still hold whole weights of the policy, and would take them for the next
-        # pass's.
+        # deepspeed may still hold gathered weights of the policy, and would use them in the next
+        # pass.
         self._engine.optimizer.empty_partition_cache()
         try:
             for name, parameter in self._engine.module.named_parameters():
@@ -253,8 +254,8 @@ class Zero3Engine:
     def backward(self, loss: Tensor) -> Tensor:
         """Add the gradient of `loss`; `step` applies the sum over all calls and ranks.
 
-        Returns bool [L]: positions of the last scored row whose gradient is not finite, seen at the
-        input embeddings. That of a trajectory reaches its own positions only, and shared ones.
+        Returns bool [L]: the positions of the last scored row whose input embedding has a gradient
+        that is not finite. A trajectory's gradient reaches only its own positions and shared ones.
         """
         # deepspeed averages over the ranks, but the losses here are shares of one global sum.
         self._engine.backward(loss * self.num_ranks)
@@ -280,10 +281,10 @@ class Zero3Engine:
             return None
         return float(self._engine.get_global_grad_norm())
 
-    def _leave_out_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
+    def _skip_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
         # With a zero gradient Adam would still change the weights, by momentum and weight decay.
-        # deepspeed names the parameters of each update anew. (Their gradients must stay: offloaded
-        # ones are buffers that the next update fills.) The norm is global, so all ranks agree.
+        # deepspeed sets `params` again before each update. Their gradients must stay: offloaded
+        # ones are buffers that the next update fills. The norm is global, so all ranks agree.
         if not 0 < self._engine.optimizer._global_grad_norm <= self._norm_limit:
             for group in adam.param_groups:
                 group["params"] = []
@@ -317,12 +318,9 @@ class Zero3Engine:
 
     def shards(self) -> Iterator[Shard]:
         """This rank's piece of each parameter, as views of the live weights. Not a collective."""
-        rank = dist.get_rank()
         for name, parameter in self._engine.module.named_parameters():
-            share = parameter.ds_tensor.numel()
-            # The last ranks' slices are partly or entirely padding.
-            num_own = max(0, min(share, parameter.ds_numel - rank * share))
-            yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[:num_own])
+            start, stop = self._own_range(parameter)
+            yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[: stop - start])
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every full parameter by its Hugging Face name, in the same order on all ranks.
@@ -349,8 +347,8 @@ class Zero3Engine:
     # The training state, for checkpoints ---------------------------------------------------------
 
     def state_layout(self) -> Layout:
-        """All that `restore_state` needs, as whole tensors: of each trained parameter the float32
-        weights, by its name, and the optimizer's state, as NAME:KEY. Not a collective."""
+        """The whole tensors that `restore_state` needs: the float32 weights of each trained
+        parameter, as NAME, and its optimizer's state, as NAME:KEY. Not a collective."""
         specs = []
         for name, parameter in self._engine.module.named_parameters():
             shape = tuple(parameter.ds_shape)
@@ -370,7 +368,8 @@ class Zero3Engine:
 
     @property
     def num_updates(self) -> int:
-        """Of the optimizer, since its state was new: Adam corrects its bias by it."""
+        """Updates of the optimizer since its state was new, by which Adam corrects its bias. Not a
+        collective."""
         states = self._engine.optimizer.optimizer.state.values()
         return max((int(state["step"]) for state in states if "step" in state), default=0)
 
@@ -381,11 +380,10 @@ class Zero3Engine:
         """
         expected = {spec.name: spec.shape for spec in self.state_layout().tensors}
         found = {spec.name: spec.shape for spec in reader.layout.tensors}
-        if expected != found:
-            wrong = sorted(n for n in {*expected, *found} if expected.get(n) != found.get(n))
+        if wrong := _differences(expected, found):
             raise ValueError(
                 f"the checkpoint is of another model: it and model.path={self._model_path!r} "
-                f"differ in {', '.join(wrong[:3])}{' ...' if len(wrong) > 3 else ''}"
+                f"differ in {wrong}; set model.path to the model that the run began with"
             )
         for name, parameter in self._engine.module.named_parameters():
             start, stop = self._own_range(parameter)
@@ -399,7 +397,7 @@ class Zero3Engine:
                 state["step"].fill_(num_updates)
 
     def _own_range(self, parameter: Any) -> tuple[int, int]:
-        """This rank's elements of the flattened parameter; the last ranks' are partly padding."""
+        """This rank's elements of the flattened parameter, without the last ranks' padding."""
         share = parameter.ds_tensor.numel()
         start = min(dist.get_rank() * share, parameter.ds_numel)
         return start, min(start + share, parameter.ds_numel)
@@ -413,7 +411,7 @@ class Zero3Engine:
         return sorted(key for key, value in state.items() if value.numel() == flat.numel())
 
     def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
-        """The flat float32 weights that contain this rank's piece, where it begins, its size."""
+        """The flat float32 weights that contain this rank's piece, the piece's start, its size."""
         optimizer = self._engine.optimizer
         group, begin, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
         return optimizer.fp32_partitioned_groups_flat[group], begin, size
@@ -471,6 +469,12 @@ def _load(
             f"{setting}={model_path!r}: neither a folder with a Hugging Face model nor the name "
             f"of one that can be reached; correct {setting} ({error})"
         ) from error
+
+
+def _differences(mine: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
+    """The first names of tensors whose shapes differ, or that only one of the two has."""
+    wrong = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
+    return ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")
 
 
 def _state_name(parameter: str, key: str) -> str:

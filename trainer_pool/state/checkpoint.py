@@ -42,7 +42,7 @@ class TrainState:
     version: int
     """Version of the weights in the checkpoint."""
     num_updates: int
-    """Of the optimizer."""
+    """Updates of the optimizer."""
     lineage: str
     """Identifies the chain of checkpoints; a resume starts a new one."""
     consumed_group_ids: tuple[str, ...]
@@ -137,7 +137,7 @@ class CheckpointStore:
                 shutil.rmtree(self._final_folder(step), ignore_errors=True)
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints; a copy that somebody made beside them is none."""
+        """Steps of the complete checkpoints; other folders beside them do not count."""
         names = [_NAME.fullmatch(path.name) for path in self.folder.glob("step-*")]
         return sorted(int(name[1]) for name in names if name)
 

@@ -138,7 +138,7 @@ class PeerCopies:
         return "" if error is None else f"trainer-{self._ranks.rank} could not send: {error}"
 
     def _joined(self, text: str) -> str:
-        """What all ranks say, each sentence once."""
+        """The texts of all ranks, equal ones once; collective."""
         return "; ".join(dict.fromkeys(filter(None, self._ranks.gather_texts(text[:500]))))
 
     def _write(

@@ -62,7 +62,7 @@ def write_pieces(folder: Path, layout: Layout, rank: int, pieces: Iterable[Tenso
 
 
 def _file_header(layout: Layout, rank: int) -> bytes:
-    """Of a file with this rank's pieces; empty if it has none."""
+    """The header of a file with this rank's pieces; empty if the rank has none."""
     specs = [
         TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=(piece.num_elements(tensor),))
         for piece in layout.pieces[rank]

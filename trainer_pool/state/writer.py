@@ -1,7 +1,7 @@
 """Writes checkpoints beside training.
 
-    training     wait for the one before ── copy of the shards ──► next step
-    thread                                        └── write, sync ──► told to rank 0
+    training     wait for the previous one ── copy of the shards ──► next step
+    thread                                        └── write, sync ──► reported to rank 0
     of rank 0    all are written ── groups, state, rename, sync ──► durable: its groups are
                                     acknowledged
 
@@ -83,7 +83,7 @@ class CheckpointWriter:
 
     def save(self, state: TrainState, shards: Iterable[Shard]) -> float:
         """Copy `shards` and begin to write them; returns the seconds that it waited for the
-        checkpoint before."""
+        previous checkpoint."""
         began = time.perf_counter()
         self.finish()
         wait_s = time.perf_counter() - began

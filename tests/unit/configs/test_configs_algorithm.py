@@ -99,7 +99,7 @@ def test_legal_combinations_load(settings: list[str]) -> None:
             (
                 [f"algorithm.loss={loss}", NONE, *more],
                 "algorithm.correction.kinds=[]: with buffer.max_staleness=2 "
-                f"algorithm.loss={loss} would take tokens of older versions",
+                f"algorithm.loss={loss} would treat tokens of older versions",
             )
             for loss, more in (
                 ("ppo", []),

@@ -57,5 +57,5 @@ def test_teacher_that_cannot_be_served_is_refused_with_the_fix(
         check_served_teacher(cluster, uses_gpu=False, student=student)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=named + "its tokenizer is not the student's"):
         check_served_teacher(config, uses_gpu=False, student=OtherTokenizer())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is no folder with a Hugging Face model"):
+    with pytest.raises(ValueError, match="not a folder with a Hugging Face model"):
         check_served_teacher(config_with(tmp_path), uses_gpu=False, student=student)  # type: ignore[arg-type]

@@ -17,13 +17,15 @@ from token_batch import algorithm, tokens
 from configs.algorithm_schema import (
     ADVANTAGES,
     AGGREGATIONS,
+    KL_ESTIMATORS,
     LOSSES,
     MASKS,
+    STREAM_LOSSES,
     WEIGHTS,
     AlgorithmConfig,
     CorrectionConfig,
 )
-from configs.choices import Proximal
+from configs.choices import Proximal, StreamTokens
 from configs.load import load_config
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
@@ -59,8 +61,20 @@ def batch() -> LossInputs:
 
 
 def test_every_name_of_ours_is_on_the_page() -> None:
-    for name in (*LOSSES, *WEIGHTS, *MASKS, *ADVANTAGES, *AGGREGATIONS, *Proximal.__members__):
+    functions = (*LOSSES, *WEIGHTS, *MASKS, *ADVANTAGES, *AGGREGATIONS, *KL_ESTIMATORS)
+    choices = (*STREAM_LOSSES, *Proximal.__members__, *StreamTokens.__members__)
+    for name in (*functions, *choices):
         assert f"`{name}`" in PAGE, name
+
+
+def test_every_command_of_the_page_is_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    commands = re.findall(r'^    make launch ARGS="(.*?)"', PAGE, re.MULTILINE)
+    assert len(commands) == 7
+    for command in commands:
+        check_algorithm(load_config(shlex.split(command)).full_algorithm)
 
 
 def test_example_has_at_most_twenty_lines_and_its_command_is_accepted(

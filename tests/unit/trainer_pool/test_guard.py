@@ -1,4 +1,4 @@
-"""Which updates are left out, and when a run ends because of them."""
+"""Which updates are skipped, and when a run ends because of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_step_stats import add_tokens
 
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
-from trainer_pool.guard import FEWEST, EffectiveSampleSize, LeftOut, Update, UpdateGuard
+from trainer_pool.guard import MIN_NORMS, EffectiveSampleSize, SkipReason, Update, UpdateGuard
 from trainer_pool.metrics import StepAccumulator
 
 
@@ -26,39 +26,39 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
 
 def test_limit_is_a_multiple_of_the_usual_norm() -> None:
     guard = UpdateGuard(TrainerConfig(max_grad_spike=5.0))
-    for norm in range(1, FEWEST):
+    for norm in range(1, MIN_NORMS):
         guard.note(Update(float(norm)))
-        guard.note(Update(0.0))  # nothing to learn, which says nothing of the usual
+        guard.note(Update(0.0))  # nothing to learn, which says nothing about the usual
     assert guard.norm_limit is None
     guard.note(Update(1e6))
     # Of 1 to 9 and a million: 5.5.
     assert guard.norm_limit == 5 * 5.5
-    guard.note(Update(1e9, LeftOut.spike))
+    guard.note(Update(1e9, SkipReason.spike))
     assert guard.norm_limit == 5 * 5.5
     assert UpdateGuard(TrainerConfig(max_grad_spike=None)).norm_limit is None
 
 
 def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
     guard = UpdateGuard(TrainerConfig(max_skipped_updates=3))
-    for _ in range(FEWEST):
+    for _ in range(MIN_NORMS):
         guard.note(Update(1.0))
-    guard.note(Update(None, LeftOut.not_finite))
-    guard.note(Update(200.0, LeftOut.spike))
+    guard.note(Update(None, SkipReason.not_finite))
+    guard.note(Update(200.0, SkipReason.spike))
     guard.note(Update(1.0))
-    guard.note(Update(200.0, LeftOut.spike))
-    guard.note(Update(None, LeftOut.not_finite))
+    guard.note(Update(200.0, SkipReason.spike))
+    guard.note(Update(None, SkipReason.not_finite))
     with pytest.raises(
         RuntimeError,
         match=r"trainer\.max_skipped_updates=3: .* far above the usual \(2\), its gradient was not "
         r"finite \(1\)\. .*lower trainer\.learning_rate or buffer\.max_staleness",
     ):
-        guard.note(Update(200.0, LeftOut.spike))
+        guard.note(Update(200.0, SkipReason.spike))
     patient = UpdateGuard(TrainerConfig(max_skipped_updates=None))
     for _ in range(100):
-        patient.note(Update(None, LeftOut.not_finite))
+        patient.note(Update(None, SkipReason.not_finite))
 
 
-def test_few_tokens_that_carry_an_update_are_told_with_their_staleness(
+def test_low_effective_sample_size_is_logged_with_its_staleness(
     ranks: Collectives, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Weights 1 at staleness 0, and 1/e, 1/e and e at 2 to 3: see `add_tokens`."""
@@ -74,7 +74,7 @@ def test_few_tokens_that_carry_an_update_are_told_with_their_staleness(
     assert tally.ess_of_update(ranks).share == pytest.approx(share)
     guard = UpdateGuard(TrainerConfig(min_ess=0.6))
     with caplog.at_level(logging.WARNING):
-        assert guard.is_carried_by_few(found)
+        assert guard.is_ess_too_low(found)
     assert "it is lowest at staleness 2-3" in caplog.text
-    assert not UpdateGuard(TrainerConfig(min_ess=0.4)).is_carried_by_few(found)
+    assert not UpdateGuard(TrainerConfig(min_ess=0.4)).is_ess_too_low(found)
     assert guard.watches_ess and not UpdateGuard(TrainerConfig()).watches_ess

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.algorithm_schema import AdvantageConfig, AlgorithmConfig, CorrectionConfig
+from configs.algorithm_schema import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    CorrectionConfig,
+    StreamConfig,
+)
 from configs.load import load_config
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
@@ -88,7 +93,7 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
         ({"loss": "MINE:CODE"}, r"has nothing named 'CODE'"),
         (
             {"loss": "MINE:three"},
-            r"algorithm\.loss='.*': must take \(inputs, config\), and takes \(inputs, config, m",
+            r"algorithm\.loss='.*': must take \(inputs, config\), but takes \(inputs, config, m",
         ),
         ({"loss": "MINE:summed"}, r"loss_N has the shape \(\); return one value for each of the 5"),
         ({"loss": "MINE:tensor"}, r"algorithm\.loss='.*': must return LossOutputs, not Tensor"),
@@ -123,6 +128,13 @@ def test_function_that_cannot_be_used_is_refused_with_setting_value_and_fix(
         else:
             setattr(config, key, name(value))
     with pytest.raises(ValueError, match=message):
+        check_algorithm(config)
+
+
+@pytest.mark.parametrize("name", ["absent", "ones"])
+def test_aggregation_of_a_stream_is_refused_by_its_own_setting(mine: str, name: str) -> None:
+    config = AlgorithmConfig(streams={"words": StreamConfig(aggregation=f"{mine}:{name}")})
+    with pytest.raises(ValueError, match=r"^algorithm\.streams\.\*\.aggregation='.*:(absent|ones)"):
         check_algorithm(config)
 
 

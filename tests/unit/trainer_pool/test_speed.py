@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from trainer_pool.data.packing import PassCost, Row, fill_up, pack
-from trainer_pool.speed import StepSpeed, peak_tflops
+from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops
 
 
 def row(length: int, last: int) -> Row:
@@ -32,6 +34,12 @@ def test_speed_is_that_of_all_parts_of_the_step() -> None:
     }
     assert "mfu" not in speed.record(400, peak=None)
     assert peak_tflops(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("page", ["training", "configuration"])
+def test_gpus_whose_peak_is_known_are_on_the_page(page: str) -> None:
+    text = (Path(__file__).parents[3] / "docs" / f"{page}.md").read_text()
+    assert [name for name in PEAK_TFLOPS if name not in text] == []
 
 
 def test_seconds_of_a_part_add_up() -> None:

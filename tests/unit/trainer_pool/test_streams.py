@@ -116,7 +116,7 @@ def test_tokens_of_any_stream_are_scored_and_only_the_policys_have_its_temperatu
     assert batch.rows == (0, 1)
 
 
-def test_teacher_that_is_missing_is_told_with_the_group(ranks: Collectives) -> None:
+def test_missing_teacher_is_named_with_the_group(ranks: Collectives) -> None:
     chosen = with_streams(teacher=StreamConfig(loss="teacher_kl"))
     batch = batch_of(replace(two_turns(0, 1.0), columns={}))
     with pytest.raises(ValueError, match="group g7: it has no column teacher_logprobs"):
@@ -243,7 +243,7 @@ RIGHT = "task.rewards.right.kind=task"
         (["algorithm.kl.estimator=k1", "algorithm.kl.weight=0.1"], r"estimator='?k1'?.*mean 0"),
         (
             ["algorithm.kl={weight: 0.1, estimator: unbiased, where: reward}"],
-            r"estimator='?unbiased'?.*choose k1",
+            r"estimator='?unbiased'?.*set k1",
         ),
         (["algorithm.kl.offload=true"], r"algorithm\.kl\.offload=True.*leave this out"),
         (

@@ -49,7 +49,7 @@ def test_bounds_that_are_not_symmetric_are_of_trainer_over_rollout(kind: str) ->
 def test_staleness_is_not_ignored_by_recomputing_with_the_current_policy() -> None:
     """With one update the ratio to the recomputed policy is 1, however old the token."""
     settings = ["algorithm.correction.kinds=[]", "buffer.max_staleness=4"]
-    with pytest.raises(ValueError, match="would take tokens of older versions for the trained"):
+    with pytest.raises(ValueError, match="would treat tokens of older versions as the trained"):
         load_config(settings)
     inputs = tokens(**ratios(0.25, 1.0))
     losses = [algorithm(*kinds).objective(inputs, 1.0).loss for kinds in ((), ("tis_token",))]

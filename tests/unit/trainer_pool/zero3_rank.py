@@ -176,8 +176,8 @@ def with_graded_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
     return replace(group, trajectories=tuple(graded))
 
 
-def told(stats: StepStats) -> dict[str, float | int | str]:
-    """What is the same on every machine."""
+def recorded(stats: StepStats) -> dict[str, float | int | str]:
+    """Its record without the speed, which differs from machine to machine."""
     return replace(stats, speed={}).record()
 
 
@@ -612,7 +612,7 @@ class Scenario:
                     learning_rate=1e-2,
                     before_update=noted("before_update", before_update),
                 )
-            steps.append(told(stats))
+            steps.append(recorded(stats))
             if step + 1 in save_after:
                 self.save(step + 1)  # the next steps do not wait for the disk
             after_step(step + 1)
@@ -638,7 +638,7 @@ class Scenario:
             learning_rate=1e-2,
             before_update=lambda: None,
         )
-        self.results["step_without_gradient"] = told(stats)
+        self.results["step_without_gradient"] = recorded(stats)
         self.results["changed_without_gradient"] = [
             *(name for name, now in self.weights().items() if not torch.equal(weights[name], now)),
             *("a moment" for a, b in zip(moments, self.moments(), strict=True) if (a != b).any()),
@@ -661,7 +661,7 @@ class Scenario:
             learning_rate=1e-2,
             before_update=lambda: None,
         )
-        self.results["step_with_nan"] = told(stats)
+        self.results["step_with_nan"] = recorded(stats)
         self.results["is_finite_after_nan"] = all(
             bool(weight.isfinite().all()) for weight in self.weights().values()
         )
@@ -688,7 +688,7 @@ class Scenario:
                 learning_rate=0.0,
                 before_update=lambda: None,
             )
-            packings.append((micro_batch_tokens, share_prefixes, told(stats)))
+            packings.append((micro_batch_tokens, share_prefixes, recorded(stats)))
 
     def head(self) -> None:
         """A gradient of log-probabilities and entropies, in two passes of which rank 1 has nothing
@@ -718,7 +718,7 @@ class Scenario:
         self.write()
 
     def step_over_the_limit(self) -> None:
-        """An update is left out because of its norm; the next one is made."""
+        """An update is skipped because of its norm; the next one is made."""
         before, moments = self.weights(), self.moments()
         (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
         changed = []
@@ -793,7 +793,7 @@ class Scenario:
             )
         culprits = self.ranks.gather(torch.tensor(planted))
         self.results["planted_in"] = batch.group_ids[int(culprits[1])]
-        self.results["step_with_planted_nan"] = told(stats)
+        self.results["step_with_planted_nan"] = recorded(stats)
         self.results["changed_by_planted_nan"] = [
             name for name, now in self.weights().items() if not torch.equal(before[name], now)
         ]
@@ -818,7 +818,7 @@ class Scenario:
                 learning_rate=SYNCHRONOUS_RATE,
                 before_update=lambda: None,
             )
-            steps.append(told(stats))
+            steps.append(recorded(stats))
             step += 1
         self.results["steps"] = steps
         self.write()
@@ -857,7 +857,7 @@ class Scenario:
                 learning_rate=0.0,
                 before_update=note,
             )
-            self.results[name] = told(stats)
+            self.results[name] = recorded(stats)
         if self.ranks.rank == 0:
             self.output.mkdir(exist_ok=True)
             np.savez(self.output / "gradients.npz", **gradients)
