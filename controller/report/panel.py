@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,7 +17,7 @@ from rich.text import Text
 from buffer.results import BufferStats
 from configs.printable import printable
 from controller.metrics.counters import panel_line
-from controller.metrics.records import Record
+from controller.metrics.records import Record, series
 from controller.metrics.weights import median
 from controller.report.state import RunView
 from controller.units import format_count, format_duration
@@ -230,7 +231,9 @@ def _learning(view: RunView, bar_width: int) -> Group:
     ]
     if (last := view.last_step) is not None:
         mean, largest = last.number("staleness_mean"), last.number("staleness_max")
-        loss, norm = last.number("loss"), last.number("grad_norm")
+        loss = last.number("loss")
+        # Only the last step of an update has one.
+        norm = (series(view.steps[-view.steps_per_version :], "grad_norm") or [math.nan])[-1]
         rows += [
             ("staleness", f"{mean:.1f} mean, {largest:.0f} at most"),
             ("answers", f"{last.number('response_length_mean'):.1f} tokens, mean"),

@@ -62,7 +62,10 @@ def _has_any(name: str, step: Record) -> bool:
 
 def has_no_gradient(step: Record) -> bool:
     """Whether every update of the step was skipped because its gradient was zero."""
-    return step.number("num_empty_updates") == step.number("num_updates")
+    num_updates = step.number("num_updates")
+    if num_updates == 0 and step.number("num_tokens") > 0:  # a later step makes the update
+        return False
+    return step.number("num_empty_updates") == num_updates
 
 
 def _gradient(steps: Sequence[Record]) -> Alarm | None:

@@ -59,6 +59,12 @@ RISING = [float(step) for step in range(40)]
             {"num_empty_updates": [0.0] * 39 + [1.0]},
             ["no gradient, weights unchanged (1 step)"],
         ),
+        # The update is a later step's.
+        ({"num_updates": [1.0] * 39 + [0.0], "num_tokens": [90.0] * 40}, []),
+        (
+            {"num_updates": [1.0] * 39 + [0.0], "num_tokens": [90.0] * 39 + [0.0]},
+            ["no gradient, weights unchanged (1 step)"],
+        ),
         (
             {"num_skipped_updates": [0.0] * 38 + [1.0] * 2},
             ["a gradient was not finite (2 steps)"],
