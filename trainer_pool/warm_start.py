@@ -31,7 +31,10 @@ def warm_start(
     starts with fresh moments. Raises ValueError without examples.
     """
     if not examples:
-        raise ValueError("trainer.warm_start.num_steps: the task gave no examples to learn from")
+        raise ValueError(
+            f"trainer.warm_start.num_steps={config.warm_start.num_steps}: the task gave no "
+            "examples to learn from; set 0, or choose a task with solutions"
+        )
     start = time.perf_counter()
     losses = [
         _supervised_step(engine, ranks, batch, config) for batch in _batches(examples, config)

@@ -65,7 +65,10 @@ def rows_by_group(
     if score_reference is not None:
         found = iter(score_reference([row for of_group in rows for row in of_group if row]))
         rows = [
-            [row and _with_column(row, REFERENCE_COLUMN, next(found)) for row in of_group]
+            [
+                row and replace(row, columns={**row.columns, REFERENCE_COLUMN: next(found)})
+                for row in of_group
+            ]
             for of_group in rows
         ]
         if algorithm.config.kl.where is KLPlace.reward:
@@ -86,6 +89,7 @@ def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> lis
     """A row without advantages for each trajectory; None if none of its tokens is trained."""
     check_sampling(group)
     config, trajectories = algorithm.config, group.trajectories
+    place = batch.places[group.group_id]
     masks = [_trained_mask(t, group, config.advantage.mask_truncated) for t in trajectories]
     shares = _shares(trajectories, masks)
     streams: list[dict[str, NDArray[np.float32]]] = [{} for _ in trajectories]
@@ -111,7 +115,7 @@ def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> lis
                 weight=share,
                 temperature=group.sampling.temperature,
                 is_current=t.min_version == batch.version,
-                group=batch.places[group.group_id],
+                group=place,
                 streams=weights,
                 columns=t.columns,
             )
@@ -124,10 +128,6 @@ def _shares(trajectories: Sequence[Trajectory], masks: Sequence[NDArray[Any]]) -
     pairs = list(zip(trajectories, masks, strict=True))
     counts = Counter(trajectory.episode for trajectory, mask in pairs if mask.any())
     return [1 / max(counts[trajectory.episode], 1) for trajectory in trajectories]
-
-
-def _with_column(row: Row, name: str, values: NDArray[np.float32]) -> Row:
-    return replace(row, columns={**row.columns, name: values})
 
 
 def _trained_mask(

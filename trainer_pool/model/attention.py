@@ -110,9 +110,9 @@ def packed_attention(
     """
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         raise ValueError(
-            f"model.path: {type(module).__name__} was not told the sequences of the packed row, as "
-            "its model does not hand them on to its layers; choose a model that transformers "
-            "itself has, without trust_remote_code"
+            f"model.path: {type(module).__name__} did not receive the borders of the packed row's "
+            "sequences, since its model does not pass them to its layers; choose a model that "
+            "transformers itself has, without trust_remote_code"
         )
     for name, value in (("softcap", softcap), ("sinks", s_aux)):
         if value is not None:

@@ -74,6 +74,17 @@ def test_values_that_the_rules_of_the_run_forbid_are_refused(
     assert "with buffer.on_stale=wait the trainer waits" in error
 
 
+def test_staleness_that_the_algorithm_does_not_correct_is_refused(
+    open_run: RunDir, leash: Command
+) -> None:
+    leash("tune", "buffer.max_staleness=0")
+    config = load_config(["buffer.max_staleness=0", "algorithm.correction.kinds=[]"])
+    (open_run.path / "config.yaml").write_text(to_yaml(config))
+    assert "batch_timeout_s 60.0 -> 1.0" in leash("tune", "trainer.batch_timeout_s=1")
+    error = leash("tune", "buffer.max_staleness=1", exit_code=EXIT_BAD_INPUT)
+    assert "algorithm.loss=ppo would treat tokens of older versions as the trained one's" in error
+
+
 def test_run_that_is_over_is_not_tuned(open_run: RunDir, leash: Command) -> None:
     assert "name a setting" in leash("tune", exit_code=EXIT_BAD_INPUT)
     open_run.write_record(replace(open_run.read_record(), state="finished", process_started=0.0))

@@ -225,7 +225,7 @@ def test_model_with_its_own_attention_is_refused_before_the_launch_and_when_it_i
 
 def test_model_that_does_not_hand_the_borders_on_is_refused() -> None:
     heads = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="was not told the sequences"):
+    with pytest.raises(ValueError, match="did not receive the borders"):
         attention.packed_attention(torch.nn.Identity(), heads, heads, heads, None)
 
 
