@@ -150,16 +150,27 @@ class Algorithm:
         )
 
     def advantages(self, inputs: AdvantageInputs) -> TokenAdvantages:
-        """Raises ValueError if a user's function returns something else than [T] each."""
-        found = self.advantage(inputs, self.config)
-        shapes = [np.shape(values) for values in found]
+        """Raises ValueError if a user's function returns something else than [T] each, or numbers
+        that are not finite."""
+        # A user's may be a generator, which gives its values once, or lists.
+        found = [np.asarray(values, np.float32) for values in self.advantage(inputs, self.config)]
+        what = f"algorithm.advantage.kind={self.config.advantage.kind!r}"
+        shapes = [values.shape for values in found]
         expected = [(trajectory.num_tokens,) for trajectory in inputs.trajectories]
         if shapes != expected:
             raise ValueError(
-                f"algorithm.advantage.kind={self.config.advantage.kind!r}: must return an array "
-                f"[T] for each of {len(expected)} trajectories, the first of the shapes "
-                f"{expected[:3]}; it returned {len(shapes)}, the first {shapes[:3]}"
+                f"{what}: must return an array [T] for each of {len(expected)} trajectories, the "
+                f"first of the shapes {expected[:3]}; it returned {len(shapes)}, the first "
+                f"{shapes[:3]}"
             )
+        for place, values in enumerate(found):
+            if not np.isfinite(values).all():
+                raise ValueError(
+                    f"{what}: returned an advantage that is NaN or infinite, for trajectory "
+                    f"{place} of {len(found)}, whose episode has the reward "
+                    f"{inputs.rewards_E[inputs.episodes[place]]:g}; return finite numbers, as 0 "
+                    "for a token from which nothing can be learnt"
+                )
         return found
 
     def aggregate(self, inputs: AggregationInputs, stream: str | None = None) -> Aggregation:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from buffer.types import Trajectory
 from configs.algorithm_schema import AdvantageConfig, AlgorithmConfig, CorrectionConfig
 from configs.load import load_config
+from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
 
@@ -48,6 +51,13 @@ def keeps_one(inputs, config):
 
 def ones(inputs, config):
     return [np.ones(t.num_tokens, np.float32) for t in inputs.trajectories]
+
+def one_by_one(inputs, config):
+    for t, episode in zip(inputs.trajectories, inputs.episodes):
+        yield [inputs.rewards_E[episode]] * t.num_tokens
+
+def unknown(inputs, config):
+    return inputs.spread(inputs.rewards_E * np.nan)
 
 def by_episode(inputs, config):
     return inputs.rewards_E
@@ -101,6 +111,7 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
         ({"aggregation": "MINE:one_weight"}, r"algorithm\.aggregation='.*a weight for each of 2"),
         ({"aggregation": "MINE:ones"}, r"algorithm\.aggregation='.*:ones': failed on a batch"),
         ({"kind": "MINE:by_episode"}, r"algorithm\.advantage\.kind='.*must return an array \[T\]"),
+        ({"kind": "MINE:unknown"}, r"algorithm\.advantage\.kind='.*is NaN or infinite, for"),
         (
             {"kinds": ["MINE:keeps_one"]},
             r"algorithm\.correction\.kinds=.*a factor for each of the",
@@ -124,6 +135,29 @@ def test_function_that_cannot_be_used_is_refused_with_setting_value_and_fix(
             setattr(config, key, name(value))
     with pytest.raises(ValueError, match=message):
         check_algorithm(config)
+
+
+def test_advantages_may_come_one_by_one_as_lists(mine: str) -> None:
+    chosen = Algorithm.load(AlgorithmConfig(advantage=AdvantageConfig(kind=f"{mine}:one_by_one")))
+    trajectory = Trajectory(
+        tokens=np.zeros(3, np.int32),
+        loss_mask=np.array([0, 1, 1], np.uint8),
+        rollout_logprobs=np.zeros(3, np.float32),
+        version_spans=(),
+        prompt_length=1,
+        reward=2.0,
+        finish_reason="stop",
+    )
+    inputs = AdvantageInputs(
+        rewards_E=np.array([2.0]),
+        groups_E=np.array([0]),
+        num_tokens_E=np.array([2.0]),
+        trajectories=[trajectory],
+        episodes=[0],
+    )
+    (values,) = chosen.advantages(inputs)
+    assert values.dtype == np.float32
+    assert values.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_relative_file_of_a_loss_means_the_folder_of_the_command(
