@@ -110,10 +110,12 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> T
 
 
 def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig) -> Values:
-    """Mean 0 and deviation 1 over the tokens, which have the values of their episodes."""
-    if np.ptp(values_E) == 0:
-        return np.zeros(len(values_E))
+    """Mean 0 and deviation 1 over the tokens, which have the values of their episodes; 0 where the
+    values of all trained tokens are equal, so that there is no deviation to divide by."""
+    trained_E = values_E[inputs.num_tokens_E > 0]
     num_tokens = inputs.num_tokens_E.sum()
+    if not len(trained_E) or np.ptp(trained_E) == 0:
+        return np.zeros(len(values_E))
     centered_E = values_E - (inputs.num_tokens_E * values_E).sum() / num_tokens
     square = (inputs.num_tokens_E * centered_E**2).sum() / (num_tokens - config.ddof)
     return np.asarray(centered_E / (np.sqrt(square) + config.epsilon))
@@ -121,6 +123,8 @@ def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig
 
 def batch_std(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
     """(R - mean of the group) / (standard deviation of all rewards of the batch + epsilon)."""
+    if np.ptp(inputs.rewards_E) == 0:  # a deviation of 0, or of one episode none at all
+        return inputs.spread(np.zeros(len(inputs.rewards_E)))
     deviation = inputs.rewards_E.std(ddof=config.advantage.ddof)
     centered_E = inputs.by_group(inputs.rewards_E, _centered)
     return inputs.spread(centered_E / (deviation + config.advantage.epsilon))
