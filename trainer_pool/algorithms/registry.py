@@ -12,6 +12,7 @@ The loss of an update is the sum of its streams: the policy's, as above, and tho
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,7 +177,8 @@ class Algorithm:
     def aggregate(self, inputs: AggregationInputs, stream: str | None = None) -> Aggregation:
         """Of the policy's loss, or of a further stream's.
 
-        Raises ValueError if a user's function returns something else than [R] weights.
+        Raises ValueError if a user's function returns something else than [R] weights, or numbers
+        that are negative or not finite.
         """
         if stream is None:
             function, what = self.aggregation, f"algorithm.aggregation={self.config.aggregation!r}"
@@ -190,6 +192,13 @@ class Algorithm:
             raise ValueError(
                 f"{what}: must return a weight for each of {len(inputs.shares_R)} trajectories, "
                 f"not {found.weights_R.shape}"
+            )
+        numbers = [*found.weights_R, *([] if found.denominator is None else [found.denominator])]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise ValueError(
+                f"{what}: weights and denominator must be finite numbers of at least 0 (or the "
+                f"denominator None); it returned the weights {found.weights_R[:3]} ... for "
+                f"{inputs.num_tokens_R[:3]} ... tokens, and the denominator {found.denominator}"
             )
         return found
 

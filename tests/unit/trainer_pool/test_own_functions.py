@@ -13,6 +13,8 @@ from configs.load import load_config
 from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
+from trainer_pool.data.packing import Row
+from trainer_pool.data.rows import weighted
 
 CODE = """
 import numpy as np
@@ -65,6 +67,16 @@ def by_episode(inputs, config):
 def halves(inputs, config):
     return Aggregation(weights_R=inputs.shares_R / 2, denominator=1.0)
 
+def without_long_ones(inputs, config):
+    is_short_R = inputs.num_tokens_R < inputs.num_tokens_R.max()
+    return Aggregation(weights_R=is_short_R.astype(float), denominator=float(is_short_R.mean()))
+
+def against_long_ones(inputs, config):
+    return Aggregation(weights_R=2.5 - inputs.num_tokens_R, denominator=1.0)
+
+def unknown_denominator(inputs, config):
+    return Aggregation(weights_R=inputs.shares_R, denominator=float("nan"))
+
 def one_weight(inputs, config):
     return Aggregation(weights_R=inputs.shares_R[:1], denominator=1.0)
 """
@@ -109,6 +121,14 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
             r"algorithm\.loss='.*:fails': failed on a batch of 5 tokens: KeyError: 'scale'",
         ),
         ({"aggregation": "MINE:one_weight"}, r"algorithm\.aggregation='.*a weight for each of 2"),
+        (
+            {"aggregation": "MINE:against_long_ones"},
+            r"algorithm\.aggregation='.*must be finite numbers of at least 0 .*weights \[-0\.5",
+        ),
+        (
+            {"aggregation": "MINE:unknown_denominator"},
+            r"algorithm\.aggregation='.*must be finite numbers of at least 0 .*denominator nan",
+        ),
         ({"aggregation": "MINE:ones"}, r"algorithm\.aggregation='.*:ones': failed on a batch"),
         ({"kind": "MINE:by_episode"}, r"algorithm\.advantage\.kind='.*must return an array \[T\]"),
         ({"kind": "MINE:unknown"}, r"algorithm\.advantage\.kind='.*is NaN or infinite, for"),
@@ -158,6 +178,23 @@ def test_advantages_may_come_one_by_one_as_lists(mine: str) -> None:
     (values,) = chosen.advantages(inputs)
     assert values.dtype == np.float32
     assert values.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_aggregation_may_leave_out_trajectories_and_never_sees_a_rank_without_any(
+    mine: str,
+) -> None:
+    chosen = Algorithm.load(AlgorithmConfig(aggregation=f"{mine}:without_long_ones"))
+
+    def row(num_trained: int) -> Row:
+        mask = np.array([0, *[1] * num_trained], np.uint8)
+        return Row(
+            tokens=mask.astype(np.int32), loss_mask=mask, rollout_logprobs=-mask.astype("f4")
+        )
+
+    rows, denominators = weighted([[row(1), row(4)]], chosen)
+    assert [row.weight for row in rows] == [1, 0]
+    assert denominators == {"policy": 0.5}
+    assert weighted([], chosen) == ([], {"policy": 0.0})
 
 
 def test_relative_file_of_a_loss_means_the_folder_of_the_command(
