@@ -338,6 +338,14 @@ class Algorithm:
                     f"{what}: {name} has the shape {tuple(values.shape)}; return one value for "
                     f"each of the {shape[0]} tokens, not yet summed"
                 )
+        for name, pair in outputs.metrics.items():
+            shapes = [getattr(number, "shape", type(number).__name__) for number in pair]
+            if shapes != [(), ()]:
+                shown = ", ".join(map(str, shapes))
+                raise ValueError(
+                    f"{what}: the metric {name} must be a pair of tensors without dimensions, a "
+                    f"sum and a count, as (values_N.sum(), inputs.mask_N.sum()); it is ({shown})"
+                )
 
 
 def is_bounded(inputs: LossInputs) -> Tensor:

@@ -36,6 +36,18 @@ def tensor(inputs, config):
 def short_diagnostic(inputs, config):
     return LossOutputs(loss_N=inputs.trainer_logprobs_N, diagnostics={"few": torch.zeros(2)})
 
+def with_metric(inputs, config, *numbers):
+    return LossOutputs(loss_N=-inputs.trainer_logprobs_N, metrics={"mine": numbers})
+
+def numbers_as_metric(inputs, config):
+    return with_metric(inputs, config, 1.0, 5)
+
+def tokens_as_metric(inputs, config):
+    return with_metric(inputs, config, inputs.advantages_N, inputs.mask_N.sum())
+
+def one_number_as_metric(inputs, config):
+    return with_metric(inputs, config, inputs.advantages_N.sum())
+
 def detached(inputs, config):
     return LossOutputs(loss_N=inputs.trainer_logprobs_N.detach())
 
@@ -115,6 +127,12 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
         ({"loss": "MINE:summed"}, r"loss_N has the shape \(\); return one value for each of the 5"),
         ({"loss": "MINE:tensor"}, r"algorithm\.loss='.*': must return LossOutputs, not Tensor"),
         ({"loss": "MINE:short_diagnostic"}, r"few has the shape \(2,\); return one value for each"),
+        (
+            {"loss": "MINE:numbers_as_metric"},
+            r"algorithm\.loss='.*the metric mine must be a pair of tensors .*it is \(float, int\)",
+        ),
+        ({"loss": "MINE:tokens_as_metric"}, r"a pair of tensors .*\[5\]\), torch"),
+        ({"loss": "MINE:one_number_as_metric"}, r"a pair of tensors .*it is \(torch"),
         ({"loss": "MINE:detached"}, r"does not depend on inputs\.trainer_logprobs_N"),
         (
             {"loss": "MINE:fails"},
