@@ -221,6 +221,11 @@ def test_what_other_sections_say_fills_the_algorithm() -> None:
     assert config.algorithm.aggregation_length is None
 
 
+def test_length_may_cost_reward_from_the_first_token_on() -> None:
+    full = load_config(["algorithm.advantage.overlong_start=0"]).full_algorithm
+    assert (full.advantage.overlong_start, full.advantage.overlong_end) == (0, 8)
+
+
 def test_algorithm_survives_the_file_of_a_run(tmp_path) -> None:  # type: ignore[no-untyped-def]
     config = load_config(["algorithm=gspo", "algorithm.params.mine=[1, 2]"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
