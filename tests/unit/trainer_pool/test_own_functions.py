@@ -36,6 +36,14 @@ def tensor(inputs, config):
 def short_diagnostic(inputs, config):
     return LossOutputs(loss_N=inputs.trainer_logprobs_N, diagnostics={"few": torch.zeros(2)})
 
+def root_of_nothing(inputs, config):
+    # Finite where nothing has moved, but its slope there is not.
+    apart_N = inputs.trainer_logprobs_N - inputs.trainer_logprobs_N.detach()
+    return LossOutputs(loss_N=apart_N.square().sqrt())
+
+def unknown_loss(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N.log())
+
 def with_metric(inputs, config, *numbers):
     return LossOutputs(loss_N=-inputs.trainer_logprobs_N, metrics={"mine": numbers})
 
@@ -133,6 +141,11 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
         ),
         ({"loss": "MINE:tokens_as_metric"}, r"a pair of tensors .*\[5\]\), torch"),
         ({"loss": "MINE:one_number_as_metric"}, r"a pair of tensors .*it is \(torch"),
+        (
+            {"loss": "MINE:root_of_nothing"},
+            r"algorithm\.loss='.*of 5 tokens its result is 0 and its slopes .*nan",
+        ),
+        ({"loss": "MINE:unknown_loss"}, r"algorithm\.loss='.*of 5 tokens its result is nan"),
         ({"loss": "MINE:detached"}, r"does not depend on inputs\.trainer_logprobs_N"),
         (
             {"loss": "MINE:fails"},
