@@ -308,6 +308,17 @@ def test_normalized_weights_have_mean_one_over_the_batch() -> None:
         torch.testing.assert_close(mine, expected)
 
 
+@pytest.mark.parametrize("above", [6e-8, 1e-3])
+def test_certain_token_whose_log_probability_is_rounded_above_zero_has_not_diverged(
+    above: float,
+) -> None:
+    certain, rounded = torch.tensor([-1e-4, -1e-4]), torch.tensor([above, above])
+    inputs = tokens(trainer=certain, proximal=certain, rollout=rounded, advantages=torch.ones(2))
+    chosen = algorithm("kpop")
+    assert chosen.corrections[0](inputs, chosen.config).factors_N.tolist() == [1, 1]
+    assert losses.binary_kl(rounded, certain).isfinite().all()
+
+
 def test_update_without_a_token_of_the_policy_has_no_weights_to_normalize() -> None:
     # Each answer was truncated and is masked; a stream of observations has tokens all the same.
     bounds = replace(BOUNDS, normalize=True)
