@@ -7,6 +7,7 @@ and `off_policy_rules` refuse combinations that would not train what they say.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -104,6 +105,17 @@ class AdvantageConfig(Section):
             start is None or end is None or start < end,
             "overlong_start",
             f"must be below algorithm.advantage.overlong_end={end}",
+        )
+        weights = self.part_weights.values()
+        yield Rule(
+            all(map(math.isfinite, weights)),
+            "part_weights",
+            "weights must be finite",
+        )
+        yield Rule(
+            self.kind != "gdpo" or not weights or any(weights),
+            "part_weights",
+            "nothing would be learnt; give one part another weight",
         )
 
 
@@ -329,6 +341,7 @@ class AlgorithmConfig(Section):
             f"names must be words of letters, digits and _, and {POLICY} is that of algorithm.loss",
             [*self.streams],
         )
+        yield from self._penalty_rules()
         yield from self._correction_rules()
         yield Rule(
             self.needs_proximal or self.proximal is Proximal.recomputed,
@@ -347,6 +360,31 @@ class AlgorithmConfig(Section):
                 "algorithm.loss=gspo clips the geometric mean over a whole trajectory, which stays "
                 "near 1; choose algorithm=gspo, which sets 3e-4 and 4e-4",
             )
+
+    def _penalty_rules(self) -> Iterator[Rule]:
+        """For what is taken off rewards, which reaches the loss by advantages alone."""
+        kind = self.advantage.kind
+        if self.loss == "supervised" or self.policy_weight == 0:
+            where = "loss=supervised" if self.policy_weight else "policy_weight=0"
+            why = f"with algorithm.{where} no reward is learnt from, so this would do nothing"
+        elif kind == "gdpo":
+            why = (
+                "algorithm.advantage.kind=gdpo learns from the parts of rewards, which lose nothing"
+            )
+        elif kind == "max_rl":
+            why = "algorithm.advantage.kind=max_rl cannot use the rewards below 0 that this makes"
+        else:
+            return
+        yield Rule(
+            self.advantage.overlong_start is None,
+            "advantage.overlong_start",
+            f"{why}; set null",
+        )
+        yield Rule(
+            self.kl.weight == 0 or self.kl.where is KLPlace.loss,
+            "kl.where",
+            f"{why}; set loss",
+        )
 
     def _correction_rules(self) -> Iterator[Rule]:
         kinds, shown = self.correction.kinds, "correction.kinds"

@@ -609,6 +609,7 @@ class Config(Section):
         """`algorithm`, with what other sections say where it says nothing."""
         algorithm, longest = self.algorithm, self.rollout.max_response_tokens
         advantage = algorithm.advantage
+        end = None if advantage.overlong_start is None else advantage.overlong_end or longest
         weights = {
             name: reward.weight
             for name, reward in self.task.rewards.items()
@@ -620,7 +621,7 @@ class Config(Section):
             advantage=replace(
                 advantage,
                 part_weights=advantage.part_weights or weights,
-                overlong_end=advantage.overlong_end or (advantage.overlong_start and longest),
+                overlong_end=end,
             ),
         )
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from buffer.types import FloatArray
 from configs.rollout_schema import RewardConfig
+from rollout_pool.engines.batching import ROUNDING
 from rollout_pool.engines.client import GENERATE_PATH
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.tokenizer import Tokenizer
@@ -115,9 +116,9 @@ def check_logprobs(given: object, num_tokens: int) -> FloatArray:
     if not all(isinstance(logprob, int | float) for logprob in given[1:num_tokens]):
         raise RemoteFailure("the teacher omitted the log-probabilities of some tokens")
     logprobs = np.asarray([0.0, *given[1:num_tokens]], np.float32)
-    if not np.isfinite(logprobs).all() or (logprobs > 0).any():
+    if not np.isfinite(logprobs).all() or (logprobs > ROUNDING).any():
         raise RemoteFailure("the teacher gave invalid log-probabilities")
-    return logprobs
+    return np.minimum(logprobs, 0)
 
 
 # Before a run starts ------------------------------------------------------------------------------

@@ -113,10 +113,12 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> T
 
 
 def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig) -> Values:
-    """[E] mean 0 and deviation 1 over the batch's tokens, each of which has its episode's value."""
-    if np.ptp(values_E) == 0:
-        return np.zeros(len(values_E))
+    """[E] mean 0 and deviation 1 over the batch's tokens, each of which has its episode's value; 0
+    if all trained tokens have the same, so that there is no deviation to divide by."""
+    trained_E = values_E[inputs.num_tokens_E > 0]
     num_tokens = inputs.num_tokens_E.sum()
+    if not len(trained_E) or np.ptp(trained_E) == 0:
+        return np.zeros(len(values_E))
     centered_E = values_E - (inputs.num_tokens_E * values_E).sum() / num_tokens
     square = (inputs.num_tokens_E * centered_E**2).sum() / (num_tokens - config.ddof)
     return np.asarray(centered_E / (np.sqrt(square) + config.epsilon))
@@ -127,6 +129,8 @@ def batch_std(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantag
 
     Lite PPO (arXiv 2508.08221): a group whose rewards hardly differ is not blown up by its own.
     """
+    if np.ptp(inputs.rewards_E) == 0:  # a deviation of 0, or of one episode none at all
+        return inputs.spread(np.zeros(len(inputs.rewards_E)))
     deviation = inputs.rewards_E.std(ddof=config.advantage.ddof)
     centered_E = inputs.by_group(inputs.rewards_E, _centered)
     return inputs.spread(centered_E / (deviation + config.advantage.epsilon))

@@ -126,7 +126,8 @@ def batch_statistics(
     if config.correction.normalize:
         sums = [torch.stack([weights_of(p)[p.mask_N].sum(), p.mask_N.sum()]) for p in parts]
         total, count = sum_over_ranks(torch.stack(sums).double().sum(0)).tolist()
-        mean_weight = total / count
+        if count:  # none if only other streams have tokens in this update
+            mean_weight = total / count
     if "m2po" in config.correction.kinds:
         squares_N = torch.cat([part.stale_N[part.mask_N].square().float() for part in parts])
         limit = config.correction.m2po_limit

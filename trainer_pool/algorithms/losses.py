@@ -133,8 +133,9 @@ def _dppo(
 
 
 def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
-    """[N] KL(p | q) of the choice of this token or another; finite also where p or q is 1."""
-    p_N, q_N = logprobs_N.exp(), other_logprobs_N.exp()
+    """[N] KL(p | q) of the choice of this token or another; finite also where p or q is 1, or by an
+    engine's rounding above."""
+    p_N, q_N = logprobs_N.exp().clamp(max=1), other_logprobs_N.exp().clamp(max=1)
     others_N = (1 - p_N) * torch.log((1 - p_N + 1e-8) / (1 - q_N + 1e-8))
     return p_N * (logprobs_N - other_logprobs_N) + others_N
 

@@ -12,6 +12,7 @@ The loss of an update is the sum of its streams: the policy's, as above, and tho
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -154,23 +155,35 @@ class Algorithm:
     def advantages(self, inputs: AdvantageInputs) -> TokenAdvantages:
         """[T] for each of this rank's trajectories.
 
-        Raises ValueError if a user's function returns something else.
+        Raises ValueError if a user's function returns something else, or numbers that are not
+        finite.
         """
-        found = self.advantage(inputs, self.config)
-        shapes = [np.shape(values) for values in found]
+        # A user's may be a generator, which gives its values once, or lists.
+        found = [np.asarray(values, np.float32) for values in self.advantage(inputs, self.config)]
+        what = f"algorithm.advantage.kind={self.config.advantage.kind!r}"
+        shapes = [values.shape for values in found]
         expected = [(trajectory.num_tokens,) for trajectory in inputs.trajectories]
         if shapes != expected:
             raise ValueError(
-                f"algorithm.advantage.kind={self.config.advantage.kind!r}: must return an array "
-                f"[T] for each of {len(expected)} trajectories, the first of the shapes "
-                f"{expected[:3]}; it returned {len(shapes)}, the first {shapes[:3]}"
+                f"{what}: must return an array [T] for each of {len(expected)} trajectories, the "
+                f"first of the shapes {expected[:3]}; it returned {len(shapes)}, the first "
+                f"{shapes[:3]}"
             )
+        for place, values in enumerate(found):
+            if not np.isfinite(values).all():
+                raise ValueError(
+                    f"{what}: returned an advantage that is NaN or infinite, for trajectory "
+                    f"{place} of {len(found)}, whose episode has the reward "
+                    f"{inputs.rewards_E[inputs.episodes[place]]:g}; return finite numbers, as 0 "
+                    "for a token from which nothing can be learnt"
+                )
         return found
 
     def aggregate(self, inputs: AggregationInputs, stream: str | None = None) -> Aggregation:
         """The weights of the policy's loss, or of the loss of the stream of that name.
 
-        Raises ValueError if a user's function returns something else than [R] weights.
+        Raises ValueError if a user's function returns something else than [R] weights, or numbers
+        that are negative or not finite.
         """
         if stream is None:
             function, what = self.aggregation, f"algorithm.aggregation={self.config.aggregation!r}"
@@ -184,6 +197,13 @@ class Algorithm:
             raise ValueError(
                 f"{what}: must return a weight for each of {len(inputs.shares_R)} trajectories, "
                 f"not {found.weights_R.shape}"
+            )
+        numbers = [*found.weights_R, *([] if found.denominator is None else [found.denominator])]
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+            raise ValueError(
+                f"{what}: weights and denominator must be finite numbers of at least 0 (or the "
+                f"denominator None); it returned the weights {found.weights_R[:3]} ... for "
+                f"{inputs.num_tokens_R[:3]} ... tokens, and the denominator {found.denominator}"
             )
         return found
 
@@ -333,6 +353,14 @@ class Algorithm:
                 raise ValueError(
                     f"{what}: {name} has the shape {tuple(values.shape)}; return one value for "
                     f"each of the {shape[0]} tokens, not yet summed"
+                )
+        for name, pair in outputs.metrics.items():
+            shapes = [getattr(number, "shape", type(number).__name__) for number in pair]
+            if shapes != [(), ()]:
+                shown = ", ".join(map(str, shapes))
+                raise ValueError(
+                    f"{what}: the metric {name} must be a pair of tensors without dimensions, a "
+                    f"sum and a count, as (values_N.sum(), inputs.mask_N.sum()); it is ({shown})"
                 )
 
 

@@ -50,7 +50,8 @@ def _is_own(setting: str, name: str) -> bool:
 
 
 def _try_loss(algorithm: Algorithm) -> None:
-    """Forward and backward. A loss without a gradient would train nothing, and raise no error."""
+    """Forward and backward: a loss without a gradient would train nothing, and one that is NaN
+    would have its updates skipped."""
     trainer_N = torch.tensor([-0.5, -1.0, -0.2, -2.0, -0.7], requires_grad=True)
     rollout_N = torch.tensor([-0.6, -0.8, -0.3, -2.0, -0.9])
     inputs = LossInputs(
@@ -76,7 +77,15 @@ def _try_loss(algorithm: Algorithm) -> None:
                 f"{what}: its result does not depend on inputs.trainer_logprobs_N, so nothing "
                 "would be learnt; do not detach all of its terms"
             )
-    torch.stack([*losses.values()]).sum().backward()  # type: ignore[no-untyped-call]
+        (slopes_N,) = torch.autograd.grad(
+            loss, trainer_N, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        if not (loss.isfinite() and slopes_N.isfinite().all()):
+            raise ValueError(
+                f"{what}: on a batch of {sum(_LENGTHS)} tokens its result is {loss.item():g} and "
+                f"its slopes by inputs.trainer_logprobs_N are {slopes_N.tolist()}; every update "
+                "with such a number would be skipped: look for a log, division or root of 0"
+            )
 
 
 def _try_advantage(algorithm: Algorithm) -> None:

@@ -56,7 +56,7 @@ class Row:
         assert len(self.tokens) >= 2 and not self.loss_mask[0]
         for values in (self.advantages, self.staleness):
             assert values is None or values.shape == self.tokens.shape
-        assert self.weight > 0 and self.temperature > 0
+        assert self.weight >= 0 and self.temperature > 0
 
     @property
     def num_trained(self) -> int:

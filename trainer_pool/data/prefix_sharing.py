@@ -94,25 +94,27 @@ def share_prefixes(sequences: Sequence[Tokens], min_shared: int = MIN_SHARED) ->
     spans: list[Span] = []
     paths: list[tuple[int, ...]] = [()] * len(sequences)
 
-    def grow(first: int, last: int, start: int, path: tuple[int, ...]) -> None:
-        """Add the spans of order[first:last]; those of `path` are their first `start` tokens."""
-        while first < last:
-            end = first + 1
-            while end < last and common[end - 1] >= start + min_shared:
-                end += 1
-            own = order[first]
-            stop = min(common[first : end - 1], default=len(sequences[own]))
-            below = path
-            if stop > start:  # otherwise the sequence ends where others go on
-                below = (*path, len(spans))
-                spans.append(Span(sequence=own, start=start, stop=stop))
-            if end == first + 1:
-                paths[own] = below
-            else:
-                grow(first, end, stop, below)
-            first = end
-
-    grow(0, len(order), 0, ())
+    # Of the sequences at `first` to `last`, which have `start` tokens in common, all are below the
+    # spans of `path`. A stack of its own: an episode may branch at more turns than Python recurses.
+    to_grow: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())]
+    while to_grow:
+        first, last, start, path = to_grow.pop()
+        if first == last:
+            continue
+        end = first + 1
+        while end < last and common[end - 1] >= start + min_shared:
+            end += 1
+        own = order[first]
+        stop = min(common[first : end - 1], default=len(sequences[own]))
+        below = path
+        if stop > start:  # otherwise the sequence ends where others go on
+            below = (*path, len(spans))
+            spans.append(Span(sequence=own, start=start, stop=stop))
+        to_grow.append((end, last, start, path))
+        if end == first + 1:
+            paths[own] = below
+        else:  # before the others
+            to_grow.append((first, end, stop, below))
     return Forest(spans=tuple(spans), paths=tuple(paths))
 
 

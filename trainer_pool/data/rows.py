@@ -194,8 +194,12 @@ def _aggregated(
     shares: NDArray[np.float64],
     groups: NDArray[np.int64],
 ) -> tuple[list[float], float | None]:
-    """The weight of each row's tokens (1 if none is trained), and this rank's denominator."""
+    """The weight of each row's tokens (1 if none is trained), and this rank's denominator, to which
+    a rank without trained tokens adds nothing."""
     has = tokens > 0
+    if not has.any():
+        # Not all functions know what the mean of nothing is, and NaN would mean "not divided".
+        return [1.0] * len(tokens), 0.0
     inputs = AggregationInputs(num_tokens_R=tokens[has], shares_R=shares[has], groups_R=groups[has])
     found = algorithm.aggregate(inputs, stream)
     weights = np.ones(len(tokens))

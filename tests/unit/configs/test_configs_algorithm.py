@@ -10,6 +10,7 @@ from configs.load import ConfigError, load_config, options, read_config, to_yaml
 from trainer_pool.algorithms.trial import check_algorithm
 
 ROLLOUT = "algorithm.proximal=rollout"
+KL_REWARD = ["algorithm.kl.weight=0.1", "algorithm.kl.where=reward", "algorithm.kl.estimator=k1"]
 NONE = "algorithm.correction.kinds=[]"
 
 
@@ -158,6 +159,41 @@ def test_legal_combinations_load(settings: list[str]) -> None:
             "algorithm.advantage.overlong_start=8: the loss of reward must begin below "
             "algorithm.advantage.overlong_end=8, and that be at most rollout.max_response_tokens=8",
         ),
+        *(
+            (
+                [f"algorithm.advantage.kind={kind}", "algorithm.advantage.overlong_start=4"],
+                f"algorithm.advantage.overlong_start=4: algorithm.advantage.kind={kind} {why}",
+            )
+            for kind, why in (("gdpo", "learns from the parts"), ("max_rl", "cannot use"))
+        ),
+        (
+            ["algorithm.advantage.kind=gdpo", *KL_REWARD],
+            "algorithm.kl.where='reward': algorithm.advantage.kind=gdpo learns from the parts",
+        ),
+        (
+            ["algorithm.advantage.kind=max_rl", *KL_REWARD],
+            "algorithm.kl.where='reward': algorithm.advantage.kind=max_rl cannot use the rewards",
+        ),
+        (
+            ["algorithm.loss=supervised", NONE, *KL_REWARD],
+            "algorithm.kl.where='reward': with algorithm.loss=supervised no reward is learnt from",
+        ),
+        (
+            [
+                "algorithm.policy_weight=0",
+                "algorithm.streams.good.min_reward=1",
+                "algorithm.advantage.overlong_start=4",
+            ],
+            "algorithm.advantage.overlong_start=4: with algorithm.policy_weight=0 no reward is",
+        ),
+        (
+            ["algorithm.advantage.kind=gdpo", "algorithm.advantage.part_weights={right: .nan}"],
+            "algorithm.advantage.part_weights={'right': nan}: weights must be finite",
+        ),
+        (
+            ["algorithm.advantage.kind=gdpo", "algorithm.advantage.part_weights={right: 0}"],
+            "algorithm.advantage.part_weights={'right': 0.0}: nothing would be learnt",
+        ),
         (
             ["algorithm.advantage.overlong_start=4", "algorithm.advantage.overlong_end=3"],
             "algorithm.advantage.overlong_start=4: must be below",
@@ -176,7 +212,6 @@ def test_what_other_sections_say_fills_the_algorithm() -> None:
             "task.rewards={right: {kind: task, weight: 2}, t: {kind: teacher, url: 'http://h', "
             "model: m}}",
             "algorithm.streams.t.loss=teacher_kl",
-            "algorithm.advantage.kind=gdpo",
             "algorithm.advantage.overlong_start=4",
         ]
     )
@@ -184,6 +219,11 @@ def test_what_other_sections_say_fills_the_algorithm() -> None:
     assert full.aggregation_length == full.advantage.overlong_end == 8
     assert full.advantage.part_weights == {"right": 2.0}
     assert config.algorithm.aggregation_length is None
+
+
+def test_length_may_cost_reward_from_the_first_token_on() -> None:
+    full = load_config(["algorithm.advantage.overlong_start=0"]).full_algorithm
+    assert (full.advantage.overlong_start, full.advantage.overlong_end) == (0, 8)
 
 
 def test_algorithm_survives_the_file_of_a_run(tmp_path) -> None:  # type: ignore[no-untyped-def]

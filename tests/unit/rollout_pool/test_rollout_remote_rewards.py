@@ -433,6 +433,17 @@ async def test_incomplete_teacher_answer_is_reported(service, teacher, change, m
         await teacher.score(PROMPT, episode_of([5, 6, 7]), "k")
 
 
+async def test_certain_token_may_be_above_zero_by_rounding(service, teacher):
+    def reply(body: dict) -> dict:
+        answer = echo(body)
+        answer["choices"][0]["logprobs"]["token_logprobs"][1] = 6e-8
+        return answer
+
+    service.replies = [reply]
+    found = await teacher.score(PROMPT, episode_of([5, 6, 7]), "k")
+    assert found.columns[0]["teacher_logprobs"][1] == 0
+
+
 def sglang(body: dict) -> dict:
     """As an SGLang server answers: triples of log-probability, id and text."""
     tokens = body["input_ids"]

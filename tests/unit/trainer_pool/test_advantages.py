@@ -33,6 +33,7 @@ def advantages(
     *,
     groups: list[int] | None = None,
     lengths: list[int] | None = None,
+    trained: list[int] | None = None,
     parts: dict[str, Floats] | None = None,
     **settings: object,
 ) -> Floats:
@@ -41,7 +42,7 @@ def advantages(
     inputs = AdvantageInputs(
         rewards_E=np.array(rewards, np.float64),
         groups_E=np.array([0] * len(rewards) if groups is None else groups),
-        num_tokens_E=np.array(lengths, np.float64),
+        num_tokens_E=np.array(lengths if trained is None else trained, np.float64),
         parts=parts or {},
         trajectories=[trajectory(length) for length in lengths],
         episodes=range(len(rewards)),
@@ -60,6 +61,25 @@ def test_advantage_is_distance_from_mean_over_sample_deviation() -> None:
 
 def test_without_normalization_advantage_is_distance_from_mean() -> None:
     np.testing.assert_array_equal(advantages("dr_grpo", [3, 1, 2]), [1, -1, 0])
+
+
+@pytest.mark.parametrize("kind", ["batch_std", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    ("rewards", "trained"),
+    [
+        ([1, 1], [3, 3]),
+        ([1], [3]),
+        ([1, 0], [0, 0]),  # all answers were truncated, and algorithm.advantage.mask_truncated
+        ([1, 0], [1, 0]),
+        ([0.1, 0.1, 0.7], [3, 4, 0]),
+    ],
+)
+def test_batch_without_a_deviation_has_finite_advantages(
+    kind: str, rewards: list[float], trained: list[int]
+) -> None:
+    found = advantages(kind, rewards, trained=trained, epsilon=0.0)
+    if kind != "batch_std" or len(set(rewards)) == 1:
+        assert not found.any()
 
 
 def test_degrees_of_freedom_and_epsilon_are_settings() -> None:

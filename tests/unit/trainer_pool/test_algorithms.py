@@ -308,6 +308,28 @@ def test_normalized_weights_have_mean_one_over_the_batch() -> None:
         torch.testing.assert_close(mine, expected)
 
 
+@pytest.mark.parametrize("above", [6e-8, 1e-3])
+def test_certain_token_whose_log_probability_is_rounded_above_zero_has_not_diverged(
+    above: float,
+) -> None:
+    certain, rounded = torch.tensor([-1e-4, -1e-4]), torch.tensor([above, above])
+    inputs = tokens(trainer=certain, proximal=certain, rollout=rounded, advantages=torch.ones(2))
+    chosen = algorithm("kpop")
+    assert chosen.corrections[0](inputs, chosen.config).factors_N.tolist() == [1, 1]
+    assert losses.binary_kl(rounded, certain).isfinite().all()
+
+
+def test_update_without_a_token_of_the_policy_has_no_weights_to_normalize() -> None:
+    # Each answer was truncated and is masked; a stream of observations has tokens all the same.
+    bounds = replace(BOUNDS, normalize=True)
+    chosen = algorithm("tis_token", "m2po", correction=bounds)
+    inputs = batch(1, spread=0.2)
+    masked = replace(inputs, mask_N=torch.zeros_like(inputs.mask_N))
+    statistics = chosen.statistics([masked], lambda sums: sums)
+    assert statistics.mean_weight == 1.0
+    assert chosen.objective(replace(masked, batch=statistics), 1.0).loss == 0.0
+
+
 def test_mask_does_not_change_the_mean_by_which_weights_are_normalized() -> None:
     # Else the tokens that stay would weigh more, the more are rejected.
     means = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from buffer.types import Trajectory
 from configs.algorithm_schema import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -13,8 +15,11 @@ from configs.algorithm_schema import (
     StreamConfig,
 )
 from configs.load import load_config
+from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
+from trainer_pool.data.packing import Row
+from trainer_pool.data.rows import weighted
 
 CODE = """
 import numpy as np
@@ -36,6 +41,26 @@ def tensor(inputs, config):
 def short_diagnostic(inputs, config):
     return LossOutputs(loss_N=inputs.trainer_logprobs_N, diagnostics={"few": torch.zeros(2)})
 
+def root_of_nothing(inputs, config):
+    # Finite where nothing has moved, but its slope there is not.
+    apart_N = inputs.trainer_logprobs_N - inputs.trainer_logprobs_N.detach()
+    return LossOutputs(loss_N=apart_N.square().sqrt())
+
+def unknown_loss(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N.log())
+
+def with_metric(inputs, config, *numbers):
+    return LossOutputs(loss_N=-inputs.trainer_logprobs_N, metrics={"mine": numbers})
+
+def numbers_as_metric(inputs, config):
+    return with_metric(inputs, config, 1.0, 5)
+
+def tokens_as_metric(inputs, config):
+    return with_metric(inputs, config, inputs.advantages_N, inputs.mask_N.sum())
+
+def one_number_as_metric(inputs, config):
+    return with_metric(inputs, config, inputs.advantages_N.sum())
+
 def detached(inputs, config):
     return LossOutputs(loss_N=inputs.trainer_logprobs_N.detach())
 
@@ -54,11 +79,28 @@ def keeps_one(inputs, config):
 def ones(inputs, config):
     return [np.ones(t.num_tokens, np.float32) for t in inputs.trajectories]
 
+def one_by_one(inputs, config):
+    for t, episode in zip(inputs.trajectories, inputs.episodes):
+        yield [inputs.rewards_E[episode]] * t.num_tokens
+
+def unknown(inputs, config):
+    return inputs.spread(inputs.rewards_E * np.nan)
+
 def by_episode(inputs, config):
     return inputs.rewards_E
 
 def halves(inputs, config):
     return Aggregation(weights_R=inputs.shares_R / 2, denominator=1.0)
+
+def without_long_ones(inputs, config):
+    is_short_R = inputs.num_tokens_R < inputs.num_tokens_R.max()
+    return Aggregation(weights_R=is_short_R.astype(float), denominator=float(is_short_R.mean()))
+
+def against_long_ones(inputs, config):
+    return Aggregation(weights_R=2.5 - inputs.num_tokens_R, denominator=1.0)
+
+def unknown_denominator(inputs, config):
+    return Aggregation(weights_R=inputs.shares_R, denominator=float("nan"))
 
 def one_weight(inputs, config):
     return Aggregation(weights_R=inputs.shares_R[:1], denominator=1.0)
@@ -98,14 +140,34 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
         ({"loss": "MINE:summed"}, r"loss_N has the shape \(\); return one value for each of the 5"),
         ({"loss": "MINE:tensor"}, r"algorithm\.loss='.*': must return LossOutputs, not Tensor"),
         ({"loss": "MINE:short_diagnostic"}, r"few has the shape \(2,\); return one value for each"),
+        (
+            {"loss": "MINE:numbers_as_metric"},
+            r"algorithm\.loss='.*the metric mine must be a pair of tensors .*it is \(float, int\)",
+        ),
+        ({"loss": "MINE:tokens_as_metric"}, r"a pair of tensors .*\[5\]\), torch"),
+        ({"loss": "MINE:one_number_as_metric"}, r"a pair of tensors .*it is \(torch"),
+        (
+            {"loss": "MINE:root_of_nothing"},
+            r"algorithm\.loss='.*of 5 tokens its result is 0 and its slopes .*nan",
+        ),
+        ({"loss": "MINE:unknown_loss"}, r"algorithm\.loss='.*of 5 tokens its result is nan"),
         ({"loss": "MINE:detached"}, r"does not depend on inputs\.trainer_logprobs_N"),
         (
             {"loss": "MINE:fails"},
             r"algorithm\.loss='.*:fails': failed on a batch of 5 tokens: KeyError: 'scale'",
         ),
         ({"aggregation": "MINE:one_weight"}, r"algorithm\.aggregation='.*a weight for each of 2"),
+        (
+            {"aggregation": "MINE:against_long_ones"},
+            r"algorithm\.aggregation='.*must be finite numbers of at least 0 .*weights \[-0\.5",
+        ),
+        (
+            {"aggregation": "MINE:unknown_denominator"},
+            r"algorithm\.aggregation='.*must be finite numbers of at least 0 .*denominator nan",
+        ),
         ({"aggregation": "MINE:ones"}, r"algorithm\.aggregation='.*:ones': failed on a batch"),
         ({"kind": "MINE:by_episode"}, r"algorithm\.advantage\.kind='.*must return an array \[T\]"),
+        ({"kind": "MINE:unknown"}, r"algorithm\.advantage\.kind='.*is NaN or infinite, for"),
         (
             {"kinds": ["MINE:keeps_one"]},
             r"algorithm\.correction\.kinds=.*a factor for each of the",
@@ -136,6 +198,46 @@ def test_aggregation_of_a_stream_is_refused_by_its_own_setting(mine: str, name: 
     config = AlgorithmConfig(streams={"words": StreamConfig(aggregation=f"{mine}:{name}")})
     with pytest.raises(ValueError, match=r"^algorithm\.streams\.\*\.aggregation='.*:(absent|ones)"):
         check_algorithm(config)
+
+
+def test_advantages_may_come_one_by_one_as_lists(mine: str) -> None:
+    chosen = Algorithm.load(AlgorithmConfig(advantage=AdvantageConfig(kind=f"{mine}:one_by_one")))
+    trajectory = Trajectory(
+        tokens=np.zeros(3, np.int32),
+        loss_mask=np.array([0, 1, 1], np.uint8),
+        rollout_logprobs=np.zeros(3, np.float32),
+        version_spans=(),
+        prompt_length=1,
+        reward=2.0,
+        finish_reason="stop",
+    )
+    inputs = AdvantageInputs(
+        rewards_E=np.array([2.0]),
+        groups_E=np.array([0]),
+        num_tokens_E=np.array([2.0]),
+        trajectories=[trajectory],
+        episodes=[0],
+    )
+    (values,) = chosen.advantages(inputs)
+    assert values.dtype == np.float32
+    assert values.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_aggregation_may_leave_out_trajectories_and_never_sees_a_rank_without_any(
+    mine: str,
+) -> None:
+    chosen = Algorithm.load(AlgorithmConfig(aggregation=f"{mine}:without_long_ones"))
+
+    def row(num_trained: int) -> Row:
+        mask = np.array([0, *[1] * num_trained], np.uint8)
+        return Row(
+            tokens=mask.astype(np.int32), loss_mask=mask, rollout_logprobs=-mask.astype("f4")
+        )
+
+    rows, denominators = weighted([[row(1), row(4)]], chosen)
+    assert [row.weight for row in rows] == [1, 0]
+    assert denominators == {"policy": 0.5}
+    assert weighted([], chosen) == ([], {"policy": 0.0})
 
 
 def test_relative_file_of_a_loss_means_the_folder_of_the_command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -148,3 +150,11 @@ def test_longest_trajectory_must_fit_also_where_its_beginning_is_shared() -> Non
     answers = [np.concatenate([prompt, np.full(20, 50 + i, np.int32)]) for i in range(2)]
     with pytest.raises(ValueError, match=r"micro_batch_tokens=59: a trajectory has 60"):
         pack(rows_of(answers), 59, PassCost(), should_share_prefixes=True)
+
+
+def test_episode_may_branch_at_more_turns_than_python_recurses() -> None:
+    whole = np.arange(sys.getrecursionlimit() + 100, dtype=np.int32)
+    branches = [np.append(whole[:turn], 0).astype(np.int32) for turn in range(1, len(whole))]
+    forest = share_prefixes(branches, 1)
+    assert sum(map(len, forest.spans)) == len(whole) - 1 + len(branches)
+    assert len(forest.paths[-1]) == len(branches)
