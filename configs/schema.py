@@ -144,7 +144,7 @@ class TrainerConfig(Section):
     max_grad_spike: float | None = field(default=100.0, metadata=within(above=1))
     """Skip an update whose gradient norm is more than so many times the median of the last 20;
     None: make it."""
-    min_ess: float = field(default=0.0, metadata=SHARE)
+    min_ess: float = field(default=0.0, metadata=within(0, below=1))
     """Skip an update whose effective sample size is less than this share of its tokens: a few of
     them carry it, since policies too far away sampled the others."""
     max_skipped_updates: int | None = field(default=10, metadata=at_least(1))
@@ -546,6 +546,14 @@ class Config(Section):
             "task.rewards.*.weight",
             "every reward would be 0 and nothing would be learnt; give one part another weight",
             [reward.weight for reward in parts],
+        )
+        teachers = [name for name, r in task.rewards.items() if r.kind is RewardKind.teacher]
+        yield Rule(
+            len(teachers) <= 1,
+            "task.rewards",
+            "a trajectory has one column of teacher log-probabilities; keep one part with "
+            "kind=teacher",
+            teachers,
         )
         brings_rewards = task.env is not None or task.agent is not None
         yield Rule(

@@ -103,6 +103,8 @@ class UpdateGuard:
                 "trainer.max_grad_spike=%g times the usual %.3g",
                 *(norm, self._config.max_grad_spike, statistics.median(self._norms)),
             )
+            assert norm is not None
+            self._norms.append(norm)  # if most are so large, they are the usual ones
         self._in_a_row[skipped] += 1
         most = self._config.max_skipped_updates
         if most is not None and self._in_a_row.total() >= most:

@@ -44,12 +44,6 @@ class EpisodeScorer:
         """`pool` is not closed by `close`. Raises ValueError naming the setting at fault."""
         self._rewards = config.rewards
         self._pool = pool
-        teachers = [n for n, r in config.rewards.items() if r.kind is RewardKind.teacher]
-        if len(teachers) > 1:
-            raise ValueError(
-                f"task.rewards.{teachers[1]}.kind=teacher: there is one already, and a trajectory "
-                "has one column of teacher log-probabilities; remove one of them"
-            )
         self._services = {
             name: _SERVICES[reward.kind](name, reward, task)
             for name, reward in config.rewards.items()

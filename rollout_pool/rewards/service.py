@@ -136,7 +136,7 @@ class RemoteService(ABC):
             raise RemoteFailure(f"{self._name}: HTTP {status}: {detail[:200]}")
         try:
             parsed = json.loads(answer)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RemoteFailure(f"{self._name}: the answer is not JSON") from error
         if not isinstance(parsed, dict):
             raise RemoteFailure(f"{self._name}: the answer is not a JSON object")

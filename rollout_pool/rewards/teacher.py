@@ -115,7 +115,10 @@ def check_logprobs(given: object, num_tokens: int) -> FloatArray:
         )
     if not all(isinstance(logprob, int | float) for logprob in given[1:num_tokens]):
         raise RemoteFailure("the teacher omitted the log-probabilities of some tokens")
-    logprobs = np.asarray([0.0, *given[1:num_tokens]], np.float32)
+    try:
+        logprobs = np.asarray([0.0, *given[1:num_tokens]], np.float32)
+    except OverflowError as error:  # JSON's integers are of any size
+        raise RemoteFailure("the teacher gave invalid log-probabilities") from error
     if not np.isfinite(logprobs).all() or (logprobs > ROUNDING).any():
         raise RemoteFailure("the teacher gave invalid log-probabilities")
     return np.minimum(logprobs, 0)

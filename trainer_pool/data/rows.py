@@ -7,6 +7,7 @@ groups ─ rows ─ log-probabilities of the reference ┐
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -222,6 +223,13 @@ def _penalties(
                 is_trained = row.loss_mask != 0
                 columns = {REFERENCE_COLUMN: row.columns[REFERENCE_COLUMN][is_trained]}
                 penalty = algorithm.reward_penalty(row.rollout_logprobs[is_trained], columns)
+                if not math.isfinite(penalty):
+                    raise ValueError(
+                        f"group {group.group_id}: algorithm.kl.reference="
+                        f"{algorithm.config.kl.reference!r} gives it log-probabilities that are "
+                        "not finite; choose another reference, or set algorithm.kl.where=loss, "
+                        "which skips such updates"
+                    )
                 found[group.group_id, trajectory.episode] += penalty
     return dict(found)
 

@@ -247,6 +247,14 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
         ),
         (["task.rewards={t: {kind: teacher, url: 'http://t', model: m}}"], "task.rewards=['teach"),
         (
+            [
+                "task.rewards={a: {kind: task}, b: {kind: teacher, url: 'http://b', model: m}, "
+                "c: {kind: teacher, url: 'http://c', model: m}}",
+                "algorithm.streams={t: {loss: teacher_kl}}",
+            ],
+            "task.rewards=['b', 'c']: a trajectory has one column",
+        ),
+        (
             ["task.rewards={a: {kind: task, weight: 0}, b: {kind: env, weight: 0}}"],
             "task.rewards.*.weight=[0",
         ),

@@ -417,6 +417,7 @@ async def test_each_token_gets_the_teachers_log_probability_given_those_before(s
         (lambda given: given[-1:], "gave 1 log-probabilities for 3 tokens: its server must echo"),
         (lambda given: [None, None, *given[2:]], "omitted the log-probabilities"),
         (lambda given: [None, 0.5, *given[2:]], "invalid log-probabilities"),
+        (lambda given: [None, -(10**400), *given[2:]], "invalid log-probabilities"),
         (lambda given: [None, "x", *given[2:]], "omitted the log-probabilities"),
         (lambda given: None, "gave 0 log-probabilities"),
     ],

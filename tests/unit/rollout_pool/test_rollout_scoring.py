@@ -146,12 +146,6 @@ async def test_failed_part_counts_zero_and_is_reported(scorer_of):
     assert score.failures["judge"] == "no solution for the judge: RuntimeError: none here"
 
 
-async def test_two_teachers_are_refused(scorer_of):
-    teacher = RewardConfig(kind=RewardKind.teacher, url="http://a", model="m")
-    with pytest.raises(ValueError, match=r"task\.rewards\.second\.kind=teacher"):
-        scorer_of(first=teacher, second=teacher)
-
-
 def test_processes_are_needed_where_the_task_or_code_scores():
     assert needs_processes(TaskConfig())
     assert needs_processes(TaskConfig(rewards={"a": ENV, "b": TASK}))

@@ -34,7 +34,7 @@ def test_limit_is_a_multiple_of_the_usual_norm() -> None:
     # Of 1 to 9 and a million: 5.5.
     assert guard.norm_limit == 5 * 5.5
     guard.note(Update(1e9, SkipReason.spike))
-    assert guard.norm_limit == 5 * 5.5
+    assert guard.norm_limit == 5 * 6
     assert UpdateGuard(TrainerConfig(max_grad_spike=None)).norm_limit is None
 
 
@@ -53,7 +53,13 @@ def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
         r"finite \(1\)\. .*lower trainer\.learning_rate or buffer\.max_staleness",
     ):
         guard.note(Update(200.0, SkipReason.spike))
-    patient = UpdateGuard(TrainerConfig(max_skipped_updates=None))
+    patient = UpdateGuard(TrainerConfig(max_skipped_updates=None, max_grad_spike=2.0))
+    for _ in range(MIN_NORMS):
+        patient.note(Update(1.0))
+    for _ in range(MIN_NORMS):
+        assert patient.norm_limit is not None and patient.norm_limit < 200
+        patient.note(Update(200.0, SkipReason.spike))
+    assert patient.norm_limit == 201  # half of the norms are so large: they are not unusual
     for _ in range(100):
         patient.note(Update(None, SkipReason.not_finite))
 

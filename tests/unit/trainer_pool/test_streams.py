@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -196,6 +197,8 @@ def test_distance_from_the_reference_costs_an_episode_reward(ranks: Collectives)
     # Penalties 0.1 x 4 x 0.5 = 0.2 and 0.1 x 4 x -0.5 = -0.2.
     assert [float(row.advantages[0]) for row in rows] == pytest.approx([-0.2, 0.2])  # type: ignore[index]
     assert rows[0].columns[REFERENCE_COLUMN].tolist() == [0, 0, -1.5, -1.5, -1.5, 0, 0, -1.5]
+    with pytest.raises(ValueError, match=r"algorithm\.kl\.reference=None gives it .* not finite"):
+        rows_by_group(batch, chosen, ranks, constant(math.nan))
 
 
 def test_distance_from_the_reference_is_a_term_of_the_loss() -> None:
