@@ -159,7 +159,7 @@ bench-packing: install ## tokens/s of a step: padded, packed, shared prefixes (A
 	@$(PYTHON_BIN) benchmarks/packing.py $(ARGS)
 
 bench-staleness: install ## accuracy by algorithm and max_staleness, on the quickstart (an hour; goes on where it was stopped)
-	@$(PYTHON_BIN) benchmarks/staleness.py
+	@$(PYTHON_BIN) benchmarks/staleness.py $(ARGS)
 
 bench-parity: install ## our losses, corrections and advantages against those of TRL, verl and OpenRLHF; last line RESULT {json}
 	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q

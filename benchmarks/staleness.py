@@ -1,12 +1,12 @@
-"""What staleness does to learning: accuracy by algorithm and max_staleness, on the quickstart.
+"""Measures what staleness does to learning: accuracy by algorithm and max_staleness.
 
 python benchmarks/staleness.py            # 60 cells: an hour on two cores
 python benchmarks/staleness.py --short    # two cells of a few steps; the figures mean little
 
-Each cell trains the quickstart's model on its task with its settings, by the real step: ZeRO-3 of
-one rank, packing, the algorithm. So that staleness is exact, generation is in the same process:
-every token of step v is sampled with the weights of version v - max_staleness, which are kept.
-Naive PPO takes old tokens for its own; a run would refuse it, so it is put together here.
+Each cell trains the quickstart's model on its task, with SETTINGS besides its own, by the real
+step: ZeRO-3 of one rank, packing, the algorithm. So that staleness is exact, generation is in the
+same process: every token of step v is sampled with the weights of version v - max_staleness, which
+are kept. Naive PPO treats old tokens as the trained version's; a run would refuse it, so it is made here.
 
 A cell is a process with one thread; its result is kept in --folder, so that an interrupted
 benchmark goes on. Accuracy is greedy, on the held-out words, over the last versions.
@@ -232,9 +232,9 @@ class Sampler:
                     drawn = logprobs.argmax(-1)
                 else:
                     drawn = torch.multinomial(logprobs.exp(), 1)[:, 0]
-                told = logprobs.gather(1, drawn[:, None])[:, 0].tolist()
+                chosen = logprobs.gather(1, drawn[:, None])[:, 0].tolist()
                 for place, token, logprob, is_on in zip(
-                    places, drawn.tolist(), told, is_open.tolist(), strict=True
+                    places, drawn.tolist(), chosen, is_open.tolist(), strict=True
                 ):
                     if is_on:
                         found[place][0].append(token)
@@ -283,7 +283,7 @@ def read(folder: Path, name: str, max_staleness: int, seeds: Sequence[int]) -> l
     return [100 * json.loads(path.read_text())["accuracy"] for path in paths if path.exists()]
 
 
-def tell(
+def summarize(
     folder: Path, names: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]
 ) -> None:
     report = Report("Staleness")
@@ -356,7 +356,7 @@ def main() -> None:
         wanted = [value for value in staleness if given.only is None or value in given.only]
         cells = [*cells_of(names, wanted, seeds)]
         measure(given.folder, cells, given.steps, given.jobs, given.set)
-        tell(given.folder, names, staleness, seeds)
+        summarize(given.folder, names, staleness, seeds)
 
 
 if __name__ == "__main__":
