@@ -6,7 +6,8 @@ python benchmarks/staleness.py --short    # two cells of a few steps; the figure
 Each cell trains the quickstart's model on its task, with SETTINGS besides its own, by the real
 step: ZeRO-3 of one rank, packing, the algorithm. So that staleness is exact, generation is in the
 same process: every token of step v is sampled with the weights of version v - max_staleness, which
-are kept. Naive PPO treats old tokens as the trained version's; a run would refuse it, so it is made here.
+are kept. Naive PPO treats old tokens as the trained version's; a run would refuse it, so it is made
+here.
 
 A cell is a process with one thread; its result is kept in --folder, so that an interrupted
 benchmark goes on. Accuracy is greedy, on the held-out words, over the last versions.
