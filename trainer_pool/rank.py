@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
 from uuid import uuid4
@@ -308,7 +308,7 @@ class TrainerRank:
                 times.lease_wait_s = clock.lap()
                 # It is held until the update, which may take longer than the lease.
                 renewals.enter_context(self._loop.running(self._buffer.keep_renewed(lease)))
-                batches.append((lease, kept_ids))
+                batches.append((replace(lease, groups=()), kept_ids))  # they are large
                 is_update = (self._step + 1) % config.gradient_accumulation_steps == 0
                 stats = self._train_batch(lease, kept_ids, is_update)
                 self._compare_engines(stats)
