@@ -96,7 +96,8 @@ class Recorder:
         """Record what a controller that was killed has not; returns how long there was none."""
         while await self.drain_metrics(block_s=0):
             pass
-        away_s = 0.0 if self._ended_at is None else time.time() - self._ended_at
+        # Recorded times are rounded, or another machine's: the last one may be ahead of this clock.
+        away_s = 0.0 if self._ended_at is None else max(0.0, time.time() - self._ended_at)
         self._ended_at = None
         self._is_shown = True
         return away_s
