@@ -39,7 +39,7 @@ from configs.algorithm_schema import (
 )
 from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.aggregation import AggregationInputs
-from trainer_pool.algorithms.registry import KL, Algorithm
+from trainer_pool.algorithms.registry import FAMILIES, Algorithm
 from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 
 BOUND = 1e-5
@@ -158,7 +158,8 @@ def advantages_of(batch: Batch, kind: str, **settings: Any) -> Tensor:
 
 def kl_of(batch: Batch, name: str) -> Tensor:
     config = AlgorithmConfig()
-    values_N = KL[name](inputs_of(batch, torch.ones(ROWS), Algorithm.load(config)), config)
+    function = FAMILIES["algorithm.kl.estimator"][name]
+    values_N: Tensor = function(inputs_of(batch, torch.ones(ROWS), Algorithm.load(config)), config)
     return torch.zeros_like(batch.mask).masked_scatter(batch.mask != 0, values_N)
 
 

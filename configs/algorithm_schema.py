@@ -180,9 +180,7 @@ class KLConfig(Section):
 
     weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Factor of the divergence in the loss, or in the reward; 0: there is no reference."""
-    estimator: str = field(
-        default="k3", metadata=matching("|".join(KL_ESTIMATORS), ", ".join(KL_ESTIMATORS))
-    )
+    estimator: str = field(default="k3", metadata=named(KL_ESTIMATORS))
     """The estimator of KL(trainer | reference) at each token: docs/algorithms.md#reference."""
     where: KLPlace = KLPlace.loss
     """Whether it is a term of the loss or is subtracted from the reward."""
@@ -319,7 +317,8 @@ class AlgorithmConfig(Section):
         """Whether anything can read a teacher's log-probabilities: a user's function may."""
         chosen = [self.loss, self.advantage.kind, *self.correction.kinds]
         chosen += [stream.loss for stream in self.streams.values()]
-        ours = {*LOSSES, *ADVANTAGES, *WEIGHTS, *MASKS, *STREAM_LOSSES}
+        chosen += [self.kl.estimator] if self.kl.weight else []
+        ours = {*LOSSES, *ADVANTAGES, *WEIGHTS, *MASKS, *KL_ESTIMATORS, *STREAM_LOSSES}
         return self.needs_teacher or not ours.issuperset(chosen)
 
     def rules(self) -> Iterator[Rule]:

@@ -343,6 +343,7 @@ def _anchor_paths(config: Config) -> None:
     algorithm.loss = _absolute_code(algorithm.loss)
     algorithm.aggregation = _absolute_code(algorithm.aggregation)
     algorithm.advantage.kind = _absolute_code(algorithm.advantage.kind)
+    algorithm.kl.estimator = _absolute_code(algorithm.kl.estimator)
     algorithm.correction.kinds = [_absolute_code(kind) for kind in algorithm.correction.kinds]
     for stream in algorithm.streams.values():
         stream.loss = _absolute_code(stream.loss)

@@ -63,11 +63,11 @@ FAMILIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "algorithm.correction.kinds": _functions(corrections, [*WEIGHTS, *MASKS]),
     "algorithm.advantage.kind": _functions(advantages, ADVANTAGES),
     "algorithm.aggregation": _functions(aggregation, AGGREGATIONS),
+    "algorithm.kl.estimator": _functions(kl, KL_ESTIMATORS),
     "algorithm.streams.*.loss": _functions(losses, STREAM_LOSSES),
     "algorithm.streams.*.aggregation": _functions(aggregation, AGGREGATIONS),
 }
 """Our functions by the setting that names them. Each takes (inputs, config)."""
-KL: Mapping[str, KLFunction] = _functions(kl, KL_ESTIMATORS)
 
 
 def find(setting: str, name: str) -> Callable[..., Any]:
@@ -129,6 +129,7 @@ class Algorithm:
     corrections: tuple[CorrectionFunction, ...]
     advantage: AdvantageFunction
     aggregation: AggregationFunction
+    kl: KLFunction
     streams: Mapping[str, Stream]
 
     @classmethod
@@ -142,6 +143,7 @@ class Algorithm:
             ),
             advantage=find("algorithm.advantage.kind", config.advantage.kind),
             aggregation=find("algorithm.aggregation", config.aggregation),
+            kl=find("algorithm.kl.estimator", config.kl.estimator),
             streams={
                 name: Stream(
                     loss=find("algorithm.streams.*.loss", stream.loss),
@@ -271,7 +273,7 @@ class Algorithm:
         if config.entropy_weight:
             loss_N = loss_N - self._bonus(inputs)
         if config.kl.weight:
-            kl_N = KL[config.kl.estimator](inputs, config)
+            kl_N = self._divergence(inputs)
             diagnostics["kl"] = kl_N.detach()
             if config.kl.where is KLPlace.loss:
                 loss_N = loss_N + config.kl.weight * kl_N
@@ -332,8 +334,18 @@ class Algorithm:
             num_segments=1,
             columns={name: torch.from_numpy(values) for name, values in columns.items()},
         )
-        kl = self.config.kl
-        return kl.weight * float(KL[kl.estimator](inputs, self.config).double().sum())
+        return self.config.kl.weight * float(self._divergence(inputs).double().sum())
+
+    def _divergence(self, inputs: LossInputs) -> Tensor:
+        kl_N: object = self.kl(inputs, self.config)
+        if not isinstance(kl_N, Tensor) or kl_N.shape != inputs.mask_N.shape:
+            shape = getattr(kl_N, "shape", None)
+            what = type(kl_N).__name__ if shape is None else f"the shape {tuple(shape)}"
+            raise ValueError(
+                f"algorithm.kl.estimator={self.config.kl.estimator!r}: must return a tensor with a "
+                f"divergence for each of the {len(inputs.mask_N)} tokens; it returned {what}"
+            )
+        return kl_N
 
     def _bonus(self, inputs: LossInputs) -> Tensor:
         weight, entropy_N = self.config.entropy_weight, inputs.entropy_N

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from buffer.types import Trajectory, VersionSpan
 from configs.algorithm_schema import REFERENCE_COLUMN, TEACHER_COLUMN, AlgorithmConfig
+from configs.choices import KLPlace
 from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.aggregation import AggregationInputs
 from trainer_pool.algorithms.registry import FAMILIES, Algorithm
@@ -27,6 +30,7 @@ def check_algorithm(config: AlgorithmConfig) -> None:
         ("algorithm.aggregation", config.aggregation, _try_aggregation),
         ("algorithm.loss", config.loss, _try_loss),
         (_CORRECTION, correction, _try_loss),
+        ("algorithm.kl.estimator", config.kl.estimator, _try_kl),
     ]
     for stream in config.streams.values():
         trials.append(("algorithm.streams.*.loss", stream.loss, _try_loss))
@@ -86,6 +90,20 @@ def _try_loss(algorithm: Algorithm) -> None:
                 f"its slopes by inputs.trainer_logprobs_N are {slopes_N.tolist()}; every update "
                 "with such a number would be skipped: look for a log, division or root of 0"
             )
+
+
+def _try_kl(algorithm: Algorithm) -> None:
+    """As a term of the loss, or of the reward."""
+    if algorithm.config.kl.where is KLPlace.loss:
+        _try_loss(algorithm)
+        return
+    logprobs_T = np.array([-0.6, -0.8, -0.3], np.float32)
+    penalty = algorithm.reward_penalty(logprobs_T, {REFERENCE_COLUMN: logprobs_T + 0.1})
+    if not math.isfinite(penalty):
+        raise ValueError(
+            f"algorithm.kl.estimator={algorithm.config.kl.estimator!r}: of {len(logprobs_T)} "
+            f"tokens it makes a penalty of {penalty:g}; return finite numbers"
+        )
 
 
 def _try_advantage(algorithm: Algorithm) -> None:

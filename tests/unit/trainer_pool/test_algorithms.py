@@ -30,7 +30,7 @@ from configs.choices import Proximal
 from trainer_pool.algorithms import corrections, losses
 from trainer_pool.algorithms.aggregation import AggregationInputs
 from trainer_pool.algorithms.corrections import largest_square_kept
-from trainer_pool.algorithms.registry import FAMILIES, KL, Algorithm
+from trainer_pool.algorithms.registry import FAMILIES, Algorithm
 from trainer_pool.algorithms.types import LossInputs
 
 Floats = NDArray[np.float64]
@@ -139,7 +139,7 @@ def loss_named(name: str, *kinds: str, **more: object) -> Algorithm:
 def test_every_function_of_ours_has_a_formula_here() -> None:
     assert FORMULAS.keys() == LOSSES.keys() == FAMILIES["algorithm.loss"].keys()
     assert WEIGHTS_AND_MASKS.keys() == {*WEIGHTS, *MASKS}
-    assert KL.keys() == {*KL_ESTIMATORS}
+    assert KL.keys() == KL_FORMULAS.keys() == {*KL_ESTIMATORS}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -541,6 +541,7 @@ def test_proximal_is_between_rollout_and_trained_policy_by_version() -> None:
 
 # KL -----------------------------------------------------------------------------------------------
 
+KL = FAMILIES["algorithm.kl.estimator"]
 KL_FORMULAS: dict[str, Callable[[float, float], float]] = {
     "k1": lambda d, w: d,
     "k2": lambda d, w: d * d / 2,

@@ -9,11 +9,14 @@ import pytest
 
 from buffer.types import Trajectory
 from configs.algorithm_schema import (
+    REFERENCE_COLUMN,
     AdvantageConfig,
     AlgorithmConfig,
     CorrectionConfig,
+    KLConfig,
     StreamConfig,
 )
+from configs.choices import KLPlace
 from configs.load import load_config
 from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.registry import Algorithm
@@ -76,6 +79,16 @@ def keeps_all(inputs, config):
 def keeps_one(inputs, config):
     return Correction(factors_N=torch.ones(1))
 
+def half_squared(inputs, config):
+    apart_N = inputs.log_ratio(inputs.trainer_logprobs_N, inputs.reference_logprobs_N)
+    return config.params.get("share", 1.0) * apart_N.square() / 2
+
+def of_the_whole(inputs, config):
+    return half_squared(inputs, config).sum()
+
+def unknown_divergence(inputs, config):
+    return half_squared(inputs, config) * float("nan")
+
 def ones(inputs, config):
     return [np.ones(t.num_tokens, np.float32) for t in inputs.trajectories]
 
@@ -120,6 +133,7 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
         aggregation=f"{mine}:halves",
         advantage=AdvantageConfig(kind=f"{mine}:ones"),
         correction=CorrectionConfig(kinds=["veto", f"{mine}:keeps_all"]),
+        kl=KLConfig(weight=0.1, estimator=f"{mine}:half_squared"),
         params={"scale": 2.0},
     )
     check_algorithm(config)
@@ -193,6 +207,34 @@ def test_function_that_cannot_be_used_is_refused_with_setting_value_and_fix(
         check_algorithm(config)
 
 
+@pytest.mark.parametrize("where", KLPlace)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("absent", "nothing named 'absent'"),
+        ("of_the_whole", r"a divergence for each of the \d tokens; it returned the shape \(\)"),
+        ("one_by_one", r"it returned generator"),
+        ("unknown_divergence", "nan"),
+    ],
+)
+def test_estimator_that_cannot_be_used_is_refused(
+    mine: str, where: KLPlace, name: str, message: str
+) -> None:
+    config = AlgorithmConfig(kl=KLConfig(weight=0.1, estimator=f"{mine}:{name}", where=where))
+    with pytest.raises(ValueError, match=rf"^algorithm\..*{message}"):
+        check_algorithm(config)
+
+
+def test_estimator_of_a_user_is_that_of_the_loss_and_of_the_reward(mine: str) -> None:
+    config = AlgorithmConfig(
+        kl=KLConfig(weight=0.5, estimator=f"{mine}:half_squared"), params={"share": 3.0}
+    )
+    rollout_T = np.array([-1.0, -2.0], np.float32)
+    columns = {REFERENCE_COLUMN: np.array([-1.5, -1.0], np.float32)}
+    penalty = Algorithm.load(config).reward_penalty(rollout_T, columns)
+    assert penalty == pytest.approx(0.5 * 3 * (0.25 + 1) / 2)
+
+
 @pytest.mark.parametrize("name", ["absent", "ones"])
 def test_aggregation_of_a_stream_is_refused_by_its_own_setting(mine: str, name: str) -> None:
     config = AlgorithmConfig(streams={"words": StreamConfig(aggregation=f"{mine}:{name}")})
@@ -248,11 +290,13 @@ def test_relative_file_of_a_loss_means_the_folder_of_the_command(
         [
             "algorithm.loss=mine.py:good",
             "algorithm.advantage.kind=mine.py:ones",
+            "algorithm.kl={weight: 0.1, estimator: 'mine.py:half_squared'}",
             "algorithm.correction.kinds=[tis_token, 'mine.py:keeps_all']",
             "algorithm.params.scale=3",
         ]
     )
     assert config.algorithm.loss == f"{mine}:good"
     assert config.algorithm.correction.kinds == ["tis_token", f"{mine}:keeps_all"]
+    assert config.algorithm.kl.estimator == f"{mine}:half_squared"
     assert config.algorithm.params == {"scale": 3}
     check_algorithm(config.full_algorithm)
