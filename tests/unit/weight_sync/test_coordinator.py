@@ -71,8 +71,9 @@ async def test_receiver_without_the_base_makes_the_next_version_full(receivers: 
         await s.committed(0)
         await a.die()
         del s.board.registered["a"]
-        (b,) = await s.add("b")
+        # Pending before b is there: else b might have got version 0 from the trainer meanwhile.
         await s.publish(1)
+        (b,) = await s.add("b")
         await s.committed(1)
         await s.check(b, 1)
         assert [r["mode"] for r in await s.publish_records(1)] == ["full", "full"]
