@@ -21,6 +21,9 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.uint8]
 
+CANDIDATES_COLUMN = "candidates"
+"""Column [T, k] int32 of a trajectory whose sampling is truncated: the ids among which each token
+was drawn, then -1; all -1 where the model did not sample."""
 MAX_VERSION = 2**21 - 1
 """The highest policy version: the buffer's index orders groups by version * 2^32 + a sequence
 number, which Redis keeps as a double, exact below 2^53."""
@@ -61,6 +64,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a token is drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)

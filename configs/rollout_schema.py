@@ -41,19 +41,23 @@ class SamplingConfig(Section):
     temperature: float = field(default=1.0, metadata=POSITIVE)
     """Greedy rollouts, at 0, would have no gradient."""
     top_p: float = field(default=1.0, metadata=within(above=0, most=1))
-    top_k: int = field(default=-1, metadata=within(1, LARGEST_COUNT, also=-1))
+    """Draw each token from the most likely ones that have this probability together."""
+    top_k: int = field(default=-1, metadata=within(2, 1024, also=-1))
+    """Draw each token from so many most likely ones. Their ids travel with the token, so that the
+    trainer computes the same distribution: docs/algorithms.md#truncated-sampling."""
     min_p: float = field(default=0.0, metadata=SHARE)
+    """Draw no token that is less than this times as likely as the most likely one."""
     frequency_penalty: float = field(default=0.0, metadata=FINITE)
     presence_penalty: float = field(default=0.0, metadata=FINITE)
     repetition_penalty: float = field(default=1.0, metadata=POSITIVE)
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
-            self.top_p == 1.0 and self.top_k == -1 and self.min_p == 0.0,
-            "top_p/top_k/min_p",
-            "truncated sampling makes the recorded log-probabilities those of another distribution "
-            "than the trainer's, so importance ratios would be wrong; use top_p=1, top_k=-1 and "
-            "min_p=0 (rollout.eval may truncate: nothing is trained on its answers)",
+            self.top_k != -1 or (self.top_p == 1.0 and self.min_p == 0.0),
+            "top_k",
+            "with top_p or min_p the ids among which a token was drawn travel with it, and need a "
+            "bound: set rollout.sampling.top_k, as 50 (rollout.eval needs none: nothing is trained "
+            "on its answers)",
         )
         has_no_penalty = self.frequency_penalty == self.presence_penalty == 0.0
         yield Rule(
@@ -62,6 +66,11 @@ class SamplingConfig(Section):
             "a penalty changes the distribution depending on earlier tokens, which the trainer "
             "does not compute, so importance ratios would be wrong; use 0, 0 and 1",
         )
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a token is drawn from a part of the vocabulary."""
+        return self.top_k != -1  # top_p and min_p need it
 
 
 @dataclass(kw_only=True, slots=True)

@@ -597,6 +597,17 @@ class Config(Section):
             "algorithm.streams.teacher.loss=teacher_kl, or remove the teacher",
             shown,
         )
+        for setting, has in {
+            "algorithm.kl.weight": algorithm.kl.weight > 0,
+            "algorithm.streams.*.loss": algorithm.needs_teacher,
+        }.items():
+            yield Rule(
+                not (has and self.rollout.sampling.is_truncated),
+                "rollout.sampling.top_k",
+                f"{setting} compares two policies over the whole vocabulary, and with truncated "
+                "sampling the trainer computes the policy's distribution over a few tokens only; "
+                "set top_k=-1, top_p=1 and min_p=0",
+            )
         yield Rule(
             algorithm.policy_weight > 0 or not self.rollout.filter_zero_variance,
             "rollout.filter_zero_variance",

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from buffer.export import read_payload
 from buffer.redis.keys import check_group_id
-from buffer.types import Trajectory, TrajectoryGroup
+from buffer.types import CANDIDATES_COLUMN, Trajectory, TrajectoryGroup
 from configs.load import read_config
 from configs.printable import printable
 from controller.buffer_access import BufferAddress, answer, buffer_address, raw_client
@@ -104,6 +104,9 @@ def column_line(name: str, trajectory: Trajectory) -> str:
     trained = trajectory.columns[name][mask].astype(np.float64)
     if not trained.size:
         return f"  {name}: no token is trained"
+    if name == CANDIDATES_COLUMN:
+        sizes = (trained >= 0).sum(1)
+        return f"  {name}: mean {sizes.mean():.1f} per trained token, at most {sizes.max()}"
     return (
         f"  {name}: mean {trained.mean():.2f} over the trained tokens, from {trained.min():.2f} "
         f"to {trained.max():.2f}"

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from buffer.types import VersionSpan
 from rollout_pool.cancelling import end_tasks
@@ -64,6 +64,14 @@ STOP_AGAIN_S = 1.0
 """A stop that overtakes its request is lost, so it is repeated until the sample has ended."""
 STOP_TIMEOUT_S = 30.0
 """Longest wait for a stopped sample to end: a commit may come in between."""
+
+
+class Tokens(NamedTuple):
+    """Tokens of a sample: see its columns of the same names."""
+
+    ids: list[int]
+    logprobs: list[float]
+    candidates: Sequence[list[int]] = ()
 
 
 class CallRefused(EngineError):
@@ -113,7 +121,7 @@ class _Request:
         """Those that it has added to its sample."""
         return len(self.sample.output_ids) - self._start
 
-    def add(self, output_ids: Sequence[int], logprobs: Sequence[float], label: int) -> None:
+    def add(self, tokens: Tokens, label: int) -> None:
         """Tokens, and the version that was served when they arrived.
 
         Versions only grow. So tokens with the same label as the arrival before are of that version.
@@ -123,13 +131,14 @@ class _Request:
         """
         sample = self.sample
         if self._label is None:
-            version = label if len(output_ids) == 1 else min(label, self.served_before)
+            version = label if len(tokens.ids) == 1 else min(label, self.served_before)
         else:
             version = min(label, self._label)
         self._label = label
         start = len(sample.output_ids)
-        sample.output_ids.extend(output_ids)
-        sample.logprobs.extend(logprobs)
+        sample.output_ids.extend(tokens.ids)
+        sample.logprobs.extend(tokens.logprobs)
+        sample.candidates.extend(tokens.candidates)
         span = VersionSpan(version=version, start=start, end=len(sample.output_ids))
         sample.version_spans = merge_spans([*sample.version_spans, span])
 
@@ -452,16 +461,18 @@ class GenerateCalls(ABC):
         try:
             version = read_version(self._name, meta["weight_version"])
             self.num_logprobs[version] += len(part["output_ids"])
-            output_ids, logprobs = new_tokens(self._name, part, request.num_tokens)
-            if len(output_ids) > sample.num_left:
+            tokens = new_tokens(
+                self._name, part, request.num_tokens, has_candidates=sample.has_candidates
+            )
+            if len(tokens.ids) > sample.num_left:
                 raise SampleRefused(
                     f"{self._name} returned more than the {sample.max_new_tokens} tokens requested"
                 )
-            length = request.num_tokens + len(output_ids)
+            length = request.num_tokens + len(tokens.ids)
             if reason is not None and length:
                 spans = read_spans(self._name, meta.get("weight_versions") or [], length)
-            if output_ids:
-                request.add(output_ids, logprobs, version)
+            if tokens.ids:
+                request.add(tokens, version)
         except (BadLogprobs, SampleRefused) as error:
             sample.num_wasted += len(part["output_ids"])
             if isinstance(error, BadLogprobs):
@@ -580,15 +591,19 @@ def generate_body(
         "return_logprob": True,
         "stream": True,
     }
+    wants_candidates = [sample.has_candidates for sample in samples.values()]
+    if any(wants_candidates):
+        body["return_sampling_mask"] = wants_candidates
     if extra_key is not None:
         body["extra_key"] = extra_key
     return body
 
 
 def new_tokens(
-    engine: str, answer: Mapping[str, Any], num_gathered: int
-) -> tuple[list[int], list[float]]:
-    """The new tokens of one part, with their log-probabilities.
+    engine: str, answer: Mapping[str, Any], num_gathered: int, *, has_candidates: bool = False
+) -> Tokens:
+    """The new tokens of one part; with `has_candidates`, their log-probabilities are those among
+    the candidates.
 
     `num_gathered` tokens of the request came before. Raises SampleRefused, BadLogprobs.
     """
@@ -608,7 +623,20 @@ def new_tokens(
         )
     if [pair[1] for pair in pairs] != output_ids:
         raise BadLogprobs("the log-probabilities are of other tokens than those returned")
-    return output_ids, _floats([pair[0] for pair in pairs])
+    if not has_candidates:
+        return Tokens(output_ids, _floats([pair[0] for pair in pairs]))
+    candidates = meta.get("output_token_sampling_mask") or []
+    logprobs = meta.get("output_token_sampling_logprobs") or []
+    # A request that was aborted in the queue has none for tokens that were not sent before.
+    if not len(candidates) == len(logprobs) == len(output_ids):
+        raise BadLogprobs(
+            f"{len(output_ids)} tokens came with {len(candidates)} sets of candidates and "
+            f"{len(logprobs)} log-probabilities among them"
+        )
+    for place, (token, ids) in enumerate(zip(output_ids, candidates, strict=True)):
+        if not ids or token not in ids:
+            raise BadLogprobs(f"token {place} is {token}, which is not among its candidates {ids}")
+    return Tokens(output_ids, _floats(logprobs), candidates)
 
 
 def _floats(logprobs: list[Any]) -> list[float]:

@@ -11,7 +11,7 @@ which it was sampled, so none is trained twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from buffer.types import VersionSpan
@@ -31,6 +31,9 @@ class Branch:
     """1 where the model wrote the token."""
     logprobs: list[float]
     """0 elsewhere."""
+    candidates: list[Sequence[int]]
+    """`Sample.candidates` of the model's tokens; empty elsewhere, and without truncated sampling.
+    """
     version_spans: list[VersionSpan]
     prompt_length: int
     finish_reason: str
@@ -69,6 +72,7 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
     """
     prompt, length = sample.prompt, len(sample.output_ids)
     assert length > 0 and len(sample.logprobs) == length and sample.finish_reason is not None
+    assert len(sample.candidates) == length * sample.has_candidates
     assert sum(span.end - span.start for span in sample.version_spans) == length
     extended = [branch for branch in branches if prompt[: len(branch.tokens)] == branch.tokens]
     branch = max(extended, key=lambda branch: len(branch.tokens), default=None)
@@ -77,6 +81,7 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
             tokens=[],
             loss_mask=[],
             logprobs=[],
+            candidates=[],
             version_spans=[],
             prompt_length=len(prompt),
             finish_reason=sample.finish_reason,
@@ -86,6 +91,8 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
     branch.tokens += [*given, *sample.output_ids]
     branch.loss_mask += [0] * len(given) + [1] * length
     branch.logprobs += [0.0] * len(given) + sample.logprobs
+    branch.candidates += [()] * len(given)
+    branch.candidates += sample.candidates or [()] * length
     branch.version_spans += [
         VersionSpan(
             version=span.version, start=len(prompt) + span.start, end=len(prompt) + span.end

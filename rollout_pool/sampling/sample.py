@@ -62,6 +62,8 @@ class Sample:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Natural log of each output token's probability under the distribution it was sampled from."""
+    candidates: list[list[int]] = field(default_factory=list)
+    """The ids among which each output token was drawn; empty unless `has_candidates`."""
     version_spans: list[VersionSpan] = field(default_factory=list)
     """Cover [0, len(output_ids)) without gaps, counted from the first output token."""
     finish_reason: str | None = None
@@ -79,13 +81,18 @@ class Sample:
         return min((span.version for span in self.version_spans), default=None)
 
     @property
+    def has_candidates(self) -> bool:
+        """Whether the trainer needs the candidates of its tokens."""
+        return self.sampling.is_truncated and self.priority is Priority.rollout
+
+    @property
     def num_left(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
 
     def drop_tokens(self) -> None:
         """Loses its tokens, which count as wasted; the next request begins at its prompt."""
         self.num_wasted += len(self.output_ids)
-        for column in (self.output_ids, self.logprobs, self.version_spans):
+        for column in (self.output_ids, self.logprobs, self.candidates, self.version_spans):
             column.clear()
 
 

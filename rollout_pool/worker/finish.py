@@ -19,14 +19,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from opentelemetry.trace import set_span_in_context
 
 from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
-from buffer.types import Rerun, SamplingParams, Trajectory, TrajectoryGroup
+from buffer.types import (
+    CANDIDATES_COLUMN,
+    Rerun,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+)
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
@@ -311,7 +318,18 @@ def make_trajectories(episode: Episode, score: Score, place: int) -> list[Trajec
             finish_reason=branch.finish_reason if episode.end == "done" else episode.end,
             reward_parts=dict(score.parts),
             episode=place,
-            columns=dict(of_branch),
+            columns={**of_branch, **_candidates(branch)},
         )
         for branch, of_branch in zip(episode.branches, columns, strict=True)
     ]
+
+
+def _candidates(branch: Branch) -> dict[str, NDArray[np.int32]]:
+    """The column of its candidates, as wide as the largest set; none without truncated sampling."""
+    width = max(map(len, branch.candidates))
+    if not width:
+        return {}
+    column = np.full((len(branch.candidates), width), -1, np.int32)
+    for row, ids in zip(column, branch.candidates, strict=True):
+        row[: len(ids)] = ids
+    return {CANDIDATES_COLUMN: column}

@@ -52,6 +52,8 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True):
     """Pairs of version and number of tokens."""
     end: str
     """The finish reason, if these are the last tokens."""
+    candidates: tuple[bytes, ...] = ()
+    """int32[], little-endian, of each token, if the sampling is truncated."""
 
 
 _decoder = msgpack.Decoder(Part)
@@ -66,6 +68,7 @@ class KeptSample:
     """Empty if the parts in the buffer have more tokens than this."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    candidates: list[list[int]] = field(default_factory=list)
     version_spans: list[VersionSpan] = field(default_factory=list)
     end: str = ""
 
@@ -76,6 +79,8 @@ class KeptSample:
             raise ValueError(f"its columns have {len(tokens)} and {len(logprobs)} tokens")
         if not np.isfinite(logprobs).all():
             raise ValueError("a log-probability is not finite")
+        if part.candidates and len(part.candidates) != len(tokens):
+            raise ValueError(f"{len(part.candidates)} of its {len(tokens)} tokens have candidates")
         spans, start = [], part.start
         for version, number in part.versions:
             if version < 0 or number < 1:
@@ -84,6 +89,7 @@ class KeptSample:
             start += number
         self.output_ids += tokens.tolist()
         self.logprobs += logprobs.tolist()
+        self.candidates += [np.frombuffer(ids, "<i4").tolist() for ids in part.candidates]
         self.version_spans = merge_spans([*self.version_spans, *spans])
         self.end = part.end
 
@@ -91,7 +97,8 @@ class KeptSample:
         """Removes tokens of a version that is gone, and all after them."""
         for place, span in enumerate(self.version_spans):
             if leash.current(span.version) is None:
-                del self.output_ids[span.start :], self.logprobs[span.start :]
+                for column in (self.output_ids, self.logprobs, self.candidates):
+                    del column[span.start :]
                 del self.version_spans[place:]
                 self.chain = self.end = ""
                 return
@@ -171,6 +178,7 @@ class _Progress:
             logprobs=np.asarray(sample.logprobs[start:], "<f4").tobytes(),
             versions=tuple(_versions_from(sample, start)),
             end=end,
+            candidates=tuple(np.asarray(i, "<i4").tobytes() for i in sample.candidates[start:]),
         )
 
 
@@ -205,8 +213,10 @@ class GroupTokens:
             return
         if len(kept.output_ids) > sample.max_new_tokens:
             return
+        if len(kept.candidates) != len(kept.output_ids) * sample.has_candidates:
+            return
         sample.output_ids, sample.logprobs = kept.output_ids, kept.logprobs
-        sample.version_spans = kept.version_spans
+        sample.candidates, sample.version_spans = kept.candidates, kept.version_spans
         self.num_restored += len(kept.output_ids)
         if kept.end and not (kept.end == "length" and sample.num_left):
             sample.finish_reason = kept.end

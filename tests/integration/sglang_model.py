@@ -148,22 +148,21 @@ class Server:
             await strategy.close()
 
 
-def make_sample(index, *, max_new_tokens, temperature=1.0, name="", prompt=PROMPT, group=""):
+def make_sample(
+    index, *, max_new_tokens, temperature=1.0, name="", prompt=PROMPT, group="", **sampling
+):
     return Sample(
         sample_id=f"{name}{time.monotonic_ns()}.{index}",
         prompt=[*prompt, index],
-        sampling=SamplingParams(temperature=temperature),
+        sampling=SamplingParams(temperature=temperature, **sampling),
         max_new_tokens=max_new_tokens,
         group=group,
     )
 
 
-async def sample(client, count, *, max_new_tokens, temperature=1.0, on_begun=None, name=""):
+async def sample(client, count, *, max_new_tokens, on_begun=None, **fields):
     """Ended samples; calls `on_begun` once all have their first token."""
-    samples = [
-        make_sample(i, max_new_tokens=max_new_tokens, temperature=temperature, name=name)
-        for i in range(count)
-    ]
+    samples = [make_sample(i, max_new_tokens=max_new_tokens, **fields) for i in range(count)]
 
     def on_arrival():
         if on_begun is not None and all(sample.output_ids for sample in samples):
@@ -180,10 +179,15 @@ async def sample(client, count, *, max_new_tokens, temperature=1.0, on_begun=Non
 
 
 def logprobs_of(model, sample, temperature):
-    """Hugging Face's log-probability of each token that the engine sampled."""
+    """Hugging Face's log-probability of each token that the engine sampled, of its candidates."""
     tokens = torch.tensor([[*sample.prompt, *sample.output_ids]])
     with torch.no_grad():
         logits = model(tokens).logits[0, len(sample.prompt) - 1 : -1] / temperature
+    if sample.candidates:
+        left = torch.full_like(logits, -torch.inf)
+        for row, ids in enumerate(sample.candidates):
+            left[row, ids] = logits[row, ids]
+        logits = left
     return logits.log_softmax(-1).gather(1, tokens[0, len(sample.prompt) :, None])[:, 0]
 
 

@@ -93,10 +93,12 @@ MIN_RESCORED = 1_000
 """Tokens of the new version that are compared after a commit."""
 
 
-async def crossing(client, server, model, choice, pause_mode):
+async def crossing(client, server, model, choice, pause_mode, **settings):
     """Samples in flight when `model` was committed, then the same prompts; the commit's report."""
     begun = asyncio.Event()
-    sampling = asyncio.create_task(sample(client, 8, max_new_tokens=400, on_begun=begun.set))
+    sampling = asyncio.create_task(
+        sample(client, 8, max_new_tokens=400, on_begun=begun.set, **settings)
+    )
     async with asyncio.timeout(60):
         await begun.wait()
     await asyncio.sleep(0.1)
@@ -104,7 +106,7 @@ async def crossing(client, server, model, choice, pause_mode):
     client.note_version(report.version)
     ends = await sampling
     assert [end for end in ends if len(end.version_spans) == 2]
-    ends += await sample(client, 24, max_new_tokens=64)
+    ends += await sample(client, 24, max_new_tokens=64, **settings)
     assert num_of_version(ends, report.version) >= MIN_RESCORED
     return ends, report
 
@@ -140,6 +142,23 @@ async def test_samples_in_flight_continue_through_a_commit_with_exact_spans(
     assert report.version == old + 1 and report.pause_s < 10
     assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
     assert max(end.num_attempts for end in ends) <= 1 and not any(e.num_wasted for e in ends)
+
+
+@pytest.mark.parametrize("number", range(2))
+async def test_truncated_samples_cross_a_commit_with_the_candidates_of_each_token(
+    servers, model_a, model_b, number
+):
+    server = servers[number]
+    await server.publish(model_a)
+    old, mode = server.newest, server.engine.spec.pause_mode
+    truncation = {"top_k": 40, "top_p": 0.9, "min_p": 0.01}
+    ends, _ = await crossing(
+        server.engine.client, server, model_b, CommitStrategy.staged_disk, mode, **truncation
+    )
+    assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
+    sizes = [len(ids) for end in ends for ids in end.candidates]
+    assert len(sizes) == sum(len(end.output_ids) for end in ends)
+    assert 1 < max(sizes) <= 40 and min(sizes) < max(sizes)
 
 
 async def test_drained_engine_ends_every_sample_under_one_version(engine, server, model_a, model_b):

@@ -46,6 +46,8 @@ class Row:
     """Further values of each token, by name."""
     temperature: float = 1.0
     """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
+    candidates: NDArray[Any] | None = None
+    """[T, k] int32 `CANDIDATES_COLUMN`; None: every token was drawn from the whole vocabulary."""
     is_current: bool = False
     """Sampled entirely by the version being trained: engine and trainer should agree."""
     group: int = -1
@@ -57,6 +59,7 @@ class Row:
         for values in (self.advantages, self.staleness):
             assert values is None or values.shape == self.tokens.shape
         assert self.weight >= 0 and self.temperature > 0
+        assert self.candidates is None or len(self.candidates) == len(self.tokens)
 
     @property
     def num_trained(self) -> int:
@@ -139,6 +142,10 @@ class MicroBatch:
     """`Row.weight`"""
     temperatures_N: Tensor
     """`Row.temperature`, and 1 for tokens that the policy did not sample."""
+    candidates_K: Tensor
+    """int64: the ids of `Row.candidates`, one token's after the other's."""
+    num_candidates_N: Tensor
+    """int64: how many of them are the token's; 0: it was drawn from the whole vocabulary."""
     is_current_N: Tensor
     """Bool: `Row.is_current`"""
     groups_N: Tensor
@@ -347,6 +354,7 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         return torch.from_numpy(np.asarray(values, dtype)[segments])
 
     mask_N = by_token([row.loss_mask for row in rows], np.float32)
+    candidates_K, num_candidates_N = _candidates(rows, trained)
     return MicroBatch(
         row=packed,
         places_N=torch.from_numpy(np.concatenate(places)[trained - 1]),
@@ -360,6 +368,8 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         weights_N=by_row([row.weight for row in rows]),
         # The policy sampled its own tokens only with that temperature.
         temperatures_N=torch.where(mask_N != 0, by_row([row.temperature for row in rows]), 1.0),
+        candidates_K=candidates_K,
+        num_candidates_N=num_candidates_N,
         is_current_N=by_row([row.is_current for row in rows], np.bool_),
         groups_N=by_row([row.group for row in rows], np.int64),
         streams={
@@ -373,3 +383,16 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         rows=tuple(chosen),
         num_tokens=sum(lengths),
     )
+
+
+def _candidates(rows: Sequence[Row], trained: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """The candidates of the tokens at the positions `trained` of all rows, and their numbers."""
+    ids, counts, start = [np.zeros(0, np.int32)], np.zeros(len(trained), np.int64), 0
+    for row in rows:
+        if row.candidates is not None:
+            is_own = (start <= trained) & (trained < start + len(row.tokens))
+            sets = row.candidates[trained[is_own] - start]
+            counts[is_own] = (sets >= 0).sum(1)
+            ids.append(sets[sets >= 0])
+        start += len(row.tokens)
+    return torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(counts)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.types import SamplingParams, Trajectory, TrajectoryGroup
+from buffer.types import CANDIDATES_COLUMN, SamplingParams, Trajectory, TrajectoryGroup
 from configs.algorithm_schema import POLICY, REFERENCE_COLUMN, TEACHER_COLUMN, StreamConfig
 from configs.choices import KLPlace, StreamTokens
 from trainer_pool.algorithms.advantages import AdvantageInputs, overlong_penalty
@@ -59,7 +59,7 @@ def rows_by_group(
     An episode's reward counts once, however many trajectories it has: each gets the episode's
     advantage, and the trained ones share its weight. A token whose log-probability from the engine
     is not finite is not trained. Raises ValueError for a group whose sampling parameters changed
-    more than the temperature, or that the algorithm cannot use.
+    the distribution in a way that cannot be computed here, or that the algorithm cannot use.
     """
     rows: list[list[Row | None]] = [_rows(batch, group, algorithm) for group in batch.groups]
     penalties: dict[tuple[str, int], float] = {}
@@ -117,8 +117,9 @@ def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> lis
                 temperature=group.sampling.temperature,
                 is_current=t.min_version == batch.version,
                 group=place,
+                candidates=t.columns.get(CANDIDATES_COLUMN),
                 streams=weights,
-                columns=t.columns,
+                columns={k: v for k, v in t.columns.items() if k != CANDIDATES_COLUMN},
             )
         )
     return rows
@@ -293,13 +294,20 @@ def _episodes(
 def check_sampling(group: TrajectoryGroup) -> None:
     """Raises ValueError naming a sampling parameter that the importance ratios ignore."""
     plain = SamplingParams(temperature=group.sampling.temperature)
+    has_candidates = all(CANDIDATES_COLUMN in t.columns for t in group.trajectories)
     for item in fields(SamplingParams):
-        value = getattr(group.sampling, item.name)
-        if value != getattr(plain, item.name):
+        value, expected = getattr(group.sampling, item.name), getattr(plain, item.name)
+        is_truncation = item.name in ("top_p", "top_k", "min_p")
+        if value != expected and not (is_truncation and has_candidates):
+            reason = (
+                f"it has no column {CANDIDATES_COLUMN}, from which the trainer computes that one"
+                if is_truncation
+                else "the trainer does not compute that one"
+            )
             raise ValueError(
                 f"group {group.group_id}: {item.name}={value} changed the distribution from which "
-                "its tokens were drawn. The trainer does not compute that one, so its importance "
-                f"ratios would be wrong; sample with {item.name}={getattr(plain, item.name)}"
+                f"its tokens were drawn, and {reason}: importance ratios would be wrong; sample "
+                f"with {item.name}={expected}"
             )
     if not group.sampling.temperature > 0:
         raise ValueError(

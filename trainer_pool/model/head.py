@@ -9,7 +9,7 @@ forward pass keeps one normalizer per row, and the backward pass computes each t
 
 `ScoringHead` puts it in the place of a transformers model's own head.
 
-Letters: L positions of a packed row, N trained tokens, H hidden size, V vocabulary, K kept ids.
+Letters: L positions of a packed row, N trained tokens, H hidden size, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CPU_TILE = (512, 2**20)
 _GPU_TILE = (8192, 2**26)
 """256 MiB; so many rows that adding to the weight's gradient does not bound the product."""
 _MASKED = -1e30
-"""Logit of an id that was not kept. Not -inf: it would make NaN of a tile without a kept id."""
+"""Logit of an id that was no candidate. Not -inf: it would make NaN of a tile without any."""
 
 
 class Scores(NamedTuple):
@@ -42,10 +42,10 @@ class Scores(NamedTuple):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
-class KeptTokens:
-    """The ids that top-p or top-k left of the vocabulary when each of N tokens was drawn.
+class Candidates:
+    """The ids that top-k, top-p and min-p left of the vocabulary when each of N tokens was drawn.
 
-    The distribution of such a token is that over its set alone.
+    The distribution of such a token is that over its candidates alone.
     """
 
     ids_K: Tensor
@@ -95,18 +95,19 @@ def score_tokens(
     targets_N: Tensor,
     temperatures_N: Tensor,
     *,
-    kept: KeptTokens | None = None,
+    candidates: Candidates | None = None,
     shape: LogitShape | None = None,
     tile: tuple[int, int] | None = None,
 ) -> Tensor:
     """[3, N] `Scores` of p = softmax(shape(hidden weight^T + bias) / temperature), by row.
 
     In float32 (float64 for float64 input), whatever the dtype of `hidden` and `weight`. Gradients
-    of the first two rows reach `hidden`, `weight` and `bias`. A target outside its kept set has
-    log-probability -inf. `tile` (most rows, most elements) changes nothing but rounding.
+    of the first two rows reach `hidden`, `weight` and `bias`. A target that is none of its
+    candidates has log-probability -inf. `tile` (most rows, most elements) changes nothing but
+    rounding.
     """
     plan = _Plan(
-        kept=kept,
+        candidates=candidates,
         shape=shape or LogitShape(),
         tile=tile or (_GPU_TILE if hidden_NH.is_cuda else _CPU_TILE),
     )
@@ -120,7 +121,7 @@ def score_tokens(
 class _Plan:
     """How the logits are computed, and in which tiles."""
 
-    kept: KeptTokens | None
+    candidates: Candidates | None
     shape: LogitShape
     tile: tuple[int, int]
 
@@ -149,8 +150,8 @@ class _Plan:
         shaped = self.shape.apply_(shaped)
         z = shaped.clone() if self.shape.cap is not None else shaped
         z.div_(temperatures_N1[rows])
-        if self.kept is not None:
-            z.masked_fill_(self.kept.is_masked(rows, columns), _MASKED)
+        if self.candidates is not None:
+            z.masked_fill_(self.candidates.is_masked(rows, columns), _MASKED)
         return z, shaped
 
 
@@ -347,7 +348,7 @@ class TokensToScore:
     """int64: their ids."""
     temperatures_N: Tensor
     """Their logits are divided by these."""
-    kept: KeptTokens | None
+    candidates: Candidates | None
     """None: every token was drawn from the whole vocabulary."""
 
 
@@ -404,7 +405,7 @@ class ScoringHead:
             self._head.bias,
             wanted.targets_N,
             wanted.temperatures_N,
-            kept=wanted.kept,
+            candidates=wanted.candidates,
             shape=self._shape,
         )
 

@@ -34,7 +34,7 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost, packed_row
 from trainer_pool.model import attention
 from trainer_pool.model.checkpoint_names import check_names
-from trainer_pool.model.head import KeptTokens, Scores, ScoringHead, TokensToScore
+from trainer_pool.model.head import Candidates, Scores, ScoringHead, TokensToScore
 from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
@@ -185,14 +185,17 @@ class Zero3Engine:
         logits: Tensor = self._forward(row, places_N).logits[0]
         return logits
 
-    def score(self, batch: MicroBatch, kept: KeptTokens | None = None) -> Scores:
-        """The policy's scores of a micro-batch's N trained tokens, which were drawn from the sets
-        `kept`."""
+    def score(self, batch: MicroBatch) -> Scores:
+        """The policy's scores of a micro-batch's N trained tokens, each among its candidates."""
+        candidates = None
+        if len(batch.candidates_K):
+            ends_N = batch.num_candidates_N.cumsum(0).cpu()
+            candidates = Candidates(ids_K=batch.candidates_K, ends_N=ends_N)
         wanted = TokensToScore(
             places_N=batch.places_N,
             targets_N=batch.targets_N,
             temperatures_N=batch.temperatures_N,
-            kept=kept,
+            candidates=candidates,
         )
         logprobs, entropy, sum_squares = self._forward(batch.row, batch.places_N, wanted=wanted)
         return Scores(logprobs, entropy, sum_squares.detach())

@@ -56,6 +56,7 @@ def test_default_is_decoupled_ppo() -> None:
         ["algorithm.dual_clip=3", "trainer.num_minibatches=2"],
         ["algorithm.dual_clip=3", ROLLOUT, NONE],
         [kinds("tis_sequence"), "algorithm.correction.normalize=true"],
+        ["rollout.sampling={top_k: 50, top_p: 0.95, min_p: 0.01}"],
     ],
 )
 def test_legal_combinations_load(settings: list[str]) -> None:
@@ -132,6 +133,15 @@ def test_legal_combinations_load(settings: list[str]) -> None:
         (
             [kinds("icepop"), "algorithm.correction.normalize=true"],
             "algorithm.correction.normalize=True: there is no truncated weight",
+        ),
+        # Distributions over parts of the vocabulary, and over all of it.
+        (
+            ["algorithm.kl.weight=0.1", "rollout.sampling.top_k=50"],
+            "rollout.sampling.top_k=50: algorithm.kl.weight compares two policies over the whole",
+        ),
+        (
+            ["algorithm=distill", *TEACHER, "rollout.sampling.top_k=50"],
+            "rollout.sampling.top_k=50: algorithm.streams.*.loss compares two policies",
         ),
         # Two weights, or one twice.
         (

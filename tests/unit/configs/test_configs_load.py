@@ -160,7 +160,9 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
     ("overrides", "field"),
     [
         (["trainer.groups_per_step=1"], "trainer.groups_per_step=1"),
-        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p"),
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_k=-1"),
+        (["rollout.sampling.min_p=0.1"], "rollout.sampling.top_k=-1"),
+        (["rollout.sampling.top_k=1"], "rollout.sampling.top_k=1"),
         (["weight_sync.pause_mode=retract"], "rollout.engine.radix_cache=True"),
         (["weight_sync=delta", "weight_sync.max_delta_density=0"], "weight_sync.full_every=20"),
         (["weight_sync.stage_dir=stage"], "weight_sync.stage_dir='stage'"),

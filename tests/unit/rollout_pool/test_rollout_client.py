@@ -10,9 +10,9 @@ import pytest
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode
 from rollout_pool.engines import batching
-from rollout_pool.engines.batching import new_tokens
+from rollout_pool.engines.batching import Tokens, generate_body, new_tokens
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, EngineLoad, SampleRefused
-from rollout_pool.sampling.sample import Sample
+from rollout_pool.sampling.sample import Priority, Sample
 from tests.support.rollout import make_sample, spans, until
 from weight_sync.types import GroupSpec, TensorSpec
 
@@ -166,8 +166,54 @@ async def test_abort_from_the_queue_repeats_nothing_and_loses_nothing(num_gather
     }
     answer = {"output_ids": [*joined, 5], "meta_info": meta}
     new = range(num_gathered + 1, 6)
-    expected = (list(new), [pairs[token][0] for token in new])
+    expected = Tokens(list(new), [pairs[token][0] for token in new])
     assert new_tokens("engine-0", answer, num_gathered) == expected
+
+
+def truncated(**fields):
+    """An answer of two tokens, each drawn among a few."""
+    meta = {
+        "finish_reason": None,
+        "completion_tokens": 2,
+        "output_token_logprobs": [[-1.5, 9, None], [-0.5, 4, None]],
+        "output_token_sampling_mask": [[9, 3], [4]],
+        "output_token_sampling_logprobs": [-1.0, 0.0],
+        **fields,
+    }
+    return {"output_ids": [9, 4], "meta_info": meta}
+
+
+async def test_log_probabilities_of_truncated_sampling_are_those_among_the_candidates():
+    found = new_tokens("engine-0", truncated(), 0, has_candidates=True)
+    assert found == Tokens([9, 4], [-1.0, 0.0], [[9, 3], [4]])
+    assert new_tokens("engine-0", truncated(), 0) == Tokens([9, 4], [-1.5, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"output_token_sampling_mask": [[3, 5], [4]]}, r"token 0 is 9, which is not among its ca"),
+        ({"output_token_sampling_mask": [[9], None]}, "token 1 is 4, which is not among"),
+        ({"output_token_sampling_mask": [[9]]}, "2 tokens came with 1 sets of candidates and 2"),
+        ({"output_token_sampling_mask": None}, "2 tokens came with 0 sets"),
+        ({"output_token_sampling_logprobs": [-1.0, None]}, "log-probability of token 1 is None"),
+    ],
+)
+async def test_tokens_without_usable_candidates_are_refused(fields, message):
+    with pytest.raises(BadLogprobs, match=message):
+        new_tokens("engine-0", truncated(**fields), 0, has_candidates=True)
+
+
+async def test_candidates_are_requested_for_rollouts_with_truncated_sampling_alone():
+    top_k = SamplingParams(top_k=20)
+    samples = [
+        make_sample(0, sampling=top_k),
+        make_sample(1),
+        make_sample(2, sampling=top_k, priority=Priority.evaluation),
+    ]
+    named = {sample.sample_id: sample for sample in samples}
+    assert generate_body(named, None, 64)["return_sampling_mask"] == [True, False, False]
+    assert "return_sampling_mask" not in generate_body({"a": samples[1]}, None, 64)
 
 
 async def test_tokens_lost_in_transit_are_detected():

@@ -100,12 +100,13 @@ async def generate(run, model, scorer, env_factory=None, **task):
     return await generate_group(run, scorer, SAMPLING, 4)
 
 
-def branch(tokens, loss_mask, finish_reason="stop", version=7):
+def branch(tokens, loss_mask, finish_reason="stop", version=7, candidates=None):
     start = loss_mask.index(1)
     return Branch(
         tokens=tokens,
         loss_mask=loss_mask,
         logprobs=[-float(token) * own for token, own in zip(tokens, loss_mask, strict=True)],
+        candidates=candidates or [()] * len(tokens),
         version_spans=[VersionSpan(version=version, start=start, end=len(tokens))],
         prompt_length=start,
         finish_reason=finish_reason,
@@ -114,6 +115,15 @@ def branch(tokens, loss_mask, finish_reason="stop", version=7):
 
 def episode(*branches, end="done"):
     return Episode(branches=list(branches), messages=(), end=end, num_turns=len(branches))
+
+
+def test_candidates_are_a_column_as_wide_as_the_largest_set():
+    sets = [(), (), [6, 4], [7, 5, 6]]
+    made = branch([5, 6, 6, 7], [0, 0, 1, 1], candidates=sets)
+    [trajectory] = make_trajectories(episode(made), Score(reward=0.5), 0)
+    column = trajectory.columns["candidates"]
+    assert column.dtype == np.int32
+    assert column.tolist() == [[-1] * 3, [-1] * 3, [6, 4, -1], [7, 5, 6]]
 
 
 def test_episode_is_one_trajectory_with_its_reward():

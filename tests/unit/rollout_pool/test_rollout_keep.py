@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec import msgpack
+from msgspec.structs import replace
 
 from buffer.staleness import Leash
 from buffer.types import SamplingParams, VersionSpan
@@ -14,6 +15,7 @@ from rollout_pool.sampling.sample import Sample
 from rollout_pool.worker.keep import GroupTokens, KeptSample, Part, read_kept
 
 LEASH = Leash(max_staleness=4)
+TOP_K = SamplingParams(top_k=2)
 
 
 def sample_of(group: str, place: int = 0, number: int = 0, **fields: Any) -> Sample:
@@ -27,6 +29,8 @@ def grow(sample: Sample, number: int, version: int) -> None:
     start = len(sample.output_ids)
     sample.output_ids += range(start, start + number)
     sample.logprobs += [-0.5 - place for place in range(start, start + number)]
+    if sample.has_candidates:
+        sample.candidates += [[place, place + 1] for place in range(start, start + number)]
     sample.version_spans += [VersionSpan(version=version, start=start, end=start + number)]
 
 
@@ -43,6 +47,34 @@ def begun_with(parts: Mapping[str, bytes], sample: Sample, group: str = "0-1-b")
     tokens = GroupTokens(group, kept(parts))
     tokens.begin(sample)
     return tokens
+
+
+def test_candidates_are_kept_with_their_tokens() -> None:
+    tokens, sample = GroupTokens("0-0-a", {}), sample_of("0-0-a", sampling=TOP_K)
+    tokens.begin(sample)
+    grow(sample, 2, 4)
+    parts = tokens.take_new()
+    grow(sample, 1, 4)
+    parts |= tokens.take_new()
+    again = sample_of("0-1-b", sampling=TOP_K)
+    begun_with(parts, again)
+    assert again.candidates == sample.candidates == [[0, 1], [1, 2], [2, 3]]
+    other = sample_of("0-1-c")
+    begun_with(parts, other)
+    assert not other.output_ids  # drawn from another distribution
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_kept_tokens_without_all_their_candidates_are_sampled_again(number: int) -> None:
+    tokens, sample = GroupTokens("0-0-a", {}), sample_of("0-0-a", sampling=TOP_K)
+    tokens.begin(sample)
+    grow(sample, 2, 4)
+    [(name, data)] = tokens.take_new().items()
+    part = msgpack.decode(data, type=Part)
+    part = replace(part, candidates=part.candidates[:number])
+    again = sample_of("0-1-b", sampling=TOP_K)
+    begun_with({name: msgpack.encode(part)}, again)
+    assert not again.output_ids and not again.candidates
 
 
 def test_sample_is_kept_in_parts_and_another_begins_with_them() -> None:

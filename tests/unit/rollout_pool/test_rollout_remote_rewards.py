@@ -383,6 +383,7 @@ def episode_of(*branches: list[int]) -> Episode:
             tokens=tokens,
             loss_mask=[0] * len(tokens),
             logprobs=[0.0] * len(tokens),
+            candidates=[()] * len(tokens),
             version_spans=[],
             prompt_length=1,
             finish_reason="stop",

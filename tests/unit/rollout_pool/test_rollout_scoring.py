@@ -109,6 +109,7 @@ async def test_service_that_is_gone_leaves_the_episode_unscored(scorer_of, kind)
         tokens=[1, 2],
         loss_mask=[0, 1],
         logprobs=[0.0, -1.0],
+        candidates=[(), ()],
         version_spans=[],
         prompt_length=1,
         finish_reason="stop",

@@ -30,12 +30,18 @@ HEAD_TOKENS = 40
 
 
 def head_row(number: int) -> Row:
-    """One of six sequences, with a weight and a temperature of its own."""
+    """One of six sequences, with an advantage and a temperature of its own. The trained tokens of
+    every second one were drawn among one to four candidates."""
     dice = np.random.default_rng(number)
     length = 12 + number
+    tokens = dice.integers(0, 256, length).astype(np.int32)
+    mask = np.array([0, 0, 0] + [1, 1, 0] * length, np.uint8)[:length]
+    candidates = (tokens[:, None] + np.array([0, 7, 2, 5])) % 256
+    is_one = (mask[:, None] != 0) & (np.arange(4) <= np.arange(length)[:, None] % 4)
     return Row(
-        tokens=dice.integers(0, 256, length).astype(np.int32),
-        loss_mask=np.array([0, 0, 0] + [1, 1, 0] * length, np.uint8)[:length],
+        tokens=tokens,
+        loss_mask=mask,
+        candidates=np.where(is_one, candidates, -1) if number % 2 else None,
         rollout_logprobs=np.zeros(length, np.float32),
         advantages=np.full(length, dice.normal(), np.float32),
         temperature=0.7 + 0.1 * number,

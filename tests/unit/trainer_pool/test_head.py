@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from trainer_pool.model.head import (
-    KeptTokens,
+    Candidates,
     LogitShape,
     ScoringHead,
     TokensToScore,
@@ -36,7 +36,7 @@ class Inputs:
     bias: Tensor | None
     targets: Tensor
     temperatures: Tensor
-    kept: KeptTokens | None = None
+    candidates: Candidates | None = None
     shape: LogitShape = field(default_factory=LogitShape)
 
     def to(self, dtype: torch.dtype) -> Inputs:
@@ -54,7 +54,7 @@ class Inputs:
             self.bias,
             self.targets,
             self.temperatures,
-            kept=self.kept,
+            candidates=self.candidates,
             shape=self.shape,
             tile=tile,
         )
@@ -68,8 +68,8 @@ class Inputs:
         else:
             logits = self.shape.scale * logits
         logits = logits / self.temperatures.to(logits.dtype).unsqueeze(1)
-        if self.kept is not None:
-            logits = logits.masked_fill(~is_kept(self.kept), -math.inf)
+        if self.candidates is not None:
+            logits = logits.masked_fill(~is_candidate(self.candidates), -math.inf)
         every = logits.log_softmax(-1)
         p = every.exp()
         entropy = -(p * every.masked_fill(p == 0, 0.0)).sum(-1)
@@ -77,12 +77,12 @@ class Inputs:
         return torch.stack([chosen, entropy, p.detach().square().sum(-1)])
 
 
-def is_kept(kept: KeptTokens) -> Tensor:
+def is_candidate(candidates: Candidates) -> Tensor:
     """By hand: [N, V] from the ragged lists."""
     flags = torch.zeros(N, V, dtype=torch.bool)
     begin = 0
-    for row, end in enumerate(kept.ends_N.tolist()):
-        flags[row, kept.ids_K[begin:end] if end > begin else slice(None)] = True
+    for row, end in enumerate(candidates.ends_N.tolist()):
+        flags[row, candidates.ids_K[begin:end] if end > begin else slice(None)] = True
         begin = end
     return flags
 
@@ -98,7 +98,7 @@ def make_inputs(*, has_bias: bool = False, spread: float = 3.0) -> Inputs:
     )
 
 
-def with_kept_sets(inputs: Inputs) -> Inputs:
+def with_candidates(inputs: Inputs) -> Inputs:
     """Each row's target and 0 to 20 other ids; every fifth row keeps the whole vocabulary."""
     sets = []
     for row, target in enumerate(inputs.targets.tolist()):
@@ -109,17 +109,17 @@ def with_kept_sets(inputs: Inputs) -> Inputs:
             else torch.cat([others[others != target], torch.tensor([target])])
         )
     ends = torch.tensor([len(ids) for ids in sets]).cumsum(0)
-    return replace(inputs, kept=KeptTokens(ids_K=torch.cat(sets), ends_N=ends))
+    return replace(inputs, candidates=Candidates(ids_K=torch.cat(sets), ends_N=ends))
 
 
 CASES = {
     "plain": make_inputs(),
     "bias": make_inputs(has_bias=True),
-    "kept": with_kept_sets(make_inputs()),
+    "candidates": with_candidates(make_inputs()),
     "scale": replace(make_inputs(), shape=LogitShape(scale=0.125)),
     "cap": replace(make_inputs(), shape=LogitShape(cap=5.0)),
     "all": replace(
-        with_kept_sets(make_inputs(has_bias=True)), shape=LogitShape(scale=1.5, cap=4.0)
+        with_candidates(make_inputs(has_bias=True)), shape=LogitShape(scale=1.5, cap=4.0)
     ),
 }
 
@@ -190,10 +190,12 @@ def test_row_that_is_not_finite_leaves_the_others(bad: float) -> None:
     torch.testing.assert_close(mine[:, others], inputs.in_tiles((7, 150))[:, others])
 
 
-def test_target_outside_its_kept_set_is_impossible() -> None:
-    kept = KeptTokens(ids_K=torch.tensor([1, 2]), ends_N=torch.tensor([2, 2]))
+def test_target_that_is_no_candidate_is_impossible() -> None:
+    candidates = Candidates(ids_K=torch.tensor([1, 2]), ends_N=torch.tensor([2, 2]))
     hidden, weight = torch.zeros(2, 3), torch.zeros(4, 3)
-    scores = score_tokens(hidden, weight, None, torch.tensor([0, 0]), torch.ones(2), kept=kept)
+    scores = score_tokens(
+        hidden, weight, None, torch.tensor([0, 0]), torch.ones(2), candidates=candidates
+    )
     assert scores[0].tolist() == pytest.approx([-math.inf, -math.log(4)])
     assert scores[1].tolist() == pytest.approx([math.log(2), math.log(4)])
     assert scores[2].tolist() == pytest.approx([0.5, 0.25])
@@ -280,7 +282,7 @@ def test_head_in_a_model_gives_what_its_logits_give(name: str) -> None:
         places_N=places,
         targets_N=targets,
         temperatures_N=torch.full(targets.shape, 0.7, dtype=torch.float64),
-        kept=None,
+        candidates=None,
     )
     scores = model(input_ids=tokens, logits_to_keep=places, wanted=wanted)
     torch.testing.assert_close(scores[0], logprobs, rtol=1e-5, atol=1e-6)

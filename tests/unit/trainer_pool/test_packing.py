@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -160,3 +162,19 @@ def test_moving_a_micro_batch_keeps_its_values() -> None:
 def test_row_may_not_train_its_first_token() -> None:
     with pytest.raises(AssertionError):
         make_row(3, 0)
+
+
+def test_tokens_keep_their_candidates_in_any_order_of_rows() -> None:
+    def drawn(length: int, sizes: list[int]) -> Row:
+        sets = np.full((length, max(sizes)), -1, np.int32)
+        for place, size in enumerate(sizes, start=length - len(sizes)):
+            sets[place, :size] = 100 * length + 10 * place + np.arange(size)
+        return replace(make_row(length, length - len(sizes)), candidates=sets)
+
+    rows = [drawn(3, [2]), make_row(5, 3), drawn(4, [1, 3])]
+    (batch,) = pack(rows, 20)
+    assert batch.rows == (0, 1, 2)
+    assert batch.num_candidates_N.tolist() == [2, 0, 0, 1, 3]
+    assert batch.candidates_K.tolist() == [320, 321, 420, 430, 431, 432]
+    (plain,) = pack([make_row(5, 3)], 20)
+    assert not len(plain.candidates_K) and plain.num_candidates_N.tolist() == [0, 0]

@@ -183,6 +183,23 @@ def test_samples_not_drawn_from_the_policy_are_refused(
         rows_of(ranks, some)
 
 
+def test_truncated_samples_are_trained_with_their_candidates_alone(ranks: Collectives) -> None:
+    ids = np.array([[-1, -1], [-1, -1], [2, 9], [3, -1]], np.int32)
+
+    def drawn(episode: int) -> Trajectory:
+        plain = trajectory(episode, float(episode))
+        return replace(plain, columns={**plain.columns, "candidates": ids})
+
+    truncation = {"top_k": 50, "top_p": 0.9, "min_p": 0.1}
+    rows = rows_of(ranks, group(drawn(0), drawn(1), **truncation))
+    assert all(row.candidates is ids for row in rows)
+    assert {*rows[0].columns} == {"teacher_logprobs"}
+    with pytest.raises(ValueError, match=r"group g7: top_p=0\.9 .* it has no column candidates"):
+        rows_of(ranks, group(drawn(0), trajectory(1, 1.0), **truncation))
+    with pytest.raises(ValueError, match=r"group g7: presence_penalty=0\.5"):
+        rows_of(ranks, group(drawn(0), drawn(1), presence_penalty=0.5))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_tokens_without_a_finite_logprob_of_the_engine_are_not_trained(
     ranks: Collectives, bad: float

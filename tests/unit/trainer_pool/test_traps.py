@@ -12,7 +12,7 @@ from configs.algorithm_schema import CorrectionConfig
 from configs.load import load_config
 from trainer_pool.data.packing import Row, fill_up, pack
 from trainer_pool.metrics import StepAccumulator
-from trainer_pool.model.head import KeptTokens, score_tokens
+from trainer_pool.model.head import Candidates, score_tokens
 
 
 def ratios(*values: float) -> dict[str, torch.Tensor]:
@@ -77,19 +77,21 @@ def test_tokens_that_stay_weigh_no_more_when_others_are_rejected() -> None:
 
 
 def test_head_in_tiles_has_the_gradients_of_plain_logits_where_they_usually_part() -> None:
-    """Of the entropy, over the ids that top-k kept, at a temperature."""
+    """Of the entropy, over the candidates that top-k left, at a temperature."""
     dice = torch.Generator().manual_seed(3)
     hidden = torch.randn(5, 8, generator=dice, dtype=torch.float64)
     weight = torch.randn(23, 8, generator=dice, dtype=torch.float64)
-    kept_ids = [torch.randperm(23, generator=dice)[:6] for _ in range(5)]
-    targets = torch.stack([ids[0] for ids in kept_ids])
+    candidate_ids = [torch.randperm(23, generator=dice)[:6] for _ in range(5)]
+    targets = torch.stack([ids[0] for ids in candidate_ids])
     temperature = torch.full((5,), 0.7, dtype=torch.float64)
-    kept = KeptTokens(ids_K=torch.cat(kept_ids), ends_N=torch.arange(6, 36, 6))
+    candidates = Candidates(ids_K=torch.cat(candidate_ids), ends_N=torch.arange(6, 36, 6))
     mine = [part.clone().requires_grad_() for part in (hidden, weight)]
-    logprobs, entropy, _ = score_tokens(*mine, None, targets, temperature, kept=kept, tile=(2, 10))
+    logprobs, entropy, _ = score_tokens(
+        *mine, None, targets, temperature, candidates=candidates, tile=(2, 10)
+    )
     plain = [part.clone().requires_grad_() for part in (hidden, weight)]
     outside = torch.ones(5, 23, dtype=torch.bool)
-    for row, ids in enumerate(kept_ids):
+    for row, ids in enumerate(candidate_ids):
         outside[row, ids] = False
     logits = (plain[0] @ plain[1].T / 0.7).masked_fill(outside, -torch.inf)
     every = logits.log_softmax(-1)

@@ -48,6 +48,7 @@ from buffer.wire.codec import encode_group
 from configs.algorithm_schema import AGGREGATIONS
 from configs.schema import BufferConfig, ScratchModelConfig
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
+from trainer_pool.data.packing import Row
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.state.export import export_checkpoint
@@ -325,18 +326,30 @@ def head(ranks: Ranks) -> Outcome:
     return ranks.outcome("head", 2)
 
 
+def row_logprobs(model: Any, row: Row) -> torch.Tensor:
+    """[T - 1, V] from full logits: at its temperature, and among the candidates of each token."""
+    tokens = torch.from_numpy(row.tokens).long()
+    logits = model(input_ids=tokens[None]).logits[0, :-1] / row.temperature
+    if row.candidates is not None:
+        for at, ids in enumerate(row.candidates[1:]):
+            if (ids >= 0).any():
+                is_left = torch.zeros(logits.shape[1], dtype=torch.bool)
+                is_left[ids[ids >= 0]] = True
+                logits[at, ~is_left] = -1e30  # not -inf: the entropy would be NaN
+    return logits.log_softmax(-1)  # type: ignore[no-any-return]
+
+
 def test_gradient_of_two_ranks_is_that_of_full_logits_in_one_process(
     folder: Path, head: Outcome
 ) -> None:
-    """Of log-probabilities and entropies, with each row's temperature and a tied head. One pass of
-    rank 1 has no trained token, and goes backward like the others."""
+    """Of log-probabilities and entropies, with each row's temperature, candidates and a tied head.
+    One pass of rank 1 has no trained token, and goes backward like the others."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model").double()
     loss = torch.zeros((), dtype=torch.float64)
     for number in range(6):
         row = head_row(number)
         tokens, mask = torch.from_numpy(row.tokens).long(), torch.from_numpy(row.loss_mask)
-        logits = model(input_ids=tokens[None]).logits[0, :-1] / row.temperature
-        every = logits.log_softmax(-1)
+        every = row_logprobs(model, row)
         logprobs = every.gather(1, tokens[1:, None]).squeeze(1)
         entropy = -(every.exp() * every).sum(-1)
         assert row.advantages is not None
@@ -366,8 +379,7 @@ def test_passes_of_the_reference_are_those_of_its_own_model(ranks: Ranks, folder
         for number in (0, 1):
             row = head_row(number)
             tokens, mask = torch.from_numpy(row.tokens).long(), torch.from_numpy(row.loss_mask)
-            logits = model(input_ids=tokens[None]).logits[0, :-1] / row.temperature
-            logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+            logprobs = row_logprobs(model, row).gather(1, tokens[1:, None]).squeeze(1)
             expected += logprobs[mask[1:] != 0].tolist()
         np.testing.assert_allclose(found[name][0], expected, rtol=1e-5, atol=1e-6)
     assert found["reference"][1] == found["reference"][0]
