@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -46,11 +47,13 @@ class StepStats:
     """Over episodes; so is `reward_std`."""
     reward_std: float
     reward_parts: dict[str, float]
-    """Mean of each part over the episodes that have it."""
+    """Mean of each part over the episodes that have it, also by the staleness of their groups."""
     zero_variance_fraction: float
-    """Share of groups whose rewards are all equal: they have no gradient."""
+    """Share of groups whose rewards are all equal: from most advantages they learn nothing."""
     response_length_mean: float
     """Tokens that the policy generated, over trajectories."""
+    response_length_max: int
+    """The longest trajectory's."""
     truncated_fraction: float
     """Share of trajectories that ended at their token limit."""
     staleness_mean: float
@@ -115,6 +118,7 @@ _GROUP_COLUMNS = (
     "has_zero_variance",
     "trajectories",
     "response_length",
+    "response_length_max",
     "truncated",
 )
 
@@ -235,11 +239,12 @@ class StepAccumulator:
         all_maxima, culprits, all_counts, tables = torch.split(every, [*map(len, parts)], dim=1)
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
-        named = self._named_totals(ranks, groups)
+        named = self._named_totals(ranks, groups, version)
         tokens, metrics = _TokenSums(named["tokens"]), named["metrics"]
         table = tables.sum(0).view(mine.shape)
         present = table[table[:, 0] > 0]
         columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
+        longest = present[:, _GROUP_COLUMNS.index("response_length_max")]
         staleness = [int(value) for value in present[:, 1].tolist()]
         num_groups, num_episodes = len(present), columns["episodes"]
         num_tokens, num_compared = tokens.total("tokens"), tokens.total("compared")
@@ -262,6 +267,7 @@ class StepAccumulator:
             reward_parts={n: _share(*pair) for n, pair in sorted(named["rewards"].items())},
             zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
             response_length_mean=_share(columns["response_length"], columns["trajectories"]),
+            response_length_max=int(longest.max()) if len(longest) else 0,
             truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
             staleness_mean=_share(sum(staleness), num_groups),
             staleness_max=max(staleness, default=0),
@@ -289,14 +295,14 @@ class StepAccumulator:
         )
 
     def _named_totals(
-        self, ranks: Collectives, groups: Sequence[TrajectoryGroup]
+        self, ranks: Collectives, groups: Sequence[TrajectoryGroup], version: int
     ) -> dict[str, dict[str, list[float]]]:
         """By kind and name, sums over all ranks, which need not have the same names."""
         mine = {
             "loss": {"loss": [float(self._loss)]},
             "tokens": {name: sums.tolist() for name, sums in self._sums.items()},
             "metrics": {name: pair.tolist() for name, pair in self._metrics.items()},
-            "rewards": _reward_parts(groups),
+            "rewards": _reward_parts(groups, version),
             "rollout_not_finite": _rollout_not_finite(groups),
         }
         every: dict[str, dict[str, list[float]]] = {kind: {} for kind in mine}
@@ -360,6 +366,7 @@ def _group_table(
                 bool((rewards == rewards[0]).all()),
                 len(lengths),
                 sum(lengths),
+                max(lengths),
                 sum(t.finish_reason == "length" for t in group.trajectories),
             ],
             dtype=torch.float64,
@@ -367,15 +374,18 @@ def _group_table(
     return table
 
 
-def _reward_parts(groups: Sequence[TrajectoryGroup]) -> dict[str, list[float]]:
-    """By name of a part: its sum, and the number of episodes that have it."""
+def _reward_parts(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, list[float]]:
+    """By name of a part, and by name/staleness_BUCKET of the group: its sum, and the number of
+    episodes that have it."""
     sums: dict[str, list[float]] = {}
     for group in groups:
+        bucket = STALENESS_BUCKETS[bisect_right(_BUCKET_STARTS, version - group.min_version)]
         for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():
             for name, value in parts.items():
-                total = sums.setdefault(name, [0.0, 0.0])
-                total[0] += value
-                total[1] += 1
+                for key in (name, f"{name}/staleness_{bucket}"):
+                    total = sums.setdefault(key, [0.0, 0.0])
+                    total[0] += value
+                    total[1] += 1
     return sums
 
 

@@ -189,6 +189,10 @@ def _accumulate(
             *(trainer_N, start_N, entropy_N, algorithm, statistics),
         )
         result = result.plus(algorithm.stream_objective(name, of_stream, denominators[name]))
+    if scored_N is not None:
+        moved_N = inputs.log_ratio(trainer_N.detach(), scored_N)
+        moved = {"update_kl": moved_N.expm1() - moved_N}
+        result = replace(result, diagnostics={**result.diagnostics, **moved})
     loss = nan_if_not_finite(result.loss, trainer_N + start_N)
     if not should_divide:
         loss = loss * denominators[POLICY]

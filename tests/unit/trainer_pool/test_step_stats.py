@@ -72,8 +72,40 @@ def stats_of(ranks: Collectives, tally: StepAccumulator, *, norms: list[float | 
 
 def test_length_of_an_answer_is_what_the_policy_wrote(ranks: Collectives) -> None:
     stats = stats_of(ranks, StepAccumulator(torch.device("cpu"), 1), norms=[0.5])
-    assert stats.response_length_mean == 4
+    assert stats.response_length_mean == stats.response_length_max == 4
     assert stats.truncated_fraction == 0.5
+
+
+def test_longest_answer_and_parts_of_rewards_by_staleness_are_those_of_all_groups(
+    ranks: Collectives,
+) -> None:
+    short = replace(two_turns(1.0, "stop", 3), reward_parts={"right": 1.0})
+    long = replace(
+        two_turns(0.0, "stop", 0),
+        version_spans=(VersionSpan(version=0, start=2, end=10),),
+        reward_parts={"right": 0.0},
+    )
+    groups = [
+        TrajectoryGroup(group_id=name, prompt=PromptRef(task="sums", index=0), trajectories=(one,))
+        for name, one in (("a", short), ("b", long), ("c", replace(short, reward_parts={})))
+    ]
+    stats = StepAccumulator(torch.device("cpu"), 3).total(
+        ranks,
+        groups=groups,
+        group_ids=["a", "b", "c"],
+        version=4,
+        num_minibatches=1,
+        updates=[Update(0.5)],
+        learning_rate=0.1,
+        speed=SPEED,
+    )
+    assert stats.response_length_max == 8
+    record = stats.record()
+    assert {name: value for name, value in record.items() if name.startswith("reward/")} == {
+        "reward/right": 0.5,
+        "reward/right/staleness_1": 1.0,
+        "reward/right/staleness_4-7": 0.0,
+    }
 
 
 @pytest.mark.parametrize("lacks", ["is_current", "is_at_start"])

@@ -289,6 +289,8 @@ def test_steps_change_the_weights_and_count_what_they_trained(
     assert first["num_updates"] == 2
     assert first["num_skipped_updates"] == first["num_empty_updates"] == 0
     assert last["staleness_max"] == 3 and last["staleness_mean"] == pytest.approx(1.5)
+    # Nothing for the first of two updates, and for the second what the first one did.
+    assert all(0 < step["update_kl"] < 0.1 for step in two_ranks.results["steps"])
     before = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     moved = [np.abs(w - before[name].numpy()).max() for name, w in two_ranks.weights.items()]
     assert min(moved) > 1e-3
