@@ -124,7 +124,8 @@ def _check_here(config: Config) -> Plan:
                 f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
                 "environment variable; set it before the run is launched"
             )
-    check_algorithm(config.full_algorithm)
+    has_teacher = any(r.kind is RewardKind.teacher for r in config.task.rewards.values())
+    check_algorithm(config.full_algorithm, has_teacher=has_teacher)
     if config.rollout.trace_endpoint is not None:
         make_exporter(config.rollout.trace_endpoint).shutdown()
     _check_model(config)

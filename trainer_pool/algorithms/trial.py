@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,20 +21,28 @@ _LENGTHS = (3, 2)
 """Trained tokens of the two trajectories of one group."""
 
 
-def check_algorithm(config: AlgorithmConfig) -> None:
+def check_algorithm(config: AlgorithmConfig, *, has_teacher: bool = True) -> None:
     """Raises ValueError naming a setting whose function cannot be loaded, does not take
-    (inputs, config), raises an error, or returns something else than it should."""
+    (inputs, config), raises an error, reads a column that the batches will not have, or returns
+    something else than it should."""
     algorithm = Algorithm.load(config)
+    names = [TEACHER_COLUMN] if has_teacher else []
+    names += [REFERENCE_COLUMN] if algorithm.needs_reference else []
+
+    def try_loss(algorithm: Algorithm) -> None:
+        _try_loss(algorithm, names)
+
     correction = next((k for k in config.correction.kinds if _is_own(_CORRECTION, k)), None)
     trials = [
         ("algorithm.advantage.kind", config.advantage.kind, _try_advantage),
         ("algorithm.aggregation", config.aggregation, _try_aggregation),
-        ("algorithm.loss", config.loss, _try_loss),
-        (_CORRECTION, correction, _try_loss),
-        ("algorithm.kl.estimator", config.kl.estimator, _try_kl),
+        ("algorithm.loss", config.loss, try_loss),
+        (_CORRECTION, correction, try_loss),
+        ("algorithm.kl.estimator", config.kl.estimator, try_loss),
+        ("algorithm.kl.estimator", config.kl.estimator, _try_penalty),
     ]
     for stream in config.streams.values():
-        trials.append(("algorithm.streams.*.loss", stream.loss, _try_loss))
+        trials.append(("algorithm.streams.*.loss", stream.loss, try_loss))
         trials.append(("algorithm.streams.*.aggregation", stream.aggregation, _try_aggregation))
     for setting, name, trial in trials:
         if name is None or not _is_own(setting, name):
@@ -53,9 +62,9 @@ def _is_own(setting: str, name: str) -> bool:
     return name not in FAMILIES[setting]
 
 
-def _try_loss(algorithm: Algorithm) -> None:
-    """Forward and backward: a loss without a gradient would train nothing, and one that is NaN
-    would have its updates skipped."""
+def _try_loss(algorithm: Algorithm, columns: Sequence[str]) -> None:
+    """Forward and backward, with these columns: a loss without a gradient would train nothing, and
+    one that is NaN would have its updates skipped."""
     trainer_N = torch.tensor([-0.5, -1.0, -0.2, -2.0, -0.7], requires_grad=True)
     rollout_N = torch.tensor([-0.6, -0.8, -0.3, -2.0, -0.9])
     inputs = LossInputs(
@@ -69,7 +78,7 @@ def _try_loss(algorithm: Algorithm) -> None:
         segment_ids_N=torch.tensor([0, 0, 0, 1, 1]),
         num_segments=2,
         entropy_N=torch.full((5,), 0.4, requires_grad=algorithm.config.entropy_weight > 0),
-        columns={TEACHER_COLUMN: rollout_N, REFERENCE_COLUMN: rollout_N},
+        columns=dict.fromkeys(columns, rollout_N),
     )
     losses = {f"algorithm.loss={algorithm.config.loss!r}": algorithm.objective(inputs, 5.0).loss}
     for name, stream in algorithm.streams.items():
@@ -92,10 +101,8 @@ def _try_loss(algorithm: Algorithm) -> None:
             )
 
 
-def _try_kl(algorithm: Algorithm) -> None:
-    """As a term of the loss, or of the reward."""
-    if algorithm.config.kl.where is KLPlace.loss:
-        _try_loss(algorithm)
+def _try_penalty(algorithm: Algorithm) -> None:
+    if algorithm.config.kl.where is not KLPlace.reward:
         return
     logprobs_T = np.array([-0.6, -0.8, -0.3], np.float32)
     penalty = algorithm.reward_penalty(logprobs_T, {REFERENCE_COLUMN: logprobs_T + 0.1})

@@ -153,7 +153,7 @@ class MicroBatch:
     streams: Mapping[str, Tensor]
     """[N] each: `Row.streams`"""
     columns: Mapping[str, Tensor]
-    """[N] each: `Row.columns`"""
+    """[N] each: `Row.columns`; NaN for a row without a column that another has."""
     rows: tuple[int, ...]
     """The indices of its trajectories among the rows that were packed, by segment."""
     num_tokens: int
@@ -343,9 +343,9 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         trained = np.array([1])  # the second token of the first row, whose mask is 0
     segments = np.repeat(np.arange(len(rows)), lengths)[trained]
 
-    def by_token(arrays: Sequence[NDArray[Any] | None], dtype: type) -> Tensor:
+    def by_token(arrays: Sequence[NDArray[Any] | None], dtype: type, absent: float = 0.0) -> Tensor:
         whole = [
-            np.zeros(length) if array is None else array
+            np.full(length, absent) if array is None else array
             for array, length in zip(arrays, lengths, strict=True)
         ]
         return torch.from_numpy(np.concatenate(whole)[trained].astype(dtype))
@@ -377,7 +377,9 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
             for name in sorted({name for row in every for name in row.streams})
         },
         columns={
-            name: by_token([row.columns.get(name) for row in rows], np.float32)
+            # NaN: what reads it skips the update, and is told the groups; 0 would be taken for a
+            # log-probability.
+            name: by_token([row.columns.get(name) for row in rows], np.float32, absent=np.nan)
             for name in sorted({name for row in every for name in row.columns})
         },
         rows=tuple(chosen),

@@ -83,6 +83,12 @@ def half_squared(inputs, config):
     apart_N = inputs.log_ratio(inputs.trainer_logprobs_N, inputs.reference_logprobs_N)
     return config.params.get("share", 1.0) * apart_N.square() / 2
 
+def near_the_teacher(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N - inputs.teacher_logprobs_N)
+
+def near_the_reference(inputs, config):
+    return LossOutputs(loss_N=inputs.trainer_logprobs_N - inputs.reference_logprobs_N)
+
 def of_the_whole(inputs, config):
     return half_squared(inputs, config).sum()
 
@@ -280,6 +286,17 @@ def test_aggregation_may_leave_out_trajectories_and_never_sees_a_rank_without_an
     assert [row.weight for row in rows] == [1, 0]
     assert denominators == {"policy": 0.5}
     assert weighted([], chosen) == ([], {"policy": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("teacher", "kind=teacher"), ("reference", r"algorithm\.kl\.weight")]
+)
+def test_function_that_reads_a_column_of_nobody_is_refused(mine: str, name: str, fix: str) -> None:
+    config = AlgorithmConfig(loss=f"{mine}:near_the_{name}", kl=KLConfig(weight=0.1))
+    check_algorithm(config, has_teacher=True)
+    config.kl.weight = 0.0
+    with pytest.raises(ValueError, match=rf"algorithm\.loss='.*no column {name}_logprobs: .*{fix}"):
+        check_algorithm(config, has_teacher=False)
 
 
 def test_relative_file_of_a_loss_means_the_folder_of_the_command(
