@@ -54,6 +54,8 @@ WEIGHTS = ("tis_token", "tis_sequence", "tis_geometric", "icepop")
 """Corrections that weight tokens by proximal / rollout."""
 MASKS = ("geometric_mask", "product_mask", "veto", "opsm", "m2po", "kpop")
 """Corrections that reject tokens or trajectories."""
+PARTIAL_MASKS = ("veto", "opsm")
+"""Those that leave most of what staleness does to p as it is."""
 AGGREGATIONS = (
     "token_mean",
     "token_sum",
@@ -105,6 +107,11 @@ class AdvantageConfig(Section):
             start is None or end is None or start < end,
             "overlong_start",
             f"must be below algorithm.advantage.overlong_end={end}",
+        )
+        yield Rule(
+            end is None or start is not None,
+            "overlong_end",
+            "without algorithm.advantage.overlong_start length costs nothing; set both",
         )
         weights = self.part_weights.values()
         yield Rule(
@@ -402,12 +409,12 @@ class AlgorithmConfig(Section):
             f"{where} already weights tokens by trainer / rollout, and a second weight would count "
             "staleness twice; keep only masks, or set []",
         )
-        blind = [kind for kind in kinds if kind in MASKS and kind != "opsm"]
+        blind = [kind for kind in kinds if kind in (*WEIGHTS, *MASKS) and kind != "opsm"]
         yield Rule(
             not (self.proximal is Proximal.rollout and blind),
             shown,
             "with algorithm.proximal=rollout the ratio to rollout is 1 for every token, so "
-            f"{' and '.join(blind)} would reject nothing; set algorithm.proximal=recomputed, or []",
+            f"{' and '.join(blind)} would change nothing; set algorithm.proximal=recomputed, or []",
         )
 
     def off_policy_rules(self, max_staleness: int, num_minibatches: int) -> Iterator[Rule]:
@@ -417,7 +424,7 @@ class AlgorithmConfig(Section):
             max_staleness == 0
             or not is_anchored_at_proximal
             or self.proximal is Proximal.rollout
-            or bool(self.correction.kinds),
+            or not {*PARTIAL_MASKS}.issuperset(self.correction.kinds),
             "correction.kinds",
             f"with buffer.max_staleness={max_staleness} algorithm.loss={self.loss} would treat "
             "tokens of older versions as the trained one's: its denominator is algorithm.proximal="
@@ -425,10 +432,11 @@ class AlgorithmConfig(Section):
             "algorithm.proximal=rollout, or buffer.max_staleness=0",
         )
         yield Rule(
-            self.proximal is not Proximal.log_linear or max_staleness > 0,
+            self.proximal is not Proximal.log_linear or max_staleness > 1,
             "proximal",
-            "it interpolates between versions, of which buffer.max_staleness=0 has only one; set "
-            "recomputed",
+            f"with buffer.max_staleness={max_staleness} the version before the trained one is that "
+            "of each older token, so there is nothing to interpolate; set recomputed, or rollout "
+            "without a weight",
         )
         yield Rule(
             self.dual_clip is None

@@ -322,6 +322,12 @@ class RewardConfig(Section):
         has_function = bool(self.function) or kind is not RewardKind.function
         yield Rule(has_function, "function", f"{name} needs module:name or file.py:name")
         yield Rule(bool(self.model) or not needs_model, "model", f"{name} needs the model's name")
+        yield Rule(
+            self.weight == 1.0 or not is_teacher,
+            "weight",
+            f"{name} gives no reward; set the weight of what learns from it, as "
+            "algorithm.streams.teacher.weight",
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -533,7 +533,8 @@ class Config(Section):
         shown = [kind.name for kind in kinds]
         parts = [r for r in task.rewards.values() if r.kind is not RewardKind.teacher]
         # Streams may learn without any reward.
-        learns_from_rewards = self.algorithm.policy_weight > 0
+        algorithm = self.algorithm
+        learns_from_rewards = algorithm.policy_weight > 0 and algorithm.loss != "supervised"
         yield Rule(
             not task.rewards or bool(parts) or not learns_from_rewards,
             "task.rewards",
@@ -608,12 +609,18 @@ class Config(Section):
                 "sampling the trainer computes the policy's distribution over a few tokens only; "
                 "set top_k=-1, top_p=1 and min_p=0",
             )
-        yield Rule(
-            algorithm.policy_weight > 0 or not self.rollout.filter_zero_variance,
-            "rollout.filter_zero_variance",
-            "with algorithm.policy_weight=0 groups of equal rewards teach as much as others; set "
-            "false",
-        )
+        teaches_at_equal_rewards = {
+            "policy_weight=0": algorithm.policy_weight == 0,
+            "loss=supervised": algorithm.loss == "supervised",
+            f"advantage.kind={advantage.kind}": advantage.kind in ("reinforce_pp", "gdpo"),
+        }
+        for setting, does in teaches_at_equal_rewards.items():
+            yield Rule(
+                not (does and self.rollout.filter_zero_variance),
+                "rollout.filter_zero_variance",
+                f"with algorithm.{setting} groups of equal rewards teach as much as others; set "
+                "false",
+            )
         longest = self.rollout.max_response_tokens
         end = longest if advantage.overlong_end is None else advantage.overlong_end
         yield Rule(

@@ -22,7 +22,7 @@ TEACHER = ("task.rewards.teacher={kind: teacher, url: 'http://host:1/v1', model:
 
 
 @pytest.mark.parametrize("name", options("algorithm"))
-@pytest.mark.parametrize("max_staleness", [1, 8])
+@pytest.mark.parametrize("max_staleness", [2, 8])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_every_file_of_the_group_is_a_legal_algorithm(
     name: str, max_staleness: int, num_minibatches: int
@@ -94,7 +94,12 @@ def test_legal_combinations_load(settings: list[str]) -> None:
         (
             [ROLLOUT, kinds("veto", "opsm")],
             "algorithm.correction.kinds=['veto', 'opsm']: with algorithm.proximal=rollout the "
-            "ratio to rollout is 1 for every token, so veto would reject nothing",
+            "ratio to rollout is 1 for every token, so veto would change nothing",
+        ),
+        (
+            ["algorithm.loss=mine.py:loss", ROLLOUT, kinds("tis_token")],
+            "algorithm.correction.kinds=['tis_token']: with algorithm.proximal=rollout the ratio "
+            "to rollout is 1 for every token, so tis_token would change nothing",
         ),
         # A denominator of the trained version for tokens of others.
         *(
@@ -110,6 +115,14 @@ def test_legal_combinations_load(settings: list[str]) -> None:
                 ("sapo", ["algorithm.proximal=log_linear"]),
             )
         ),
+        *(
+            (
+                [kinds(*masks)],
+                f"algorithm.correction.kinds={list(masks)}: with buffer.max_staleness=2 "
+                "algorithm.loss=ppo would treat tokens of older versions",
+            )
+            for masks in (("veto",), ("opsm",), ("veto", "opsm"))
+        ),
         # Settings without an effect.
         (
             ["algorithm.loss=dppo_tv", NONE, ROLLOUT],
@@ -117,9 +130,31 @@ def test_legal_combinations_load(settings: list[str]) -> None:
             "read it",
         ),
         (
-            ["algorithm.proximal=log_linear", "buffer.max_staleness=0"],
-            "algorithm.proximal='log_linear': it interpolates between versions, of which "
-            "buffer.max_staleness=0 has only one",
+            ["algorithm.proximal=log_linear", "buffer.max_staleness=1"],
+            "algorithm.proximal='log_linear': with buffer.max_staleness=1 the version before the "
+            "trained one is that of each older token",
+        ),
+        (
+            ["algorithm.advantage.overlong_end=100"],
+            "algorithm.advantage.overlong_end=100: without algorithm.advantage.overlong_start",
+        ),
+        *(
+            (
+                ["rollout.filter_zero_variance=true", *more],
+                f"rollout.filter_zero_variance=True: with algorithm.{setting} groups of equal",
+            )
+            for setting, more in (
+                ("loss=supervised", ["algorithm.loss=supervised", NONE]),
+                ("advantage.kind=reinforce_pp", ["algorithm.advantage.kind=reinforce_pp"]),
+                (
+                    "advantage.kind=gdpo",
+                    ["algorithm.advantage={kind: gdpo, part_weights: {right: 1.0}}"],
+                ),
+            )
+        ),
+        (
+            ["task.rewards={t: {kind: teacher, url: 'http://t', weight: 5}, a: {kind: task}}"],
+            "task.rewards.*.weight=5.0: task.rewards.*.kind=teacher gives no reward",
         ),
         (
             ["algorithm.dual_clip=3"],

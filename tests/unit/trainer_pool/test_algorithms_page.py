@@ -72,7 +72,7 @@ def test_every_command_of_the_page_is_accepted(
 ) -> None:
     monkeypatch.chdir(folder)
     commands = re.findall(r'^    make launch ARGS="(.*?)"', PAGE, re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 12
     for command in commands:
         check_algorithm(load_config(shlex.split(command)).full_algorithm)
 
@@ -82,7 +82,7 @@ def test_example_has_at_most_twenty_lines_and_its_command_is_accepted(
 ) -> None:
     assert len([line for line in BLOCKS[0].splitlines() if line.strip()]) <= 20
     commands = re.findall(r'^    make launch ARGS="(.*?)"', PAGE, re.MULTILINE)
-    [command] = [command for command in commands if "algorithm.params" in command]
+    [command] = [one for one in commands if ":luspo" in one and "params" in one]
     monkeypatch.chdir(folder)
     config = load_config(shlex.split(command)).full_algorithm
     check_algorithm(config)
@@ -128,12 +128,12 @@ def test_losses_of_whole_trajectories_on_the_page_are_those_of_their_papers(
 
 def test_topr_bounds_the_ratio_of_bad_tokens_alone(folder: Path) -> None:
     inputs = batch()
-    config = AlgorithmConfig(loss=f"{folder}/others.py:topr")
+    config = AlgorithmConfig(loss=f"{folder}/others.py:topr", correction=CorrectionConfig(kinds=[]))
     check_algorithm(config)
     loss = Algorithm.load(config).loss(inputs, config).loss_N.sum()
     (gradient,) = torch.autograd.grad(loss, inputs.trainer_logprobs_N)
-    r, A = np.exp(inputs.moved_N.detach().numpy()), inputs.advantages_N.numpy()
-    expected = -np.where(A > 0, 1.0, np.minimum(r, 1.0)) * A
+    w, A = np.exp(inputs.off_policy_N.detach().numpy()), inputs.advantages_N.numpy()
+    expected = -np.where(A > 0, 1.0, np.minimum(w, 1.0)) * A
     np.testing.assert_allclose(gradient.numpy(), expected)
 
 
