@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from benchmarks.gpu import head
+from benchmarks.report import Report
 from benchmarks.rollouts.gpu_engine import Roofline
 
 pytestmark = pytest.mark.slow
@@ -67,6 +70,29 @@ def test_benchmark_ends_with_all_its_figures(script: str, tmp_path: Path) -> Non
 def test_gpu_benchmark_says_that_there_is_no_gpu(script: str, tmp_path: Path) -> None:
     ended = run(f"gpu/{script}", cwd=tmp_path, timeout_s=120)
     assert ended.returncode == 2 and "needs a CUDA device" in ended.stderr
+
+
+def test_errors_of_output_heads_are_those_of_bfloat16() -> None:
+    """The GPU's script on a CPU, also with a head that turns the entropy around."""
+
+    def wrong(hidden: Tensor, weight: Tensor, targets: Tensor, entropy_weight: float) -> Tensor:
+        return head.full(hidden, weight, targets, -entropy_weight)
+
+    problem, report = head.Problem.random(64, 512, 32, "cpu"), Report("")
+    head.report_errors(report, "full", head.full, problem)
+    head.report_errors(report, "tiled", head.tiled, problem)
+    head.report_errors(report, "wrong", wrong, problem)
+    head.report_errors(report, "liger", head.full, problem, has_entropy=False)
+    result = report.result
+    for part in ("loss", "hidden", "weight"):
+        for suffix in ("", "_with_entropy"):
+            assert result[f"error_{part}_tiled{suffix}"] < 5e-3
+            assert result[f"error_{part}_full{suffix}"] < 2e-2
+        assert result[f"error_{part}_wrong"] < 2e-2
+        assert result[f"error_{part}_wrong_with_entropy"] > 0.1
+        assert f"error_{part}_liger" in result
+        assert f"error_{part}_liger_with_entropy" not in result
+    assert result["error_hidden_tiled"] > 0 and result["error_hidden_full"] > 0
 
 
 def test_emulated_gpu_is_as_fast_as_published_figures() -> None:

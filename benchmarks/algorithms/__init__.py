@@ -1,0 +1,1 @@
+"""Our losses, corrections and advantages against those of other systems."""
