@@ -72,7 +72,8 @@ class UpdateGuard:
 
     def is_ess_too_low(self, found: EffectiveSampleSize) -> bool:
         """Whether the update must be skipped; then it also logs why."""
-        if found.share >= self._config.min_ess or not found.num_tokens:
+        # NaN: there is no token, or one has a NaN weight; then the gradient is not finite either.
+        if not found.share < self._config.min_ess:
             return False
         log.warning(
             "an update is skipped: its effective sample size is %.3f of its %d tokens, below "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -84,3 +85,18 @@ def test_low_effective_sample_size_is_logged_with_its_staleness(
     assert "it is lowest at staleness 2-3" in caplog.text
     assert not UpdateGuard(TrainerConfig(min_ess=0.4)).is_ess_too_low(found)
     assert guard.watches_ess and not UpdateGuard(TrainerConfig()).watches_ess
+
+
+def test_nan_weight_is_no_low_effective_sample_size_and_does_not_reach_the_next_update(
+    ranks: Collectives,
+) -> None:
+    tally, guard = StepAccumulator(torch.device("cpu"), 1), UpdateGuard(TrainerConfig(min_ess=0.4))
+    add_tokens(tally, first=math.nan)
+    bad = tally.ess_of_update(ranks)
+    assert bad.num_tokens == 4 and math.isnan(bad.share)
+    assert not guard.is_ess_too_low(bad)  # its gradient is not finite: it is skipped for that
+    add_tokens(tally)
+    healthy = tally.ess_of_update(ranks)
+    assert 0.4 < healthy.share < 0.6
+    assert not guard.is_ess_too_low(healthy)
+    assert UpdateGuard(TrainerConfig(min_ess=0.6)).is_ess_too_low(healthy)
