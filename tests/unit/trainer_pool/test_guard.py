@@ -51,7 +51,8 @@ def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
     with pytest.raises(
         RuntimeError,
         match=r"trainer\.max_skipped_updates=3: .* far above the usual \(2\), its gradient was not "
-        r"finite \(1\)\. .*lower trainer\.learning_rate or buffer\.max_staleness",
+        r"finite \(1, see not_finite_groups .*\.jsonl\)\. .*lower trainer\.learning_rate or "
+        r"buffer\.max_staleness",
     ):
         guard.note(Update(200.0, SkipReason.spike))
     patient = UpdateGuard(TrainerConfig(max_skipped_updates=None, max_grad_spike=2.0))
@@ -63,6 +64,18 @@ def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
     assert patient.norm_limit == 201  # half of the norms are so large: they are not unusual
     for _ in range(100):
         patient.note(Update(None, SkipReason.not_finite))
+
+
+def test_run_that_ends_names_the_staleness_of_its_last_low_effective_sample_size() -> None:
+    guard = UpdateGuard(TrainerConfig(min_ess=0.5, max_skipped_updates=2))
+    assert guard.is_ess_too_low(EffectiveSampleSize(9, 0.1, "4-7"))
+    guard.note(Update(1.0, SkipReason.low_ess))
+    assert guard.is_ess_too_low(EffectiveSampleSize(9, 0.1, "2-3"))
+    assert not guard.is_ess_too_low(EffectiveSampleSize(9, 0.6, "16+"))
+    with pytest.raises(
+        RuntimeError, match=r"size was low \(2, in the last one lowest at staleness 2-3\)\. "
+    ):
+        guard.note(Update(1.0, SkipReason.low_ess))
 
 
 def test_low_effective_sample_size_is_logged_with_its_staleness(
