@@ -396,6 +396,18 @@ def test_update_over_the_norm_limit_changes_neither_weights_nor_moments(head: Ou
     assert min(within[1:]) > 0
 
 
+def test_guard_skips_updates_of_low_effective_sample_size_and_spikes_on_all_ranks(
+    head: Outcome,
+) -> None:
+    low, spike, made = head.results["steps_under_a_guard"]
+    norm = pytest.approx(low[0][0], rel=1e-5)
+    for rank in range(2):
+        assert low[rank] == [norm, 1, 0, 0, 0]
+        assert spike[rank] == [norm, 0, 1, 0, 0]
+        assert made[rank][:3] == [norm, 0, 0] and min(made[rank][3:]) > 0
+    assert "sample size was low (2, in the last one lowest at" in head.results["guard_error"]
+
+
 def test_nan_of_one_ranks_backward_pass_skips_the_update_everywhere_and_names_the_group(
     head: Outcome,
 ) -> None:
