@@ -26,6 +26,7 @@ from loop_scene import (
     GROUPS_PER_STEP,
     LOOP_STEPS,
     MAX_STALENESS,
+    PEAK_TFLOPS,
     RUN,
     TIMEOUT_S,
     WEIGHTS_KEY,
@@ -791,6 +792,7 @@ def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
         for name in ("lease_wait_s", "step_s", "snapshot_s", "snapshot_wait_s", "checkpoint_s"):
             assert record[name] >= 0
         assert 0 <= record["checkpoint_wait_s"] <= record["checkpoint_s"]
+        assert record["mfu"] == pytest.approx(record["model_tflops"] / PEAK_TFLOPS)
     assert {("trainer", "rollout"), ("trainer", "weight_sync")} <= loop.waits.keys()
 
 
