@@ -65,6 +65,8 @@ class UpdateGuard:
         self._config = config
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._in_a_row: Counter[SkipReason] = Counter()
+        self._lowest_bucket = ""
+        """Of the last update whose effective sample size was too low."""
 
     @property
     def watches_ess(self) -> bool:
@@ -72,8 +74,10 @@ class UpdateGuard:
 
     def is_ess_too_low(self, found: EffectiveSampleSize) -> bool:
         """Whether the update must be skipped; then it also logs why."""
-        if found.share >= self._config.min_ess or not found.num_tokens:
+        # NaN: there is no token, or one has a NaN weight; then the gradient is not finite either.
+        if not found.share < self._config.min_ess:
             return False
+        self._lowest_bucket = found.lowest_bucket
         log.warning(
             "an update is skipped: its effective sample size is %.3f of its %d tokens, below "
             "trainer.min_ess=%g; it is lowest at staleness %s",
@@ -108,7 +112,15 @@ class UpdateGuard:
         self._in_a_row[skipped] += 1
         most = self._config.max_skipped_updates
         if most is not None and self._in_a_row.total() >= most:
-            why = ", ".join(f"{reason.value} ({n})" for reason, n in self._in_a_row.items())
+            where = {
+                SkipReason.low_ess: f", in the last one lowest at staleness {self._lowest_bucket}",
+                # The step that ends here has no record.
+                SkipReason.not_finite: ", see not_finite_groups of earlier steps in metrics.jsonl",
+            }
+            why = ", ".join(
+                f"{reason.value} ({n}{where.get(reason, '')})"
+                for reason, n in self._in_a_row.items()
+            )
             raise RuntimeError(
                 f"trainer.max_skipped_updates={most}: that many updates in a row were skipped: "
                 f"{why}. Training has become unstable: lower trainer.learning_rate or "

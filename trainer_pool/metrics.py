@@ -109,6 +109,7 @@ class StepStats:
 STALENESS_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
 _BUCKET_STARTS = (1, 2, 4, 8, 16)
 _MAXIMA = ("ratio_dev", "diff")
+_ESS_SUMS = ("tokens", "ratio_mean", "ratio_squared")
 _GROUP_COLUMNS = (
     "is_present",
     "staleness",
@@ -136,8 +137,9 @@ class StepAccumulator:
         self._maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
         self._bucket_starts = torch.tensor(_BUCKET_STARTS, device=device)
         self._num_computed = self._num_padding = self._num_in_trajectories = 0
-        self._seen = torch.zeros(3, len(STALENESS_BUCKETS), dtype=torch.float64)
-        """The sums at the last `ess_of_update`: they belong to earlier updates."""
+        # Not a difference of `_sums`: after a NaN that would be NaN for the rest of the step.
+        self._update_sums: dict[str, Tensor] = {}
+        """Like `_sums`, of `_ESS_SUMS` since the last `ess_of_update`."""
         # The last element is for rows of no group.
         self._culprits = torch.zeros(num_groups + 1, dtype=torch.float64, device=device)
 
@@ -186,10 +188,8 @@ class StepAccumulator:
     def ess_of_update(self, ranks: Collectives) -> EffectiveSampleSize:
         """The effective sample size of the tokens added since the last call; collective."""
         zeros_B = torch.zeros(len(STALENESS_BUCKETS), dtype=torch.float64)
-        names = ("tokens", "ratio_mean", "ratio_squared")
-        sums = torch.stack([self._sums.get(name, zeros_B).cpu() for name in names])
-        new, self._seen = sums - self._seen, sums
-        tokens_B, ratios_B, squares_B = ranks.gather(new.view(-1)).sum(0).view(3, -1)
+        sums = torch.stack([self._update_sums.pop(name, zeros_B).cpu() for name in _ESS_SUMS])
+        tokens_B, ratios_B, squares_B = ranks.gather(sums.view(-1)).sum(0).view(3, -1)
         shares_B = ratios_B.square() / (tokens_B * squares_B)
         lowest = int(torch.where(tokens_B > 0, shares_B, math.inf).argmin())
         total = tokens_B.sum() * squares_B.sum()
@@ -211,6 +211,8 @@ class StepAccumulator:
         zeros_KB = stacked_KN.new_zeros(len(values), len(STALENESS_BUCKETS))
         for name, sums_B in zip(values, zeros_KB.index_add(1, buckets_N, stacked_KN), strict=True):
             self._sums[name] = self._sums.get(name, 0) + sums_B
+            if name in _ESS_SUMS:
+                self._update_sums[name] = self._update_sums.get(name, 0) + sums_B
 
     def total(
         self,

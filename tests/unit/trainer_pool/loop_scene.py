@@ -24,6 +24,7 @@ from weight_sync.receiver.client import ReceiverClient
 RUN, LOOP_STEPS, GROUPS_PER_STEP, MAX_STALENESS = "trainer-rank-test", 3, 4, 1
 SHARDS = 2
 TIMEOUT_S = 120.0
+PEAK_TFLOPS = 0.5
 WEIGHTS_KEY = "a-key"
 HEAD_TOKENS = 40
 """Two of the rows below in a pass."""
@@ -56,6 +57,7 @@ def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:
             groups_per_step=GROUPS_PER_STEP,
             learning_rate=1e-3,
             checkpoint_every=2,
+            peak_tflops=PEAK_TFLOPS,
             warm_start=WarmStartConfig(num_steps=2, batch_size=4),
         ),
         algorithm=AlgorithmConfig(),

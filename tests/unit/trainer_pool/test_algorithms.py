@@ -40,11 +40,12 @@ LENGTHS = (5, 1, 7, 3)
 SETTINGS: dict[str, dict[str, object]] = {
     "ppo": {"dual_clip": 1.5, "proximal": Proximal.rollout},
     "gspo": {"clip_low": 0.02, "clip_high": 0.03},
+    "sapo": {"sapo_good": 0.7, "sapo_bad": 1.6},
     "reinforce": {"weight_cap": 1.1},
     "dppo_tv": {"dppo_low": 0.03, "dppo_high": 0.05, "log_ratio_penalty": 0.1},
     "dppo_kl": {"dppo_low": 0.003, "dppo_high": 0.005, "log_ratio_penalty": 0.1},
 }
-"""Bounds so narrow that some of the tokens are beyond them."""
+"""Bounds so narrow that some of the tokens are beyond them, and gates that are no defaults."""
 
 
 def batch(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, spread: float = 0.3) -> LossInputs:
@@ -106,16 +107,15 @@ def dppo(t: Token, divergence: float, low: float, high: float, penalty: float) -
     return float(-kept * t.w * t.A + penalty * np.log(t.w) ** 2)
 
 
+def sapo(t: Token, steepness: float) -> float:
+    return float(-4 / steepness * t.A / (1 + np.exp(-steepness * (t.r - 1))))
+
+
 FORMULAS: dict[str, Callable[[Token], float]] = {
     "ppo": lambda t: clipped(t.r, t.A, 0.2, 0.28, 1.5),
     "gspo": lambda t: clipped(t.s, t.A, 0.02, 0.03),
     "cispo": lambda t: -float(np.clip(t.r_0, 0.8, 1.28)) * t.A * t.logp,
-    "sapo": lambda t: (
-        -4
-        / (1.0 if t.A > 0 else 1.05)
-        * t.A
-        / (1 + np.exp(-(1.0 if t.A > 0 else 1.05) * (t.r - 1)))
-    ),
+    "sapo": lambda t: sapo(t, 0.7 if t.A > 0 else 1.6),
     "reinforce": lambda t: -min(t.w_0, 1.1) * t.A * t.logp,
     "importance_sampling": lambda t: -t.w * t.A,
     "dppo_tv": lambda t: dppo(t, abs(t.p_0 - t.b), 0.03, 0.05, 0.1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -50,7 +51,8 @@ def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
     with pytest.raises(
         RuntimeError,
         match=r"trainer\.max_skipped_updates=3: .* far above the usual \(2\), its gradient was not "
-        r"finite \(1\)\. .*lower trainer\.learning_rate or buffer\.max_staleness",
+        r"finite \(1, see not_finite_groups .*\.jsonl\)\. .*lower trainer\.learning_rate or "
+        r"buffer\.max_staleness",
     ):
         guard.note(Update(200.0, SkipReason.spike))
     patient = UpdateGuard(TrainerConfig(max_skipped_updates=None, max_grad_spike=2.0))
@@ -62,6 +64,18 @@ def test_run_ends_after_too_many_in_a_row_with_their_reasons() -> None:
     assert patient.norm_limit == 201  # half of the norms are so large: they are not unusual
     for _ in range(100):
         patient.note(Update(None, SkipReason.not_finite))
+
+
+def test_run_that_ends_names_the_staleness_of_its_last_low_effective_sample_size() -> None:
+    guard = UpdateGuard(TrainerConfig(min_ess=0.5, max_skipped_updates=2))
+    assert guard.is_ess_too_low(EffectiveSampleSize(9, 0.1, "4-7"))
+    guard.note(Update(1.0, SkipReason.low_ess))
+    assert guard.is_ess_too_low(EffectiveSampleSize(9, 0.1, "2-3"))
+    assert not guard.is_ess_too_low(EffectiveSampleSize(9, 0.6, "16+"))
+    with pytest.raises(
+        RuntimeError, match=r"size was low \(2, in the last one lowest at staleness 2-3\)\. "
+    ):
+        guard.note(Update(1.0, SkipReason.low_ess))
 
 
 def test_low_effective_sample_size_is_logged_with_its_staleness(
@@ -84,3 +98,18 @@ def test_low_effective_sample_size_is_logged_with_its_staleness(
     assert "it is lowest at staleness 2-3" in caplog.text
     assert not UpdateGuard(TrainerConfig(min_ess=0.4)).is_ess_too_low(found)
     assert guard.watches_ess and not UpdateGuard(TrainerConfig()).watches_ess
+
+
+def test_nan_weight_is_no_low_effective_sample_size_and_does_not_reach_the_next_update(
+    ranks: Collectives,
+) -> None:
+    tally, guard = StepAccumulator(torch.device("cpu"), 1), UpdateGuard(TrainerConfig(min_ess=0.4))
+    add_tokens(tally, first=math.nan)
+    bad = tally.ess_of_update(ranks)
+    assert bad.num_tokens == 4 and math.isnan(bad.share)
+    assert not guard.is_ess_too_low(bad)  # its gradient is not finite: it is skipped for that
+    add_tokens(tally)
+    healthy = tally.ess_of_update(ranks)
+    assert 0.4 < healthy.share < 0.6
+    assert not guard.is_ess_too_low(healthy)
+    assert UpdateGuard(TrainerConfig(min_ess=0.6)).is_ess_too_low(healthy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from token_batch import algorithm
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from configs.algorithm_schema import AdvantageConfig
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import Row
+from trainer_pool.data.packing import Row, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group
 
 
@@ -152,6 +153,43 @@ def test_long_answers_lose_reward(ranks: Collectives) -> None:
     )
     mean = (1 + 0.75 + 0.5 + 0.5) / 4
     assert advantages_of(rows) == pytest.approx([1 - mean, 0.75 - mean, 0.5 - mean, 0.5 - mean])
+
+
+LAST_TURN = """
+import numpy as np
+
+def last_turn(inputs, config):
+    for t, episode in zip(inputs.trajectories, inputs.episodes):
+        values = np.zeros(t.num_tokens, np.float32)
+        values[t.version_spans[-1].start :] = inputs.rewards_E[episode]
+        yield values
+"""
+
+
+def test_turn_that_is_credited_by_itself_has_its_advantage_alone_in_the_micro_batch(
+    ranks: Collectives, tmp_path: Path
+) -> None:
+    """A prompt of 2 tokens, an answer of 3, words of the environment (2), and an answer."""
+
+    def two_turns(episode: int, reward: float, num_last: int) -> Trajectory:
+        mask = np.array([0, 0, 1, 1, 1, 0, 0, *[1] * num_last], np.uint8)
+        spans = ((2, 5), (7, len(mask)))
+        return replace(
+            trajectory(episode, reward),
+            tokens=np.arange(len(mask), dtype=np.int32),
+            loss_mask=mask,
+            rollout_logprobs=-mask.astype(np.float32),
+            version_spans=tuple(VersionSpan(version=3, start=a, end=b) for a, b in spans),
+            columns={},
+        )
+
+    mine = tmp_path / "mine.py"
+    mine.write_text(LAST_TURN)
+    some = group(two_turns(0, 2.0, 1), two_turns(1, -1.0, 2))
+    rows = rows_of(ranks, some, kind=f"{mine}:last_turn")
+    (batch,) = pack(rows, max_tokens=20)
+    assert batch.targets_N.tolist() == [2, 3, 4, 7, 2, 3, 4, 7, 8]
+    assert batch.advantages_N.tolist() == [0, 0, 0, 2, 0, 0, 0, -1, -1]
 
 
 def test_parts_of_the_reward_reach_the_advantage_by_name(ranks: Collectives) -> None:

@@ -142,9 +142,16 @@ def test_means_of_tokens_are_reported_in_all_and_by_staleness(ranks: Collectives
 
 
 def add_tokens(
-    tally: StepAccumulator, *, is_current: bool = True, is_at_start: bool = True
+    tally: StepAccumulator,
+    *,
+    is_current: bool = True,
+    is_at_start: bool = True,
+    first: float = -1.0,
 ) -> None:
-    """Four tokens of staleness 0, 2, 3, 2, and a masked one full of nonsense."""
+    """Four tokens of staleness 0, 2, 3, 2, and a masked one full of nonsense.
+
+    `first`: the first one's log-probability at the start of the step.
+    """
     inputs = LossInputs(
         trainer_logprobs_N=torch.tensor([-math.inf, -2.0, -2.0, -2.0, math.nan]),
         proximal_logprobs_N=torch.zeros(5),
@@ -166,7 +173,7 @@ def add_tokens(
         },
         metrics={"per_sequence": (torch.tensor(5.0), torch.tensor(2))},
     )
-    start_N = torch.tensor([-1.0, -2.0, -2.0, -2.0, math.nan])
+    start_N = torch.tensor([first, -2.0, -2.0, -2.0, math.nan])
     rows = [
         Row(
             tokens=np.arange(length, dtype=np.int32),

@@ -156,6 +156,21 @@ def test_gradient_of_distillation_is_that_of_the_divergence_from_the_teacher() -
     assert int(count) == 3
 
 
+def test_distillation_caps_the_weight_of_a_token() -> None:
+    """w = e^2, above the cap, and e^0.1; log(trainer / teacher) = 1 and 2."""
+    trainer = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    rollout = torch.tensor([-3.0, -1.1], dtype=torch.float64)
+    inputs = tokens(trainer=trainer, proximal=rollout, rollout=rollout, advantages=0 * rollout)
+    inputs = replace(inputs, columns={TEACHER_COLUMN: trainer.detach() - torch.tensor([1.0, 2.0])})
+    streams = {"teacher": StreamConfig(loss="teacher_kl")}
+    chosen = Algorithm.load(AlgorithmConfig(weight_cap=1.5, streams=streams))
+    found = chosen.stream_objective("teacher", inputs, 1.0)
+    (gradient,) = torch.autograd.grad(found.loss, trainer)
+    assert gradient.tolist() == pytest.approx([1.5, 2 * math.exp(0.1)])
+    num_capped, _ = found.metrics["teacher/clip_fraction"]
+    assert int(num_capped) == 1
+
+
 def test_losses_of_streams_add_up() -> None:
     trainer = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = tokens(

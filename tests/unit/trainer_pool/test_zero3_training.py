@@ -26,6 +26,7 @@ from loop_scene import (
     GROUPS_PER_STEP,
     LOOP_STEPS,
     MAX_STALENESS,
+    PEAK_TFLOPS,
     RUN,
     TIMEOUT_S,
     WEIGHTS_KEY,
@@ -396,6 +397,18 @@ def test_update_over_the_norm_limit_changes_neither_weights_nor_moments(head: Ou
     assert over[0] == pytest.approx(within[0]) and over[0] > 1e-9
     assert over[1:] == [0, 0]
     assert min(within[1:]) > 0
+
+
+def test_guard_skips_updates_of_low_effective_sample_size_and_spikes_on_all_ranks(
+    head: Outcome,
+) -> None:
+    low, spike, made = head.results["steps_under_a_guard"]
+    norm = pytest.approx(low[0][0], rel=1e-5)
+    for rank in range(2):
+        assert low[rank] == [norm, 1, 0, 0, 0]
+        assert spike[rank] == [norm, 0, 1, 0, 0]
+        assert made[rank][:3] == [norm, 0, 0] and min(made[rank][3:]) > 0
+    assert "sample size was low (2, in the last one lowest at" in head.results["guard_error"]
 
 
 def test_nan_of_one_ranks_backward_pass_skips_the_update_everywhere_and_names_the_group(
@@ -781,6 +794,7 @@ def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
         for name in ("lease_wait_s", "step_s", "snapshot_s", "snapshot_wait_s", "checkpoint_s"):
             assert record[name] >= 0
         assert 0 <= record["checkpoint_wait_s"] <= record["checkpoint_s"]
+        assert record["mfu"] == pytest.approx(record["model_tflops"] / PEAK_TFLOPS)
     assert {("trainer", "rollout"), ("trainer", "weight_sync")} <= loop.waits.keys()
 
 

@@ -61,6 +61,7 @@ from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import fill_up, pack
 from trainer_pool.data.rows import StepBatch
+from trainer_pool.guard import MIN_NORMS, Update, UpdateGuard
 from trainer_pool.metrics import StepStats
 from trainer_pool.model import zero3
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
@@ -206,6 +207,15 @@ def without_trained_tokens(group: TrajectoryGroup) -> TrajectoryGroup:
     trajectories = (
         replace(trajectory, rollout_logprobs=np.full_like(trajectory.rollout_logprobs, np.nan))
         for trajectory in group.trajectories
+    )
+    return replace(group, trajectories=tuple(trajectories))
+
+
+def less_likely(group: TrajectoryGroup) -> TrajectoryGroup:
+    """As if the policy had come to prefer its tokens by e^3."""
+    trajectories = (
+        replace(t, rollout_logprobs=t.rollout_logprobs - 3 * t.loss_mask)
+        for t in group.trajectories
     )
     return replace(group, trajectories=tuple(trajectories))
 
@@ -715,6 +725,7 @@ class Scenario:
             self.gradients[name] = gradient.numpy()
         self.step_with_planted_nan()
         self.step_over_the_limit()
+        self.steps_under_a_guard()
         self.write()
 
     def step_over_the_limit(self) -> None:
@@ -736,6 +747,50 @@ class Scenario:
                 )
             )
         self.results["changed_over_and_within_the_limit"] = changed
+
+    def steps_under_a_guard(self) -> None:
+        """By step what each rank counts and how many tensors change: its effective sample size is
+        low, also the next one's, which ends the run; its norm is a spike; it is made.
+
+        The tokens of each rank alone have nearly equal weights.
+        """
+        batch = read_batch(self.folder, 0, self.ranks.rank, self.ranks.num_ranks)
+        if self.ranks.rank == 0:
+            batch = replace(batch, groups=tuple(less_likely(group) for group in batch.groups))
+        config = replace(self.config, num_minibatches=1)
+
+        def step(guard: UpdateGuard) -> list[list[float]]:
+            weights, moments = self.weights(), self.moments()
+            stats = train_step(
+                self.engine,
+                self.ranks,
+                batch,
+                config,
+                self.algorithm,
+                learning_rate=1e-2,
+                before_update=lambda: None,
+                guard=guard,
+            )
+            changed = [
+                sum(not torch.equal(weights[name], now) for name, now in self.weights().items()),
+                sum(not torch.equal(a, b) for a, b in zip(moments, self.moments(), strict=True)),
+            ]
+            found = [stats.grad_norm, stats.num_low_ess, stats.num_spikes, *changed]
+            return self.ranks.gather(torch.tensor(found, dtype=torch.float64)).tolist()
+
+        few = UpdateGuard(replace(config, min_ess=0.5, max_skipped_updates=2))
+        steps = [step(few)]
+        try:
+            step(few)
+        except RuntimeError as error:
+            self.results["guard_error"] = str(error)
+        norm = steps[0][0][0]
+        for usual in (norm / 3, norm):
+            guard = UpdateGuard(replace(config, max_grad_spike=2.0))
+            for _ in range(MIN_NORMS):
+                guard.note(Update(usual))
+            steps.append(step(guard))
+        self.results["steps_under_a_guard"] = steps
 
     def reference(self) -> None:
         """Scores of the policy and of a reference, in turn, before and after an update; the
