@@ -195,7 +195,7 @@ class KLConfig(Section):
     """Folder or name of the reference model, of the same shape; None is the policy that RL begins
     with, after its warm start."""
     offload: bool = False
-    """Keep its weights in host memory between passes."""
+    """Keep its weights in pinned host memory between passes, which frees GPU memory."""
 
     def rules(self) -> Iterator[Rule]:
         for name in ("reference", "offload"):

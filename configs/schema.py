@@ -667,6 +667,7 @@ class Config(Section):
         fix = f"it frees GPU memory, and {why}: set false"
         yield Rule(not self.trainer.offload_optimizer, "trainer.offload_optimizer", fix)
         yield Rule(not self.trainer.offload_parameters, "trainer.offload_parameters", fix)
+        yield Rule(not self.algorithm.kl.offload, "algorithm.kl.offload", fix)
         fix = f"it needs GPUs, and {why}: choose auto or gloo"
         yield Rule(self.weight_sync.backend is not Backend.nccl, "weight_sync.backend", fix)
         yield Rule(self.trainer.backend is not Backend.nccl, "trainer.backend", fix)

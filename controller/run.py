@@ -50,7 +50,7 @@ from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
 from controller.start.preflight import check_inputs, gpu_memory
 from controller.start.resume import Resumption
 from controller.start.teacher import NAME as TEACHER
-from controller.start.teacher import serve_teacher, served_teacher
+from controller.start.teacher import ServedTeacher, served_teacher
 from controller.start.warm_start import supervised_examples
 from controller.training import Pools, Training
 from controller.units import format_number_of
@@ -172,8 +172,7 @@ class Run:
         """Address on which this machine's servers listen; "" until Ray is known."""
         self._shared_memory: frozenset[Path] = frozenset()
         self._is_gpu_shared = False
-        self._task = config.task
-        """With the address of the teacher, if the run serves it."""
+        self._teacher: ServedTeacher | None = None
         self._weights_key = secrets.token_urlsafe(32)
         """Shared by trainer, receivers and engines; new for each run."""
 
@@ -194,6 +193,7 @@ class Run:
                 pools=pools,
                 address=self._address,
                 server=self._server,
+                teacher=self._teacher,
                 panel=self.panel,
                 started=self._started,
                 resumed_step=self._resumption.state.step if self._resumption else None,
@@ -304,8 +304,8 @@ class Run:
             return
         with self._step("teacher") as say:
             log = self.dir.log_of(TEACHER)
-            self._task, end = serve_teacher(self.config, self.dir.path, log)
-            cleanup.callback(end)
+            self._teacher = ServedTeacher(self.config, self.dir.path, log)
+            cleanup.callback(self._teacher.stop)
             say("served here")
 
     async def _open_buffer(self) -> bool:
@@ -463,7 +463,7 @@ class Run:
         config = self.config
         return RolloutSpec(
             config=config.rollout,
-            task=self._task,
+            task=config.task if self._teacher is None else self._teacher.task,
             weight_sync=config.weight_sync,
             buffer=config.buffer,
             model_path=self._model_path,

@@ -34,6 +34,7 @@ from controller.report.state import RunView
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
+from controller.start.teacher import ServedTeacher
 from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import Fleet
 from controller.watch.remarks import checkpoint_failed_words, eval_failed_words
@@ -75,16 +76,18 @@ class Training:
         panel: Panel,
         started: float,
         stop: StopRequest,
+        teacher: ServedTeacher | None = None,
         resumed_step: int | None = None,
         is_attached: bool = False,
     ) -> None:
-        """`server`: the Redis that was started for the run. `resumed_step`: completed steps of a
-        run that goes on. `is_attached`: the pools have gone on meanwhile."""
+        """`server`, `teacher`: those that were started for the run. `resumed_step`: completed steps
+        of a run that goes on. `is_attached`: the pools have gone on meanwhile."""
         self._config = config
         self._dir = run_dir
         self._pools = pools
         self._address = address
         self._server = server
+        self._teacher = teacher
         self._panel = panel
         self._started = started
         self._stop = stop
@@ -109,6 +112,8 @@ class Training:
             self._deaths.append(asyncio.create_task(self._keep_engines()))
             if self._server is not None:
                 self._deaths.append(asyncio.create_task(self._keep_redis(self._server)))
+            if self._teacher is not None:
+                self._deaths.append(asyncio.create_task(self._teacher.death()))
             self._trainer_deaths = self._watch(self._pools.trainer.deaths())
             cleanup.callback(lambda: _cancel([*self._deaths, *self._trainer_deaths]))
             try:

@@ -16,6 +16,7 @@ from controller.buffer_access import BufferAddress, open_state
 from controller.run_dir import RunDir
 from controller.start.placement import RayCluster, rejoin_ray
 from controller.start.ray_keeper import RayKeeper
+from controller.start.teacher import served_teacher
 from controller.watch import supervise
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
@@ -66,6 +67,8 @@ def find_attachment(run_dir: RunDir, config: Config) -> Attachment:
 
 
 def _find(run_dir: RunDir, config: Config) -> Attachment:
+    if (teacher := served_teacher(config)) is not None:
+        raise LookupError(f"the teacher of task.rewards.{teacher[0]} ended with its controller")
     keeper, url = RayKeeper.find(run_dir), run_dir.read_redis_url()
     if keeper is None or url is None:
         raise LookupError("no keeper of its Ray lives" if keeper is None else "no Redis")

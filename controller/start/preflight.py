@@ -39,7 +39,7 @@ from rollout_pool.tasks.task import Task, TaskStream, demonstrations
 from rollout_pool.worker.loop import PromptReader
 from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.model.checkpoint_names import check_names, parameter_names
-from trainer_pool.model.scratch import byte_tokenizer
+from trainer_pool.model.scratch import byte_tokenizer, model_config
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,18 @@ HUB_KINDS = (TaskKind.gsm8k, TaskKind.math)
 NUM_PROMPTS = 32
 """Training prompts that are checked, besides all held-out prompts."""
 NUM_DEMONSTRATIONS = 4
+SHAPE_FIELDS = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+"""Fields of a model's config.json that decide the names and shapes of its weights."""
 
 
 def check_inputs(config: Config) -> None:
@@ -136,12 +148,12 @@ def _check_model(config: Config) -> None:
     """Checks against the model's own config, if it is known."""
     model, tp_size = config.model, config.rollout.engine.tp_size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
-    num_heads: int | None = None
+    fields: dict[str, Any] = {}
     if model.scratch is not None:
-        num_heads = model.scratch.num_heads
+        fields = model_config(model.scratch, byte_tokenizer()).to_dict()
     elif model.path is not None and Path(model.path).is_dir():
         fields = _model_fields("model.path", model.path)
-        num_heads, most = fields.get("num_attention_heads"), fields.get("max_position_embeddings")
+        most = fields.get("max_position_embeddings")
         if most is not None and longest > most:
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens={longest}: the model "
@@ -152,11 +164,25 @@ def _check_model(config: Config) -> None:
         check_names(model.path, parameter_names(model.path, trust_remote_code=trust))
     reference = config.algorithm.kl.reference
     if reference is not None and reference.startswith("/"):  # a local folder is absolute by now
-        _model_fields("algorithm.kl.reference", reference)
+        _check_reference(config, fields, _model_fields("algorithm.kl.reference", reference))
+    num_heads = fields.get("num_attention_heads")
     if num_heads is not None and num_heads % tp_size:
         raise ValueError(
             f"rollout.engine.tp_size={tp_size}: must divide the model's {num_heads} attention heads"
         )
+
+
+def _check_reference(config: Config, policy: dict[str, Any], reference: dict[str, Any]) -> None:
+    """Compare what the config.json of both have; the ranks compare the weights themselves."""
+    for name in SHAPE_FIELDS:
+        own, other = policy.get(name), reference.get(name)
+        if own is not None and other is not None and own != other:
+            path = config.model.path
+            whose = "model.scratch" if path is None else f"model.path={path!r}"
+            raise ValueError(
+                f"algorithm.kl.reference={config.algorithm.kl.reference!r}: its {name} is "
+                f"{other!r}, the policy's {own!r}; choose a model of the same shape as {whose}"
+            )
 
 
 def _model_fields(setting: str, path: str) -> dict[str, Any]:

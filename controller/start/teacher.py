@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from buffer.loop_thread import LoopThread
 from configs.choices import PauseMode, RewardKind
-from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.rollout_schema import RewardConfig
 from configs.schema import Config
 from controller.ray_environment import LOOPBACK
+from controller.watch.supervise import RunFailed, failure
 from processes.leftovers import list_path
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
@@ -54,37 +54,46 @@ def check_served_teacher(config: Config, *, uses_gpu: bool, student: Tokenizer) 
         )
 
 
-def serve_teacher(
-    config: Config, run_dir: Path, log_path: Path
-) -> tuple[TaskConfig, Callable[[], None]]:
-    """Starts the server; returns the task with its address, and a function that stops it.
+class ServedTeacher:
+    """Its server, a child of the controller: it ends with the controller, and the run with it."""
 
-    Raises EngineError with the end of its log if it does not start.
-    """
-    found = served_teacher(config)
-    assert found is not None and found[1].path is not None
-    name, reward = found
-    key = os.environ[KEY_VARIABLE] = secrets.token_urlsafe(32)
-    spec = EngineSpec(
-        name=NAME,
-        config=config.rollout.engine,
-        pause_mode=PauseMode.resubmit,
-        model_path=str(reward.path),
-        trust_remote_code=config.model.trust_remote_code,
-        host=LOOPBACK,
-        log_path=log_path,
-        leftovers_path=list_path(run_dir, NAME),
-        num_threads=1,
-        uses_gpu=False,
-        seed=0,
-        key=key,
-    )
-    loop, engine = LoopThread(NAME), SGLangEngine(spec)
-    try:
-        info = loop.run(engine.start())
-    except BaseException:
-        loop.stop(engine.stop())
-        raise
-    served = replace(reward, url=info.url, path=None, api_key_env=KEY_VARIABLE)
-    task = replace(config.task, rewards={**config.task.rewards, name: served})
-    return task, lambda: loop.stop(engine.stop())
+    def __init__(self, config: Config, run_dir: Path, log_path: Path) -> None:
+        """Starts the server. Raises EngineError with the end of its log if it does not start."""
+        found = served_teacher(config)
+        assert found is not None and found[1].path is not None
+        name, reward = found
+        self._what = f"of task.rewards.{name}.path={reward.path!r}"
+        self._log = log_path
+        key = os.environ[KEY_VARIABLE] = secrets.token_urlsafe(32)
+        spec = EngineSpec(
+            name=NAME,
+            config=config.rollout.engine,
+            pause_mode=PauseMode.resubmit,
+            model_path=str(reward.path),
+            trust_remote_code=config.model.trust_remote_code,
+            host=LOOPBACK,
+            log_path=log_path,
+            leftovers_path=list_path(run_dir, NAME),
+            num_threads=1,
+            uses_gpu=False,
+            seed=0,
+            key=key,
+        )
+        self._loop, self._engine = LoopThread(NAME), SGLangEngine(spec)
+        try:
+            info = self._loop.run(self._engine.start())
+        except BaseException:
+            self.stop()
+            raise
+        served = replace(reward, url=info.url, path=None, api_key_env=KEY_VARIABLE)
+        self.task = replace(config.task, rewards={**config.task.rewards, name: served})
+        """The run's, with the address of the server."""
+
+    async def death(self) -> RunFailed:
+        """Returns when the server has ended; in any event loop."""
+        code = await self._engine.wait_dead()
+        what = f"{self._what} died (exit code {code}); a resumed run serves it again"
+        return failure(NAME, what, self._log)
+
+    def stop(self) -> None:
+        self._loop.stop(self._engine.stop())

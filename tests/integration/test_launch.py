@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -387,6 +388,33 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
     assert published == {*range(0, ATTACHED_STEPS // 2, 2), ATTACHED_STEPS // 2}
     kinds = Counter(r.kind for r in records)
     assert (kinds["attached"], kinds["resumed"]) == (2, 0)
+    machine.assert_nothing_left(tmp_path)
+
+
+def test_run_that_serves_its_teacher_is_resumed_after_its_controller_and_ends_with_the_teacher(
+    tmp_path: Path,
+) -> None:
+    machine = Machine.look()
+    run = tmp_path / RUN
+    build_scratch_model(ScratchModelConfig(), tmp_path / "teacher", seed=1)
+    teacher = f"task.rewards.t={{kind: teacher, path: '{tmp_path}/teacher'}}"
+    process = start(tmp_path, RUN, teacher, "algorithm=distill", "trainer.num_steps=10000")
+    wait_for_line(process, "step 3/")
+    pools = pools_of(tmp_path)
+    kill_controller(run)
+    output = wait_for_line(process, "✓ teacher")
+    assert "(the teacher of task.rewards.t ended with its controller); it goes on from" in output
+    assert not pools & pools_of(tmp_path), "those of the first controller were ended before"
+    wait_for_line(process, "step ")
+
+    controller = psutil.Process(json.loads((run / "run.json").read_text())["pid"])
+    (server,) = (c for c in controller.children() if f"{tmp_path}/teacher" in c.cmdline())
+    server.kill()
+    output = finish(process)
+    assert process.returncode == 1, output[-6000:]
+    died = f"leash: teacher of task.rewards.t.path='{tmp_path}/teacher' died (exit code -9)"
+    assert died in output and str(run / "logs" / "teacher.log") in output
+    assert "continues it" in output
     machine.assert_nothing_left(tmp_path)
 
 

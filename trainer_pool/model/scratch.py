@@ -51,7 +51,7 @@ def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> 
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(_model_config(config, tokenizer))
+        model = Qwen3ForCausalLM(model_config(config, tokenizer))
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -93,7 +93,8 @@ def _chars_of_bytes() -> list[str]:
     return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
 
 
-def _model_config(config: ScratchModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+def model_config(config: ScratchModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """What the config.json of the model says."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=config.hidden_size,

@@ -20,6 +20,7 @@ from controller.main import (
     main,
 )
 from controller.run_dir import RunDir, RunDirError
+from controller.start.attach import NotAttachableError, find_attachment
 from controller.start.ray_keeper import RECORD
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
@@ -144,6 +145,20 @@ def test_attach_ends_what_can_be_neither_attached_to_nor_resumed(
     words = ["attach", "--run", "a", "--dir", str(orphan.path.parent)]
     assert main(words) == EXIT_FAILED
     assert "leash: cannot attach to a (no keeper of its Ray lives); " in capfd.readouterr().err
+    assert orphan.read_record().state == "failed"
+
+
+def test_attach_refuses_a_run_whose_teacher_ended_with_its_controller(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["task.rewards.t={kind: teacher, path: /a/model}", "algorithm=distill"]
+    (orphan.path / "config.yaml").write_text(to_yaml(load_config(given)))
+    why = "the teacher of task.rewards.t ended with its controller"
+    with pytest.raises(NotAttachableError, match=rf"cannot attach to a \({why}\); it goes on from"):
+        find_attachment(orphan, load_config(given))
+    (orphan.path / "checkpoints" / "latest").unlink()
+    assert main(["attach", "--run", "a", "--dir", str(orphan.path.parent)]) == EXIT_FAILED
+    assert f"leash: cannot attach to a ({why}); launch it again\n" in capfd.readouterr().err
     assert orphan.read_record().state == "failed"
 
 

@@ -148,9 +148,20 @@ def test_plan_describes_the_transfer_of_weights() -> None:
     assert "at most 2 engines pause at a time" in text
 
 
-@pytest.mark.parametrize("setting", ["weight_sync=ipc", "weight_sync.backend=nccl"])
-def test_settings_that_need_a_gpu_are_refused_without_one(setting: str) -> None:
-    with pytest.raises(ValueError, match="there is no GPU: choose"):
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("weight_sync=ipc", "there is no GPU: choose"),
+        ("weight_sync.backend=nccl", "there is no GPU: choose"),
+        ("trainer.offload_parameters=true", r"^trainer\.offload_parameters=True: .* set false"),
+        (
+            "algorithm.kl={weight: 0.1, offload: true}",
+            r"^algorithm\.kl\.offload=True: it frees GPU memory, and there is no GPU: set false",
+        ),
+    ],
+)
+def test_settings_that_need_a_gpu_are_refused_without_one(setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make_plan(load_config([setting]), num_gpus=0, num_cpus=2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -95,6 +96,31 @@ def test_folder_that_is_no_reference_is_refused(tmp_path: Path) -> None:
     config = load_config(["algorithm.kl.weight=0.1", f"algorithm.kl.reference={tmp_path}"])
     with pytest.raises(ValueError, match=r"^algorithm\.kl\.reference='.*': neither a folder"):
         check_plan(config)
+
+
+def test_reference_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "own", chat_template=None)
+    build_scratch_model(ScratchModelConfig(num_layers=1, hidden_size=64), tmp_path / "narrow", 0)
+    kl = "algorithm.kl={{weight: 0.1, reference: '{}'}}"
+    policy = ["model=pretrained", f"model.path={tmp_path}/own", "trainer.warm_start.num_steps=0"]
+    short = ["rollout.max_prompt_tokens=32", "task.chat_template=false"]
+    with pytest.raises(
+        ValueError,
+        match=r"^algorithm\.kl\.reference='.*narrow': its hidden_size is 64, the policy's 128; "
+        r"choose a model of the same shape as model\.path='.*own'$",
+    ):
+        check_plan(load_config([*policy, *short, kl.format(tmp_path / "narrow")]))
+    check_plan(load_config([*policy, *short, kl.format(tmp_path / "own")]))
+    # A policy from scratch, with more layers.
+    with pytest.raises(
+        ValueError, match=r"its num_hidden_layers is 1, the policy's \d+; .*model\.scratch"
+    ):
+        check_plan(load_config([kl.format(tmp_path / "own")]))
+    # An older config.json does not have all fields.
+    file = tmp_path / "own" / "config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "num_hidden_layers": None}))
+    check_plan(load_config([kl.format(tmp_path / "own")]))
 
 
 def test_dry_run_names_what_it_does_not_check() -> None:
