@@ -122,6 +122,7 @@ _GROUP_COLUMNS = (
     "response_length_max",
     "truncated",
 )
+_LONGEST = _GROUP_COLUMNS.index("response_length_max")
 
 
 class StepAccumulator:
@@ -246,7 +247,6 @@ class StepAccumulator:
         table = tables.sum(0).view(mine.shape)
         present = table[table[:, 0] > 0]
         columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
-        longest = present[:, _GROUP_COLUMNS.index("response_length_max")]
         staleness = [int(value) for value in present[:, 1].tolist()]
         num_groups, num_episodes = len(present), columns["episodes"]
         num_tokens, num_compared = tokens.total("tokens"), tokens.total("compared")
@@ -269,7 +269,7 @@ class StepAccumulator:
             reward_parts={n: _share(*pair) for n, pair in sorted(named["rewards"].items())},
             zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
             response_length_mean=_share(columns["response_length"], columns["trajectories"]),
-            response_length_max=int(longest.max()) if len(longest) else 0,
+            response_length_max=int(max(present[:, _LONGEST].tolist(), default=0)),
             truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
             staleness_mean=_share(sum(staleness), num_groups),
             staleness_max=max(staleness, default=0),
