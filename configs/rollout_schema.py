@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from configs.checks import (
@@ -300,6 +300,9 @@ class RewardConfig(Section):
     trained and its prompt runs again, as after any failed group."""
     max_per_second: float | None = field(default=None, metadata=POSITIVE)
     """http, judge, teacher: the most requests per second from one worker; None for no limit."""
+    all_or_nothing: bool = False
+    """code_tests: 1 if all tests of a prompt pass, else 0, instead of the share that passes; the
+    tests after a failed one are skipped."""
 
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
@@ -328,6 +331,13 @@ class RewardConfig(Section):
             f"{name} gives no reward; set the weight of what learns from it, as "
             "algorithm.streams.teacher.weight",
         )
+        for setting in fields(self):
+            if setting.name in _OF_CODE_TESTS and kind is not RewardKind.code_tests:
+                is_default = getattr(self, setting.name) == setting.default
+                yield Rule(is_default, setting.name, f"{name} runs no tests of programs: leave out")
+
+
+_OF_CODE_TESTS = ("all_or_nothing",)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from configs.rollout_schema import RewardConfig
 from rollout_pool.sandbox.run import (
     SandboxLimits,
     cost_of_missing,
@@ -47,7 +48,7 @@ class Verdict:
 class CodeTests:
     """Used in a scoring process, which has no event loop."""
 
-    def __init__(self, task: Task, setting: str, timeout_s: float) -> None:
+    def __init__(self, task: Task, config: RewardConfig, setting: str, timeout_s: float) -> None:
         """`timeout_s`: limit for one answer; its tests stop earlier.
 
         Raises ValueError for a task whose prompts have no tests, SandboxError if programs cannot
@@ -58,19 +59,27 @@ class CodeTests:
                 "use task.kind=code"
             )
         self._task = task
+        self._all_or_nothing = config.all_or_nothing
         self._total_s = SHARE_OF_TIMEOUT * timeout_s
         self._runner = asyncio.Runner()
         if (cost := cost_of_missing(self._runner.run(protections()))) is not None:
             log.warning("%s.kind=code_tests: %s", setting, cost)
 
     def score(self, prompt: Prompt, answer: str) -> float:
-        """Share of the prompt's tests that the answer's program passes."""
+        """Share of the prompt's tests that the answer's program passes, or whether all pass."""
         tests = self._task.tests(prompt)
-        verdict = self._runner.run(judge(program_of(answer), tests, total_s=self._total_s))
+        verdict = self._runner.run(
+            judge(
+                program_of(answer),
+                tests,
+                total_s=self._total_s,
+                stops_at_failure=self._all_or_nothing,
+            )
+        )
         if verdict.explanation:
             passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
             log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
-        return verdict.share
+        return float(verdict.share == 1.0) if self._all_or_nothing else verdict.share
 
 
 def program_of(answer: str) -> str:
@@ -86,9 +95,10 @@ async def judge(
     tests: Sequence[ProgramTest],
     limits: SandboxLimits = LIMITS,
     total_s: float = math.inf,
+    stops_at_failure: bool = False,
 ) -> Verdict:
     """Runs the tests one by one, since a scoring process is meant to use one core. Tests that have
-    not passed after `total_s` fail."""
+    not passed after `total_s` fail, with `stops_at_failure` also those after a failed one."""
     ends = time.monotonic() + total_s
     too_long = f"all tests together took longer than {total_s:g} s"
     num_passed = num_timeouts = 0
@@ -107,7 +117,7 @@ async def judge(
         num_timeouts += is_timeout
         if failure and not explanation:
             explanation = f"test {place}: {failure}"
-        if num_timeouts >= MAX_TIMEOUTS:
+        if num_timeouts >= MAX_TIMEOUTS or (failure and stops_at_failure):
             break
     return Verdict(num_tests=len(tests), num_passed=num_passed, explanation=explanation)
 

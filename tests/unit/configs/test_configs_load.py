@@ -282,6 +282,10 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
             ["task.rewards={t: {kind: http, url: 'host/x'}}"],
             "task.rewards.*.url='host/x': must be an address",
         ),
+        (
+            ["task.rewards={a: {kind: task, all_or_nothing: true}}"],
+            "task.rewards.*.all_or_nothing=True: task.rewards.*.kind=task runs no tests",
+        ),
     ],
 )
 def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:

@@ -44,6 +44,14 @@ async def test_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
     assert wrong.share == 0.0 and "AssertionError" in wrong.explanation
 
 
+async def test_tests_after_a_failed_one_are_skipped_on_request():
+    tests = [ProgramTest(input=str(n), output="4") for n in (2, 1, 2)]
+    verdict = await judge(DOUBLE, tests)
+    assert (verdict.num_passed, verdict.explanation) == (2, "test 2: wrong output")
+    verdict = await judge(DOUBLE, tests, stops_at_failure=True)
+    assert (verdict.num_passed, verdict.explanation) == (1, "test 2: wrong output")
+
+
 @pytest.mark.parametrize(
     "trick",
     ["import os; os._exit(0)", "exit()", "raise SystemExit", "def f(x: return 4", '"""'],

@@ -379,7 +379,10 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
         kind=TaskKind.code,
         path=str(tmp_path / "exercises.jsonl"),
         eval_size=1,
-        rewards={"tests": RewardConfig(kind=RewardKind.code_tests)},
+        rewards={
+            "tests": RewardConfig(kind=RewardKind.code_tests),
+            "all": RewardConfig(kind=RewardKind.code_tests, all_or_nothing=True),
+        },
     )
     pool = RewardPool(config, num_processes=1, timeout_s=6, log_path=log_path)
     await pool.start()
@@ -395,6 +398,8 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     ]
     scores = [await pool.score(asked(answer, "tests", doubled)) for answer in answers]
     assert [score.value for score in scores] == [1.0, 0.5, 0.0, 0.0]
+    whole = [await pool.score(asked(answer, "all", doubled)) for answer in answers[:2]]
+    assert [score.value for score in whole] == [1.0, 0.0]
     slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
     score = await pool.score(asked(slow, "tests", echoed))
     assert 0 < score.value < 0.2
