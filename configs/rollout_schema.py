@@ -11,6 +11,7 @@ from configs.checks import (
     CODE_PATTERN,
     FINITE,
     LARGEST_COUNT,
+    LARGEST_SIZE,
     MAX_PORT,
     NOT_EMPTY,
     NOT_NEGATIVE,
@@ -303,6 +304,13 @@ class RewardConfig(Section):
     all_or_nothing: bool = False
     """code_tests: 1 if all tests of a prompt pass, else 0, instead of the share that passes; the
     tests after a failed one are skipped."""
+    cpu_time_s: int = field(default=5, metadata=within(1, 3600))
+    """code_tests: the most seconds of CPU of one test, all threads together."""
+    wall_time_s: float = field(default=10.0, metadata=SECONDS)
+    """code_tests: the most seconds that one test may take; all tests of an answer share
+    rollout.reward_timeout_s."""
+    memory_bytes: int = field(default=512 * 2**20, metadata=within(64 * 2**20, LARGEST_SIZE))
+    """code_tests: the most memory of one test, as address space."""
 
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
@@ -337,7 +345,9 @@ class RewardConfig(Section):
                 yield Rule(is_default, setting.name, f"{name} runs no tests of programs: leave out")
 
 
-_OF_CODE_TESTS = ("all_or_nothing",)
+_OF_CODE_TESTS = ("all_or_nothing", "cpu_time_s", "wall_time_s", "memory_bytes")
+SHARE_OF_TESTS = 0.8
+"""Share of `rollout.reward_timeout_s` for running all tests of an answer, before it is cut off."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from configs.rollout_schema import RewardConfig
+from configs.rollout_schema import SHARE_OF_TESTS, RewardConfig
 from rollout_pool.sandbox.run import (
     SandboxLimits,
     cost_of_missing,
@@ -23,12 +23,9 @@ from rollout_pool.tasks.task import Prompt, Task
 
 log = logging.getLogger(__name__)
 
-LIMITS = SandboxLimits(cpu_time_s=5, wall_time_s=10.0)
-"""For one test."""
+_USUAL = SandboxLimits()
 MAX_TIMEOUTS = 2
 """After so many timeouts the remaining tests are skipped."""
-SHARE_OF_TIMEOUT = 0.8
-"""Share of the scoring time for running tests; the rest is for ending them."""
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("python", "python3", "py")
 
@@ -60,7 +57,12 @@ class CodeTests:
             )
         self._task = task
         self._all_or_nothing = config.all_or_nothing
-        self._total_s = SHARE_OF_TIMEOUT * timeout_s
+        self._limits = SandboxLimits(
+            cpu_time_s=config.cpu_time_s,
+            wall_time_s=config.wall_time_s,
+            memory_bytes=config.memory_bytes,
+        )
+        self._total_s = SHARE_OF_TESTS * timeout_s
         self._runner = asyncio.Runner()
         if (cost := cost_of_missing(self._runner.run(protections()))) is not None:
             log.warning("%s.kind=code_tests: %s", setting, cost)
@@ -72,6 +74,7 @@ class CodeTests:
             judge(
                 program_of(answer),
                 tests,
+                self._limits,
                 total_s=self._total_s,
                 stops_at_failure=self._all_or_nothing,
             )
@@ -93,12 +96,13 @@ def program_of(answer: str) -> str:
 async def judge(
     program: str,
     tests: Sequence[ProgramTest],
-    limits: SandboxLimits = LIMITS,
+    limits: SandboxLimits = _USUAL,
     total_s: float = math.inf,
     stops_at_failure: bool = False,
 ) -> Verdict:
-    """Runs the tests one by one, since a scoring process is meant to use one core. Tests that have
-    not passed after `total_s` fail, with `stops_at_failure` also those after a failed one."""
+    """Runs the tests one by one, since a scoring process is meant to use one core. `limits` are
+    those of each. Tests that have not passed after `total_s` fail, with `stops_at_failure` also
+    those after a failed one."""
     ends = time.monotonic() + total_s
     too_long = f"all tests together took longer than {total_s:g} s"
     num_passed = num_timeouts = 0
@@ -110,11 +114,11 @@ async def judge(
             break
         wall_time_s = min(limits.wall_time_s, left_s)
         within = dataclasses.replace(limits, wall_time_s=wall_time_s)
-        failure, is_timeout = await _run(program, test, within)
-        if is_timeout and wall_time_s < limits.wall_time_s:
+        failure, reason = await _run(program, test, within)
+        if reason == "wall_time" and wall_time_s < limits.wall_time_s:
             failure = too_long
         num_passed += not failure
-        num_timeouts += is_timeout
+        num_timeouts += reason in ("cpu_time", "wall_time")
         if failure and not explanation:
             explanation = f"test {place}: {failure}"
         if num_timeouts >= MAX_TIMEOUTS or (failure and stops_at_failure):
@@ -122,15 +126,15 @@ async def judge(
     return Verdict(num_tests=len(tests), num_passed=num_passed, explanation=explanation)
 
 
-async def _run(program: str, test: ProgramTest, limits: SandboxLimits) -> tuple[str, bool]:
-    """Why the test failed ("" if it passed), and whether it timed out."""
+async def _run(program: str, test: ProgramTest, limits: SandboxLimits) -> tuple[str, str | None]:
+    """Why the test failed ("" if it passed), and the sandbox's reason if that ended it."""
     result = await run_python(program, stdin=test.input, limits=limits, statements=test.statements)
     failure = result.explanation
     if not failure and test.statements is not None:
         failure = "" if result.held else "it ended before its tests"
     elif not failure and _lines(result.stdout) != _lines(test.output):
         failure = "wrong output"
-    return failure, result.reason in ("cpu_time", "wall_time")
+    return failure, result.reason
 
 
 def _lines(text: str) -> list[str]:

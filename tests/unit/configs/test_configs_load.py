@@ -286,6 +286,20 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
             ["task.rewards={a: {kind: task, all_or_nothing: true}}"],
             "task.rewards.*.all_or_nothing=True: task.rewards.*.kind=task runs no tests",
         ),
+        (["task.rewards={a: {kind: env, cpu_time_s: 9}}"], "task.rewards.*.cpu_time_s=9: task.rew"),
+        (
+            ["task.rewards={a: {kind: code_tests, cpu_time_s: 0}}"],
+            "cpu_time_s=0: must be 1 to 3600",
+        ),
+        (
+            ["task.rewards={a: {kind: code_tests, memory_bytes: 1000}}"],
+            "memory_bytes=1000: must be 67108864 to",
+        ),
+        (
+            ["task=code", "task.rewards.tests.wall_time_s=30"],
+            "task.rewards.*.wall_time_s=30.0: all tests of an answer must end within 0.8 of "
+            "rollout.reward_timeout_s=30, ",
+        ),
     ],
 )
 def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
@@ -306,6 +320,7 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
         ],
         ["task.rewards={a: {kind: task, weight: 0}, b: {kind: env, weight: -1}}"],
         ["task=code"],
+        ["task=code", "task.rewards.tests.wall_time_s=48", "rollout.reward_timeout_s=60"],
         ["rollout.openai.port=0"],
         ["rollout.openai.port=65533", "rollout.num_workers=3"],
         ["task.tools=[python]", "task.chat_template=true", "task.max_turns=4"],

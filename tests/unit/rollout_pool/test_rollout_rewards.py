@@ -381,7 +381,10 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
         eval_size=1,
         rewards={
             "tests": RewardConfig(kind=RewardKind.code_tests),
-            "all": RewardConfig(kind=RewardKind.code_tests, all_or_nothing=True),
+            "all": RewardConfig(kind=RewardKind.code_tests, all_or_nothing=True, wall_time_s=0.5),
+            "small": RewardConfig(
+                kind=RewardKind.code_tests, cpu_time_s=1, memory_bytes=64 * 2**20
+            ),
         },
     )
     pool = RewardPool(config, num_processes=1, timeout_s=6, log_path=log_path)
@@ -400,6 +403,12 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     assert [score.value for score in scores] == [1.0, 0.5, 0.0, 0.0]
     whole = [await pool.score(asked(answer, "all", doubled)) for answer in answers[:2]]
     assert [score.value for score in whole] == [1.0, 0.0]
+    hung = await pool.score(asked("```python\nimport time\ntime.sleep(60)\n```", "all", doubled))
+    assert hung.value == 0.0
+    limited = ("print(len(bytes(10**8)))", "while True: pass")
+    for code in limited:
+        score = await pool.score(asked(f"```python\n{code}\n```", "small", doubled))
+        assert score.value == 0.0
     slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
     score = await pool.score(asked(slow, "tests", echoed))
     assert 0 < score.value < 0.2
@@ -409,3 +418,5 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     assert "0 of 2 tests passed; test 1: it tried to start or signal a process" in log
     assert "0 of 2 tests passed; test 1: it tried to use a forbidden or missing file" in log
     assert "all tests together took longer than 4.8 s" in log
+    for limit in ("took too long", "exceeded its memory", "exceeded its CPU time"):
+        assert f"0 of 2 tests passed; test 1: it {limit}" in log
