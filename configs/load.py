@@ -351,6 +351,7 @@ def _anchor_paths(config: Config) -> None:
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
         reward.path = reward.path and _absolute(reward.path)
+        reward.python = reward.python and _absolute(reward.python)
     model.path = model.path and _absolute_model(model.path)
     algorithm.kl.reference = algorithm.kl.reference and _absolute_model(algorithm.kl.reference)
 

@@ -311,6 +311,9 @@ class RewardConfig(Section):
     rollout.reward_timeout_s."""
     memory_bytes: int = field(default=512 * 2**20, metadata=within(64 * 2**20, LARGEST_SIZE))
     """code_tests: the most memory of one test, as address space."""
+    python: str | None = field(default=None, metadata=NOT_EMPTY)
+    """code_tests: the interpreter of an environment, as env/bin/python (3.11 or newer), whose
+    packages programs may import; None: only the standard library."""
 
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
@@ -345,7 +348,7 @@ class RewardConfig(Section):
                 yield Rule(is_default, setting.name, f"{name} runs no tests of programs: leave out")
 
 
-_OF_CODE_TESTS = ("all_or_nothing", "cpu_time_s", "wall_time_s", "memory_bytes")
+_OF_CODE_TESTS = ("all_or_nothing", "cpu_time_s", "wall_time_s", "memory_bytes", "python")
 SHARE_OF_TESTS = 0.8
 """Share of `rollout.reward_timeout_s` for running all tests of an answer, before it is cut off."""
 

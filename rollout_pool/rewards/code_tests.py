@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.rollout_schema import SHARE_OF_TESTS, RewardConfig
+from rollout_pool.sandbox.environment import BARE, PythonEnvironment, find_environment
 from rollout_pool.sandbox.run import (
     SandboxLimits,
     cost_of_missing,
@@ -48,8 +49,8 @@ class CodeTests:
     def __init__(self, task: Task, config: RewardConfig, setting: str, timeout_s: float) -> None:
         """`timeout_s`: limit for one answer; its tests stop earlier.
 
-        Raises ValueError for a task whose prompts have no tests, SandboxError if programs cannot
-        be run safely on this machine."""
+        Raises ValueError for a task whose prompts have no tests or a Python that cannot be used,
+        SandboxError if programs cannot be run safely on this machine."""
         if not isinstance(task, CodeTask):
             raise ValueError(
                 f"{setting}.kind=code_tests: the prompts of {task.name} have no tests; "
@@ -62,9 +63,11 @@ class CodeTests:
             wall_time_s=config.wall_time_s,
             memory_bytes=config.memory_bytes,
         )
+        self._environment = environment_of(config, setting)
         self._total_s = SHARE_OF_TESTS * timeout_s
         self._runner = asyncio.Runner()
-        if (cost := cost_of_missing(self._runner.run(protections()))) is not None:
+        layers = self._runner.run(protections(self._environment))
+        if (cost := cost_of_missing(layers)) is not None:
             log.warning("%s.kind=code_tests: %s", setting, cost)
 
     def score(self, prompt: Prompt, answer: str) -> float:
@@ -75,6 +78,7 @@ class CodeTests:
                 program_of(answer),
                 tests,
                 self._limits,
+                self._environment,
                 total_s=self._total_s,
                 stops_at_failure=self._all_or_nothing,
             )
@@ -83,6 +87,12 @@ class CodeTests:
             passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
             log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
         return float(verdict.share == 1.0) if self._all_or_nothing else verdict.share
+
+
+def environment_of(config: RewardConfig, setting: str) -> PythonEnvironment:
+    """Raises ValueError naming `setting`, the part of the reward, for a Python that cannot be
+    used."""
+    return find_environment(config.python, f"{setting}.python") if config.python else BARE
 
 
 def program_of(answer: str) -> str:
@@ -97,6 +107,7 @@ async def judge(
     program: str,
     tests: Sequence[ProgramTest],
     limits: SandboxLimits = _USUAL,
+    environment: PythonEnvironment = BARE,
     total_s: float = math.inf,
     stops_at_failure: bool = False,
 ) -> Verdict:
@@ -114,7 +125,7 @@ async def judge(
             break
         wall_time_s = min(limits.wall_time_s, left_s)
         within = dataclasses.replace(limits, wall_time_s=wall_time_s)
-        failure, reason = await _run(program, test, within)
+        failure, reason = await _run(program, test, within, environment)
         if reason == "wall_time" and wall_time_s < limits.wall_time_s:
             failure = too_long
         num_passed += not failure
@@ -126,9 +137,17 @@ async def judge(
     return Verdict(num_tests=len(tests), num_passed=num_passed, explanation=explanation)
 
 
-async def _run(program: str, test: ProgramTest, limits: SandboxLimits) -> tuple[str, str | None]:
+async def _run(
+    program: str, test: ProgramTest, limits: SandboxLimits, environment: PythonEnvironment
+) -> tuple[str, str | None]:
     """Why the test failed ("" if it passed), and the sandbox's reason if that ended it."""
-    result = await run_python(program, stdin=test.input, limits=limits, statements=test.statements)
+    result = await run_python(
+        program,
+        stdin=test.input,
+        limits=limits,
+        statements=test.statements,
+        environment=environment,
+    )
     failure = result.explanation
     if not failure and test.statements is not None:
         failure = "" if result.held else "it ended before its tests"

@@ -45,6 +45,7 @@ def main() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     with open(request_fd, "rb") as file:
         request = Request.decode(file.read())
+    sys.path += request.packages
     os.umask(0o022)
     notes = Notes(notes_fd)
     was_root = os.geteuid() == 0
@@ -143,7 +144,7 @@ def _separate(request: Request) -> list[str]:
     if "namespaces" not in request.without and _unshare(layers):
         layers.append("namespaces")
         try:
-            view.enter(request.limits["max_folder_bytes"])
+            view.enter(request.limits["max_folder_bytes"], request.packages)
             layers.append("own root")
         except OSError:
             # It may be half done. Then Landlock must protect the files, and nothing is writable.
@@ -205,6 +206,7 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
     _limit(request.limits, has_own_user)
     layers.append("limits")
     _keep_files_away(request, inherited, layers)
+    _check_packages(request.packages)
     if not seccomp.is_supported() or "seccomp" in request.without:
         raise Unsafe(
             "no filter of system calls (seccomp) on this machine: it needs Linux with "
@@ -233,7 +235,7 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
     if "landlock" not in request.without and landlock.version():
         writable = [view.SCRATCH] if has_own_root else []
         landlock.apply(
-            readable=view.readable(),
+            readable=view.readable(request.packages),
             listable=view.python_folders(),
             writable=writable,
             fillable=view.SINKS,
@@ -246,6 +248,17 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
             "namespaces (kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, "
             "and in a container a seccomp profile that allows landlock_* or unshare)"
         )
+
+
+def _check_packages(packages: list[str]) -> None:
+    for folder in packages:
+        try:
+            os.listdir(folder)
+        except OSError as error:
+            raise Unsafe(
+                f"{folder} cannot be read by the user that programs run as ({error.strerror}): let "
+                "every user read it and enter the folders above it"
+            ) from error
 
 
 def _limit(limits: dict[str, int], has_own_user: bool) -> None:

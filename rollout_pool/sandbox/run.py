@@ -4,9 +4,10 @@
         │              └── dies with us, and the program with it
         └── reads the output up to a limit, and kills both when time is up
 
-The layers are in `child` and the modules that it uses. The program sees the standard library, its
-standard input and an empty folder of its own (none where the kernel allows no root of its own). It
-can start threads, but no process and no connection.
+The layers are in `child` and the modules that it uses. The program sees the standard library, the
+packages of the environment that the user chose, its standard input and an empty folder of its own
+(none where the kernel allows no root of its own). It can start threads, but no process and no
+connection.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Collection
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.sandbox.environment import BARE, PythonEnvironment
 from rollout_pool.sandbox.request import Request
 
 log = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ async def run_python(
     stdin: str = "",
     limits: SandboxLimits = SandboxLimits(),
     statements: str | None = None,
+    environment: PythonEnvironment = BARE,
     without: Collection[str] = (),
 ) -> SandboxResult:
     """Run `code` as a program. Only a few run at once; others wait.
@@ -130,12 +132,15 @@ async def run_python(
     running anything, if the rest are too few.
     """
     async with _turn():
-        return await _Run(limits).run(code, stdin, without, statements)
+        return await _Run(limits, environment).run(code, stdin, without, statements)
 
 
-async def protections(without: Collection[str] = ()) -> tuple[str, ...]:
-    """The layers in force on this machine. Raises SandboxError if they are too few."""
-    return (await _Run(SandboxLimits()).run("", "", without)).layers
+async def protections(
+    environment: PythonEnvironment = BARE, without: Collection[str] = ()
+) -> tuple[str, ...]:
+    """The layers in force on this machine. Raises SandboxError if they are too few, or if programs
+    cannot run in `environment`."""
+    return (await _Run(SandboxLimits(), environment).run("", "", without)).layers
 
 
 def cost_of_missing(layers: Collection[str]) -> str | None:
@@ -156,8 +161,9 @@ def cost_of_missing(layers: Collection[str]) -> str | None:
 class _Run:
     """One run of a program, until all its processes have ended."""
 
-    def __init__(self, limits: SandboxLimits) -> None:
+    def __init__(self, limits: SandboxLimits, environment: PythonEnvironment) -> None:
         self._limits = limits
+        self._environment = environment
         self._killed_for: str | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -168,6 +174,7 @@ class _Run:
             request = Request(
                 code=code,
                 limits=self._limits.of_the_kernel(),
+                packages=list(self._environment.packages),
                 parent_pid=os.getpid(),
                 without=list(without),
             )
@@ -199,15 +206,15 @@ class _Run:
 
     async def _start(self, *descriptors: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            # The base interpreter: the program must not see the virtual environment.
-            sys._base_executable,  # type: ignore[attr-defined]
+            self._environment.interpreter,
             *("-I", "-S", "-X", "utf8", "-c", _START, _PACKAGE),
             *(str(descriptor) for descriptor in descriptors),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             pass_fds=descriptors,
-            env={},
+            # Libraries as OpenBLAS would start a thread for each core of the machine.
+            env={"OMP_NUM_THREADS": "1"} if self._environment.packages else {},
             cwd="/",
             start_new_session=True,
         )

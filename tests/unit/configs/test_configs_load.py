@@ -399,13 +399,15 @@ def test_files_of_code_become_absolute_and_modules_stay() -> None:
             "task.env=my_env.py:make",
             "task.tools=[python, 'tools.py:add', 'pkg.tools:sub']",
             "task.chat_template=true",
-            "task.rewards={mine: {kind: function, function: 'rewards.py:score'}}",
+            "task.rewards={mine: {kind: function, function: 'rewards.py:score'}, "
+            "tests: {kind: code_tests, python: env/bin/python}}",
         ]
     )
     here = Path.cwd()
     assert config.task.env == f"{here}/my_env.py:make"
     assert config.task.tools == ["python", f"{here}/tools.py:add", "pkg.tools:sub"]
     assert config.task.rewards["mine"].function == f"{here}/rewards.py:score"
+    assert config.task.rewards["tests"].python == f"{here}/env/bin/python"
 
 
 def test_another_kind_of_task_drops_the_experiments_settings() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import RewardKind, TaskKind, ToolParser
-from configs.load import load_config
+from configs.load import CONFIG_DIR, load_config
 from configs.rollout_schema import RewardConfig, TaskConfig
 from configs.schema import ScratchModelConfig
 from controller.start.preflight import check_task
@@ -170,6 +170,10 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
     return TaskConfig(**{"eval_size": 4, **named})  # type: ignore[arg-type]
 
 
+PROGRAMS = {"kind": TaskKind.code, "path": str(CONFIG_DIR / "data" / "programs.jsonl")}
+TESTS = {"kind": RewardKind.code_tests}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -195,6 +199,10 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
         (
             {"rewards": {"tests": RewardConfig(kind=RewardKind.code_tests)}},
             r"task.rewards.tests.kind=code_tests: the prompts of task.kind=reasoning_gym have no",
+        ),
+        (
+            {**PROGRAMS, "rewards": {"tests": RewardConfig(python="/no/python", **TESTS)}},
+            r"task.rewards.tests.python='/no/python': there is no such file; give the interpreter",
         ),
     ],
 )

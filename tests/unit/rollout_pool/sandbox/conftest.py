@@ -52,8 +52,8 @@ raise errors[0]
 def attempt(run):
     """Runs one program that tries each of several things; each must fail by an error."""
 
-    async def attempt(codes: Sequence[str]) -> SandboxResult:
-        result = await run(ATTEMPTS.format(codes=codes))
+    async def attempt(codes: Sequence[str], **options) -> SandboxResult:
+        result = await run(ATTEMPTS.format(codes=codes), **options)
         assert len(result.stdout.splitlines()) == len(codes) and "DONE" not in result.stdout
         assert result.exit_code == 1 and "Error" in result.stderr
         return result
