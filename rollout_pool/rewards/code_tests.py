@@ -8,16 +8,21 @@ import logging
 import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from configs.rollout_schema import SHARE_OF_TESTS, RewardConfig
-from rollout_pool.sandbox.environment import BARE, PythonEnvironment, find_environment
+from rollout_pool.sandbox.environment import (
+    BARE,
+    ProgramEnvironment,
+    find_command,
+    find_python,
+)
 from rollout_pool.sandbox.run import (
     SandboxLimits,
     cost_of_missing,
     protections,
-    run_python,
+    run_program,
 )
 from rollout_pool.tasks.programs import CodeTask, ProgramTest
 from rollout_pool.tasks.task import Prompt, Task
@@ -28,7 +33,7 @@ _USUAL = SandboxLimits()
 MAX_TIMEOUTS = 2
 """After so many timeouts the remaining tests are skipped."""
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_PYTHON = ("python", "python3", "py")
+PYTHON = ("python", "python3", "py")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,15 +63,12 @@ class CodeTests:
             )
         self._task = task
         self._all_or_nothing = config.all_or_nothing
-        self._limits = SandboxLimits(
-            cpu_time_s=config.cpu_time_s,
-            wall_time_s=config.wall_time_s,
-            memory_bytes=config.memory_bytes,
-        )
+        self._languages = tuple(config.languages) or PYTHON
+        self._limits = limits_of(config)
         self._environment = environment_of(config, setting)
         self._total_s = SHARE_OF_TESTS * timeout_s
         self._runner = asyncio.Runner()
-        layers = self._runner.run(protections(self._environment))
+        layers = self._runner.run(protections(self._environment, self._limits))
         if (cost := cost_of_missing(layers)) is not None:
             log.warning("%s.kind=code_tests: %s", setting, cost)
 
@@ -75,7 +77,7 @@ class CodeTests:
         tests = self._task.tests(prompt)
         verdict = self._runner.run(
             judge(
-                program_of(answer),
+                program_of(answer, self._languages),
                 tests,
                 self._limits,
                 self._environment,
@@ -89,17 +91,28 @@ class CodeTests:
         return float(verdict.share == 1.0) if self._all_or_nothing else verdict.share
 
 
-def environment_of(config: RewardConfig, setting: str) -> PythonEnvironment:
-    """Raises ValueError naming `setting`, the part of the reward, for a Python that cannot be
-    used."""
-    return find_environment(config.python, f"{setting}.python") if config.python else BARE
+def environment_of(config: RewardConfig, setting: str) -> ProgramEnvironment:
+    """What runs the programs. Raises ValueError naming `setting`, the part of the reward, for a
+    Python or a command that cannot be used."""
+    if config.command:
+        return find_command(config.command, f"{setting}.command")
+    return find_python(config.python, f"{setting}.python") if config.python else BARE
 
 
-def program_of(answer: str) -> str:
-    """The last Python code block, else the last code block, else the whole text."""
+def limits_of(config: RewardConfig) -> SandboxLimits:
+    """Of one test."""
+    return SandboxLimits(
+        cpu_time_s=config.cpu_time_s,
+        wall_time_s=config.wall_time_s,
+        memory_bytes=config.memory_bytes,
+    )
+
+
+def program_of(answer: str, languages: Collection[str] = PYTHON) -> str:
+    """The last code block of these languages, else the last code block, else the whole text."""
     blocks = _BLOCK.findall(answer)
-    python = [code for language, code in blocks if language.lower() in _PYTHON]
-    every = python or [code for _, code in blocks] or [answer]
+    named = [code for language, code in blocks if language.lower() in languages]
+    every = named or [code for _, code in blocks] or [answer]
     return str(every[-1])
 
 
@@ -107,7 +120,7 @@ async def judge(
     program: str,
     tests: Sequence[ProgramTest],
     limits: SandboxLimits = _USUAL,
-    environment: PythonEnvironment = BARE,
+    environment: ProgramEnvironment = BARE,
     total_s: float = math.inf,
     stops_at_failure: bool = False,
 ) -> Verdict:
@@ -138,10 +151,10 @@ async def judge(
 
 
 async def _run(
-    program: str, test: ProgramTest, limits: SandboxLimits, environment: PythonEnvironment
+    program: str, test: ProgramTest, limits: SandboxLimits, environment: ProgramEnvironment
 ) -> tuple[str, str | None]:
     """Why the test failed ("" if it passed), and the sandbox's reason if that ended it."""
-    result = await run_python(
+    result = await run_program(
         program,
         stdin=test.input,
         limits=limits,

@@ -5,6 +5,9 @@
     program     own user, no capabilities, limits, Landlock, filter of system calls ──► exec(code)
     statements  the same, in a process of their own, if there are any that test the program
 
+A command of another language replaces the program, and keeps every layer. The filter then allows
+it to become another program too: that gives it nothing which native code inside Python lacks.
+
 Started by `rollout_pool.sandbox.run` with an empty environment and only the standard library. Each
 layer is used where the kernel allows it; without the filter, or a layer that protects files,
 nothing is run.
@@ -18,7 +21,7 @@ import resource
 import sys
 
 from rollout_pool.sandbox import kernel, landlock, seccomp, view
-from rollout_pool.sandbox.program import Notes, run, run_tests
+from rollout_pool.sandbox.program import Notes, become, run, run_tests
 from rollout_pool.sandbox.request import Request
 from rollout_pool.sandbox.statements import GONE, Pipes
 
@@ -65,6 +68,8 @@ def main() -> None:
             notes.write("unsafe", str(error))
             os._exit(1)
         notes.write("layers", ",".join(layers))
+        if request.command:
+            become(request.command, request.code, notes)
         run(request.code, notes, channel)
         return
     tests = None
@@ -144,7 +149,7 @@ def _separate(request: Request) -> list[str]:
     if "namespaces" not in request.without and _unshare(layers):
         layers.append("namespaces")
         try:
-            view.enter(request.limits["max_folder_bytes"], request.packages)
+            view.enter(request.limits["max_folder_bytes"], request.chosen)
             layers.append("own root")
         except OSError:
             # It may be half done. Then Landlock must protect the files, and nothing is writable.
@@ -212,7 +217,18 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
             "no filter of system calls (seccomp) on this machine: it needs Linux with "
             "CONFIG_SECCOMP_FILTER on x86_64 or aarch64"
         )
-    seccomp.apply(with_threads=has_own_user, with_attributes="own root" in inherited)
+    has_own_root = "own root" in inherited
+    if request.command and not has_own_root:
+        raise Unsafe(
+            "a command finds its program in a folder of its own, and without namespaces there is "
+            "none (kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, and in a "
+            "container a seccomp profile that allows unshare and mount)"
+        )
+    seccomp.apply(
+        with_threads=has_own_user,
+        with_attributes=has_own_root,
+        with_exec=bool(request.command),
+    )
     return [*layers, "seccomp"]
 
 
@@ -235,8 +251,9 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
     if "landlock" not in request.without and landlock.version():
         writable = [view.SCRATCH] if has_own_root else []
         landlock.apply(
-            readable=view.readable(request.packages),
+            readable=view.readable(request.chosen),
             listable=view.python_folders(),
+            executable=view.executable(request.command),
             writable=writable,
             fillable=view.SINKS,
         )

@@ -1,14 +1,17 @@
-"""The Python that runs the programs: an interpreter, and the packages that they may import."""
+"""What runs the programs: a Python with the packages that they may import, or a command."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_pool.sandbox.view import SCRATCH
+from rollout_pool.sandbox.view import FILE, SCRATCH
 
 OLDEST_PYTHON = (3, 11)
 _TIMEOUT_S = 60.0
@@ -20,18 +23,46 @@ _DESCRIBE = (
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class PythonEnvironment:
+class ProgramEnvironment:
     interpreter: str
     """The base interpreter: a virtual environment's own would bring its packages by itself."""
     packages: tuple[str, ...] = ()
     """Folders of packages, which programs can read."""
+    command: tuple[str, ...] = ()
+    """Runs a program of another language: the path of the executable, then its arguments, the first
+    of which is its name. `interpreter` only prepares it."""
 
 
-BARE = PythonEnvironment(interpreter=sys._base_executable)  # type: ignore[attr-defined]
+BARE = ProgramEnvironment(interpreter=sys._base_executable)  # type: ignore[attr-defined]
 """This process's Python with its standard library only."""
 
 
-def find_environment(python: str, setting: str) -> PythonEnvironment:
+def find_command(command: Sequence[str], setting: str) -> ProgramEnvironment:
+    """The environment of `command`, in which {file} stands for the program's file.
+
+    Raises ValueError naming `setting` if there is no such command.
+    """
+    what = f"{setting}={list(command)}"
+    found = shutil.which(command[0])
+    if found is None:
+        raise ValueError(
+            f"{what}: there is no executable {command[0]!r}; install it, or give its path"
+        )
+    path = os.path.realpath(found)
+    _check_place(path, what)
+    arguments = [argument.replace("{file}", FILE) for argument in command]
+    return dataclasses.replace(BARE, command=(path, *arguments))
+
+
+def _check_place(path: str, what: str) -> None:
+    if os.path.commonpath([path, SCRATCH]) == SCRATCH:
+        raise ValueError(
+            f"{what}: {path} lies in {SCRATCH}, where programs see their own folder instead; "
+            "put it elsewhere"
+        )
+
+
+def find_python(python: str, setting: str) -> ProgramEnvironment:
     """The environment of the interpreter at the path `python`, as env/bin/python.
 
     Raises ValueError naming `setting` if programs cannot run with it.
@@ -60,9 +91,5 @@ def find_environment(python: str, setting: str) -> PythonEnvironment:
         raise ValueError(f"{what}: is Python {has}, and the sandbox needs {needed} or newer")
     packages = [os.path.realpath(path) for path in found["packages"] if os.path.isdir(path)]
     for folder in (*packages, os.path.realpath(found["library"])):
-        if os.path.commonpath([folder, SCRATCH]) == SCRATCH:
-            raise ValueError(
-                f"{what}: {folder} lies in {SCRATCH}, where programs see their own folder instead; "
-                "make the environment elsewhere"
-            )
-    return PythonEnvironment(interpreter=found["interpreter"], packages=tuple(packages))
+        _check_place(folder, what)
+    return ProgramEnvironment(interpreter=found["interpreter"], packages=tuple(packages))

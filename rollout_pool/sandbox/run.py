@@ -1,7 +1,7 @@
-"""Runs Python code that a model wrote in a sandbox.
+"""Runs programs that a model wrote in a sandbox.
 
-    run_python ──► keeper (own namespaces, own root) ──► program (no rights, no network, limits)
-        │              └── dies with us, and the program with it
+    run_program ──► keeper (own namespaces, own root) ──► program (no rights, no network, limits)
+        │               └── dies with us, and the program with it
         └── reads the output up to a limit, and kills both when time is up
 
 The layers are in `child` and the modules that it uses. The program sees the standard library, the
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.sandbox.environment import BARE, PythonEnvironment
+from rollout_pool.sandbox.environment import BARE, ProgramEnvironment
+from rollout_pool.sandbox.program import NOT_STARTED
 from rollout_pool.sandbox.request import Request
 
 log = logging.getLogger(__name__)
@@ -115,32 +116,43 @@ class SandboxResult:
         return f"{words}: {last[:300]}" if last else words
 
 
-async def run_python(
+async def run_program(
     code: str,
     *,
     stdin: str = "",
     limits: SandboxLimits = SandboxLimits(),
     statements: str | None = None,
-    environment: PythonEnvironment = BARE,
+    environment: ProgramEnvironment = BARE,
     without: Collection[str] = (),
 ) -> SandboxResult:
-    """Run `code` as a program. Only a few run at once; others wait.
+    """Run `code` as a program of `environment`. Only a few run at once; others wait.
 
-    `statements` run after it, in a process of their own with the same limits: they can call what it
-    has defined, and it sees nothing of them but these calls. `without`: layers not to use
-    ("landlock", "namespaces", "seccomp"), for tests of the others. Raises SandboxError, without
-    running anything, if the rest are too few.
+    `statements` run after a Python program, in a process of their own with the same limits: they
+    can call what it has defined, and it sees nothing of them but these calls. `without`: layers not
+    to use ("landlock", "namespaces", "seccomp"), for tests of the others. Raises SandboxError,
+    without running anything, if the rest are too few.
     """
     async with _turn():
         return await _Run(limits, environment).run(code, stdin, without, statements)
 
 
 async def protections(
-    environment: PythonEnvironment = BARE, without: Collection[str] = ()
+    environment: ProgramEnvironment = BARE,
+    limits: SandboxLimits = SandboxLimits(),
+    without: Collection[str] = (),
 ) -> tuple[str, ...]:
     """The layers in force on this machine. Raises SandboxError if they are too few, or if programs
-    cannot run in `environment`."""
-    return (await _Run(SandboxLimits(), environment).run("", "", without)).layers
+    cannot run in `environment` with the memory of `limits`."""
+    # Not with their times: a program that is killed before it has started shows no layers.
+    within = dataclasses.replace(SandboxLimits(), memory_bytes=limits.memory_bytes)
+    result = await _Run(within, environment).run("", "", without)
+    # An empty program may be an error in a language, but not one that ends it by a signal.
+    if environment.command and (result.exit_code < 0 or result.exit_code == NOT_STARTED):
+        raise SandboxError(
+            f"{environment.command[0]} does not run in the sandbox with "
+            f"memory_bytes={limits.memory_bytes}: {result.explanation}"
+        )
+    return result.layers
 
 
 def cost_of_missing(layers: Collection[str]) -> str | None:
@@ -161,7 +173,7 @@ def cost_of_missing(layers: Collection[str]) -> str | None:
 class _Run:
     """One run of a program, until all its processes have ended."""
 
-    def __init__(self, limits: SandboxLimits, environment: PythonEnvironment) -> None:
+    def __init__(self, limits: SandboxLimits, environment: ProgramEnvironment) -> None:
         self._limits = limits
         self._environment = environment
         self._killed_for: str | None = None
@@ -173,6 +185,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             request = Request(
                 code=code,
+                command=list(self._environment.command),
                 limits=self._limits.of_the_kernel(),
                 packages=list(self._environment.packages),
                 parent_pid=os.getpid(),

@@ -286,6 +286,21 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
             ["task.rewards={a: {kind: task, all_or_nothing: true}}"],
             "task.rewards.*.all_or_nothing=True: task.rewards.*.kind=task runs no tests",
         ),
+        (
+            ["task.rewards={a: {kind: task, command: [sh, '{file}'], languages: [sh]}}"],
+            "task.rewards.*.command=['sh', '{file}']: task.rewards.*.kind=task runs no tests",
+        ),
+        (["task=code", "task.rewards.tests.command=[sh]"], "command=['sh']: an argument must hold"),
+        (["task=code", "task.rewards.tests.languages=[sh]"], "languages=['sh']: names the langu"),
+        (["task=code", "task.rewards.tests.languages=[C++]"], "['C++']: must be words in lower"),
+        (
+            [
+                "task=code",
+                "task.rewards.tests={kind: code_tests, python: p, command: [sh, '{file}'], "
+                "languages: [sh]}",
+            ],
+            "task.rewards.*.python='p': programs run either with",
+        ),
         (["task.rewards={a: {kind: env, cpu_time_s: 9}}"], "task.rewards.*.cpu_time_s=9: task.rew"),
         (
             ["task.rewards={a: {kind: code_tests, cpu_time_s: 0}}"],
@@ -400,7 +415,9 @@ def test_files_of_code_become_absolute_and_modules_stay() -> None:
             "task.tools=[python, 'tools.py:add', 'pkg.tools:sub']",
             "task.chat_template=true",
             "task.rewards={mine: {kind: function, function: 'rewards.py:score'}, "
-            "tests: {kind: code_tests, python: env/bin/python}}",
+            "tests: {kind: code_tests, python: env/bin/python}, "
+            "a: {kind: code_tests, command: [./js, '{file}'], languages: [js]}, "
+            "b: {kind: code_tests, command: [node, '{file}'], languages: [js]}}",
         ]
     )
     here = Path.cwd()
@@ -408,6 +425,8 @@ def test_files_of_code_become_absolute_and_modules_stay() -> None:
     assert config.task.tools == ["python", f"{here}/tools.py:add", "pkg.tools:sub"]
     assert config.task.rewards["mine"].function == f"{here}/rewards.py:score"
     assert config.task.rewards["tests"].python == f"{here}/env/bin/python"
+    assert config.task.rewards["a"].command == [f"{here}/js", "{file}"]
+    assert config.task.rewards["b"].command == ["node", "{file}"]
 
 
 def test_another_kind_of_task_drops_the_experiments_settings() -> None:

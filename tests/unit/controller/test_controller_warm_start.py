@@ -161,6 +161,8 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
         "def reward(prompt, episode): return 1.0\n"
         "def empty(config): return 3\n"
     )
+    exercise = '{"prompt": "Print 1.", "tests": [{"input": "", "output": "1"}]}\n'
+    (tmp_path / "mine.py.jsonl").write_text(5 * exercise)
     named = {
         key: value.replace("FILE", str(path)) if isinstance(value, str) else value
         for key, value in changes.items()
@@ -172,6 +174,7 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
 
 PROGRAMS = {"kind": TaskKind.code, "path": str(CONFIG_DIR / "data" / "programs.jsonl")}
 TESTS = {"kind": RewardKind.code_tests}
+NO_SHELL = RewardConfig(command=["no-sh", "{file}"], languages=["sh"], **TESTS)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +206,14 @@ TESTS = {"kind": RewardKind.code_tests}
         (
             {**PROGRAMS, "rewards": {"tests": RewardConfig(python="/no/python", **TESTS)}},
             r"task.rewards.tests.python='/no/python': there is no such file; give the interpreter",
+        ),
+        (
+            {**PROGRAMS, "rewards": {"tests": NO_SHELL}},
+            r"task.rewards.tests.command=.*: the tests of exercise '.*' are statements of Python",
+        ),
+        (
+            {"kind": TaskKind.code, "path": "FILE.jsonl", "rewards": {"tests": NO_SHELL}},
+            r"task.rewards.tests.command=\['no-sh', '{file}'\]: there is no executable 'no-sh'",
         ),
     ],
 )

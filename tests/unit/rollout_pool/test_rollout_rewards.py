@@ -382,6 +382,9 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
         rewards={
             "tests": RewardConfig(kind=RewardKind.code_tests),
             "all": RewardConfig(kind=RewardKind.code_tests, all_or_nothing=True, wall_time_s=0.5),
+            "shell": RewardConfig(
+                kind=RewardKind.code_tests, command=["sh", "{file}"], languages=["sh"]
+            ),
             "small": RewardConfig(
                 kind=RewardKind.code_tests, cpu_time_s=1, memory_bytes=64 * 2**20
             ),
@@ -403,6 +406,8 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     assert [score.value for score in scores] == [1.0, 0.5, 0.0, 0.0]
     whole = [await pool.score(asked(answer, "all", doubled)) for answer in answers[:2]]
     assert [score.value for score in whole] == [1.0, 0.0]
+    shell = "```sh\nread n\necho $((2 * n))\n```\n```python\nprint(0)\n```"
+    assert (await pool.score(asked(shell, "shell", doubled))).value == 1.0
     hung = await pool.score(asked("```python\nimport time\ntime.sleep(60)\n```", "all", doubled))
     assert hung.value == 0.0
     limited = ("print(len(bytes(10**8)))", "while True: pass")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rollout_pool.rewards.code_tests import judge
-from rollout_pool.sandbox.environment import PythonEnvironment, find_environment
-from rollout_pool.sandbox.run import SandboxError, SandboxLimits, protections, run_python
+from rollout_pool.sandbox.environment import ProgramEnvironment, find_python
+from rollout_pool.sandbox.run import SandboxError, SandboxLimits, protections, run_program
 from rollout_pool.tasks.programs import ProgramTest
 
 SETTING = "task.rewards.tests.python"
@@ -38,8 +38,8 @@ def python() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def environment(python) -> PythonEnvironment:
-    return find_environment(str(python), SETTING)
+def environment(python) -> ProgramEnvironment:
+    return find_python(str(python), SETTING)
 
 
 async def test_program_and_statements_import_packages_of_the_environment(run, environment):
@@ -93,24 +93,24 @@ async def test_packages_that_programs_cannot_read_are_reported(environment):
     folder.chmod(0o700)
     try:
         with pytest.raises(SandboxError, match=r"site-packages cannot be read by the user that"):
-            await run_python("print(1)", environment=environment)
+            await run_program("print(1)", environment=environment)
     finally:
         folder.chmod(0o755)
 
 
 def test_python_that_cannot_run_programs_is_refused(tmp_path):
     with pytest.raises(ValueError, match=rf"{SETTING}='/no/python': there is no such file; give"):
-        find_environment("/no/python", SETTING)
+        find_python("/no/python", SETTING)
     with pytest.raises(ValueError, match=rf"{SETTING}='/bin/true': does not run as a Python: "):
-        find_environment("/bin/true", SETTING)
+        find_python("/bin/true", SETTING)
     with pytest.raises(ValueError, match=r"does not run as a Python: .*Permission denied"):
-        find_environment(__file__, SETTING)
+        find_python(__file__, SETTING)
     old = tmp_path / "python"  # as Python 3.10 would describe itself
     old.write_text("""#!/bin/sh\necho '{"version": [3, 10], "packages": []}'\n""")
     old.chmod(0o755)
     with pytest.raises(ValueError, match=r"is Python 3\.10, and the sandbox needs 3\.11 or newer"):
-        find_environment(str(old), SETTING)
+        find_python(str(old), SETTING)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         python = make_venv(Path(folder) / "env")
         with pytest.raises(ValueError, match=r"site-packages lies in /tmp, where programs see"):
-            find_environment(str(python), SETTING)
+            find_python(str(python), SETTING)
