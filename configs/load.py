@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -169,7 +169,7 @@ def _as_override(name: str, value: Any) -> str:
     if setting is not None and setting.annotation is str and value is not None:
         return _as_text(value)
     if name in NAMED_SECTIONS:
-        usual = {field.name: _plain(field.default) for field in fields(NAMED_SECTIONS[name])}
+        usual = _plain(asdict(NAMED_SECTIONS[name]()))
         value = {part: {k: v for k, v in of.items() if v != usual[k]} for part, of in value.items()}
     return (
         yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
@@ -351,6 +351,9 @@ def _anchor_paths(config: Config) -> None:
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
         reward.path = reward.path and _absolute(reward.path)
+        reward.python = reward.python and _absolute(reward.python)
+        if reward.command and "/" in reward.command[0]:
+            reward.command[0] = _absolute(reward.command[0])
     model.path = model.path and _absolute_model(model.path)
     algorithm.kl.reference = algorithm.kl.reference and _absolute_model(algorithm.kl.reference)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from configs.checks import (
@@ -11,6 +11,7 @@ from configs.checks import (
     CODE_PATTERN,
     FINITE,
     LARGEST_COUNT,
+    LARGEST_SIZE,
     MAX_PORT,
     NOT_EMPTY,
     NOT_NEGATIVE,
@@ -29,6 +30,8 @@ from configs.checks import (
 from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKind, ToolParser
 
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
+ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
+LANGUAGES = matching(r"[a-z0-9_]+", "words in lower case, as [javascript, js]")
 TOOLS = matching(rf"python|{CODE_PATTERN}", "python, module:name or file.py:name")
 
 
@@ -300,6 +303,25 @@ class RewardConfig(Section):
     trained and its prompt runs again, as after any failed group."""
     max_per_second: float | None = field(default=None, metadata=POSITIVE)
     """http, judge, teacher: the most requests per second from one worker; None for no limit."""
+    all_or_nothing: bool = False
+    """code_tests: 1 if all tests of a prompt pass, else 0, instead of the share that passes; the
+    tests after a failed one are skipped."""
+    cpu_time_s: int = field(default=5, metadata=within(1, 3600))
+    """code_tests: the most seconds of CPU of one test, all threads together."""
+    wall_time_s: float = field(default=10.0, metadata=SECONDS)
+    """code_tests: the most seconds that one test may take; all tests of an answer share
+    rollout.reward_timeout_s."""
+    memory_bytes: int = field(default=512 * 2**20, metadata=within(64 * 2**20, LARGEST_SIZE))
+    """code_tests: the most memory of one test, as address space."""
+    python: str | None = field(default=None, metadata=NOT_EMPTY)
+    """code_tests: the interpreter of an environment, as env/bin/python (3.11 or newer), whose
+    packages programs may import; None: only the standard library."""
+    command: list[str] = field(default_factory=list, metadata=ARGUMENTS)
+    """code_tests: what runs a program of another language, as [node, "{file}"]; its tests must be
+    inputs with outputs. If empty, programs are Python."""
+    languages: list[str] = field(default_factory=list, metadata=LANGUAGES)
+    """code_tests: how an answer may call the language of `command` after the backquotes, as
+    [javascript, js]."""
 
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
@@ -328,6 +350,38 @@ class RewardConfig(Section):
             f"{name} gives no reward; set the weight of what learns from it, as "
             "algorithm.streams.teacher.weight",
         )
+        yield Rule(
+            not self.command or any("{file}" in argument for argument in self.command[1:]),
+            "command",
+            'an argument must hold {file}, the path of the program, as in [node, "{file}"]',
+        )
+        yield Rule(
+            bool(self.languages) == bool(self.command),
+            "languages",
+            "names the language of task.rewards.*.command, as it follows the backquotes of a "
+            "program: set both or neither",
+        )
+        yield Rule(
+            self.python is None or not self.command,
+            "python",
+            "programs run either with this Python or by task.rewards.*.command",
+        )
+        for setting in fields(self):
+            if setting.name in _OF_CODE_TESTS and kind is not RewardKind.code_tests:
+                is_default = getattr(self, setting.name) in (setting.default, [])
+                yield Rule(is_default, setting.name, f"{name} runs no tests of programs: leave out")
+
+
+_OF_CODE_TESTS = (
+    "all_or_nothing",
+    "cpu_time_s",
+    "wall_time_s",
+    "memory_bytes",
+    "python",
+    "command",
+)
+SHARE_OF_TESTS = 0.8
+"""Share of `rollout.reward_timeout_s` for running all tests of an answer, before it is cut off."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -44,7 +44,7 @@ from configs.choices import (
     TailPolicy,
     TaskKind,
 )
-from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.rollout_schema import SHARE_OF_TESTS, RolloutConfig, TaskConfig
 
 RUN_NAME = matching(
     "[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
@@ -563,6 +563,16 @@ class Config(Section):
             "an answer of task.kind=code is scored by running its tests; set "
             "task.rewards={tests: {kind: code_tests}}, or give rewards in task.env or task.agent",
             shown,
+        )
+        slowest = [r.wall_time_s for r in parts if r.kind is RewardKind.code_tests]
+        timeout_s = self.rollout.reward_timeout_s
+        yield Rule(
+            max(slowest, default=0.0) <= SHARE_OF_TESTS * timeout_s,
+            "task.rewards.*.wall_time_s",
+            f"all tests of an answer must end within {SHARE_OF_TESTS:g} of "
+            f"rollout.reward_timeout_s={timeout_s:g}, so that one would never get as long; give it "
+            "less, or raise rollout.reward_timeout_s",
+            max(slowest, default=0.0),
         )
         yield Rule(
             not task.tools or task.chat_template,

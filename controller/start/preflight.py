@@ -29,9 +29,11 @@ from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
+from rollout_pool.rewards.code_tests import environment_of, limits_of
 from rollout_pool.rewards.teacher import check_teacher
 from rollout_pool.sampling.tracing import make_exporter
-from rollout_pool.sandbox.run import SandboxError, cost_of_missing, protections
+from rollout_pool.sandbox.environment import BARE
+from rollout_pool.sandbox.run import SandboxError, SandboxLimits, cost_of_missing, protections
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
@@ -295,6 +297,8 @@ def check_task(config: TaskConfig) -> Task:
                 "have no tests; those of task.kind=code have, or score by task.rewards."
                 f"{name}.kind=task"
             )
+        if reward.command and isinstance(task, CodeTask):
+            task.check_inputs_only(f"task.rewards.{name}.command={reward.command}")
     _check_sandbox(config)
     return task
 
@@ -313,21 +317,26 @@ def _check_env_rewards(config: TaskConfig, task: Task) -> None:
 
 
 def _check_sandbox(config: TaskConfig) -> None:
-    tested = [
-        f"task.rewards.{name}.kind={reward.kind.name}"
+    tested = {
+        f"task.rewards.{name}.kind={reward.kind.name}": (
+            environment_of(reward, f"task.rewards.{name}"),
+            limits_of(reward),
+        )
         for name, reward in config.rewards.items()
         if reward.kind is RewardKind.code_tests
-    ]
+    }
     if PYTHON in config.tools:
-        tested.append(f"task.tools={PYTHON}")
-    if not tested:
-        return
-    try:
-        layers = asyncio.run(protections())
-    except SandboxError as error:
-        raise ValueError(f"{tested[0]}: {error}") from error
-    if (cost := cost_of_missing(layers)) is not None:
-        log.warning("%s: %s", tested[0], cost)
+        tested[f"task.tools={PYTHON}"] = BARE, SandboxLimits()
+    warnings: dict[str, str] = {}
+    for setting, (environment, limits) in tested.items():
+        try:
+            layers = asyncio.run(protections(environment, limits))
+        except SandboxError as error:
+            raise ValueError(f"{setting}: {error}") from error
+        if (cost := cost_of_missing(layers)) is not None:
+            warnings.setdefault(cost, setting)
+    for cost, setting in warnings.items():
+        log.warning("%s: %s", setting, cost)
 
 
 # Errors that workers and the warm start would otherwise find after everything has started -------

@@ -29,7 +29,7 @@ from rollout_pool.episodes.env import (
     ToolCall,
     ToolSpec,
 )
-from rollout_pool.sandbox.run import REASONS, SandboxResult, run_python
+from rollout_pool.sandbox.run import REASONS, SandboxResult, run_program
 
 MAX_RESULT_CHARS = 8192
 """A longer result is cut in the middle."""
@@ -247,7 +247,7 @@ async def _run(arguments: Mapping[str, Any]) -> str:
     code = arguments.get("code")
     if not isinstance(code, str) or set(arguments) != {"code"}:
         raise ToolError('python takes one argument, "code", a string')
-    return _shown(await run_python(code))
+    return _shown(await run_program(code))
 
 
 def _shown(result: SandboxResult) -> str:

@@ -24,7 +24,7 @@ from typing import TextIO
 
 from configs.choices import RewardKind
 from configs.dotted import load_callable
-from configs.rollout_schema import TaskConfig
+from configs.rollout_schema import RewardConfig, TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.types import PartRequest, Setup, decode_request
 from rollout_pool.tasks.task import Task
@@ -45,7 +45,7 @@ def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, Pa
             assert reward.function is not None, name
             parts[name] = _by_function(load_callable(reward.function, f"{setting}.function"))
         elif reward.kind is RewardKind.code_tests:
-            parts[name] = _by_tests(task, setting, timeout_s)
+            parts[name] = _by_tests(task, reward, setting, timeout_s)
     return parts
 
 
@@ -57,10 +57,10 @@ def _by_function(function: Callable[..., object]) -> PartScorer:
     return lambda request: function(request.prompt, request.episode)
 
 
-def _by_tests(task: Task, setting: str, timeout_s: float) -> PartScorer:
+def _by_tests(task: Task, config: RewardConfig, setting: str, timeout_s: float) -> PartScorer:
     from rollout_pool.rewards.code_tests import CodeTests
 
-    tests = CodeTests(task, setting, timeout_s)
+    tests = CodeTests(task, config, setting, timeout_s)
     return lambda request: tests.score(request.prompt, request.episode.answer)
 
 

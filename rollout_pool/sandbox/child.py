@@ -5,6 +5,9 @@
     program     own user, no capabilities, limits, Landlock, filter of system calls ──► exec(code)
     statements  the same, in a process of their own, if there are any that test the program
 
+A command of another language replaces the program, and keeps every layer. The filter then allows
+it to become another program too: that gives it nothing which native code inside Python lacks.
+
 Started by `rollout_pool.sandbox.run` with an empty environment and only the standard library. Each
 layer is used where the kernel allows it; without the filter, or a layer that protects files,
 nothing is run.
@@ -18,7 +21,7 @@ import resource
 import sys
 
 from rollout_pool.sandbox import kernel, landlock, seccomp, view
-from rollout_pool.sandbox.program import Notes, run, run_tests
+from rollout_pool.sandbox.program import Notes, become, run, run_tests
 from rollout_pool.sandbox.request import Request
 from rollout_pool.sandbox.statements import GONE, Pipes
 
@@ -45,6 +48,7 @@ def main() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     with open(request_fd, "rb") as file:
         request = Request.decode(file.read())
+    sys.path += request.packages
     os.umask(0o022)
     notes = Notes(notes_fd)
     was_root = os.geteuid() == 0
@@ -64,6 +68,8 @@ def main() -> None:
             notes.write("unsafe", str(error))
             os._exit(1)
         notes.write("layers", ",".join(layers))
+        if request.command:
+            become(request.command, request.code, notes)
         run(request.code, notes, channel)
         return
     tests = None
@@ -143,7 +149,7 @@ def _separate(request: Request) -> list[str]:
     if "namespaces" not in request.without and _unshare(layers):
         layers.append("namespaces")
         try:
-            view.enter(request.limits["max_folder_bytes"])
+            view.enter(request.limits["max_folder_bytes"], request.chosen)
             layers.append("own root")
         except OSError:
             # It may be half done. Then Landlock must protect the files, and nothing is writable.
@@ -205,12 +211,24 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
     _limit(request.limits, has_own_user)
     layers.append("limits")
     _keep_files_away(request, inherited, layers)
+    _check_packages(request.packages)
     if not seccomp.is_supported() or "seccomp" in request.without:
         raise Unsafe(
             "no filter of system calls (seccomp) on this machine: it needs Linux with "
             "CONFIG_SECCOMP_FILTER on x86_64 or aarch64"
         )
-    seccomp.apply(with_threads=has_own_user, with_attributes="own root" in inherited)
+    has_own_root = "own root" in inherited
+    if request.command and not has_own_root:
+        raise Unsafe(
+            "a command finds its program in a folder of its own, and without namespaces there is "
+            "none (kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, and in a "
+            "container a seccomp profile that allows unshare and mount)"
+        )
+    seccomp.apply(
+        with_threads=has_own_user,
+        with_attributes=has_own_root,
+        with_exec=bool(request.command),
+    )
     return [*layers, "seccomp"]
 
 
@@ -233,8 +251,9 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
     if "landlock" not in request.without and landlock.version():
         writable = [view.SCRATCH] if has_own_root else []
         landlock.apply(
-            readable=view.readable(),
+            readable=view.readable(request.chosen),
             listable=view.python_folders(),
+            executable=view.executable(request.command),
             writable=writable,
             fillable=view.SINKS,
         )
@@ -246,6 +265,17 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
             "namespaces (kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, "
             "and in a container a seccomp profile that allows landlock_* or unshare)"
         )
+
+
+def _check_packages(packages: list[str]) -> None:
+    for folder in packages:
+        try:
+            os.listdir(folder)
+        except OSError as error:
+            raise Unsafe(
+                f"{folder} cannot be read by the user that programs run as ({error.strerror}): let "
+                "every user read it and enter the folders above it"
+            ) from error
 
 
 def _limit(limits: dict[str, int], has_own_user: bool) -> None:

@@ -17,8 +17,7 @@ _RULE_PATH_BENEATH = 1
 _NO_AUDIT_LOG = 1
 """From ABI 7: do not log denied accesses."""
 
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
-WRITE_FILE = 1 << 1
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _OF_FILES = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)
 """Rights that apply to files; the others apply to folders only."""
 
@@ -44,6 +43,7 @@ def all_rights(abi: int) -> int:
 def apply(
     readable: Iterable[str],
     listable: Iterable[str],
+    executable: Iterable[str],
     writable: Iterable[str],
     fillable: Iterable[str],
 ) -> None:
@@ -60,8 +60,10 @@ def apply(
             _allow(ruleset, path, READ_FILE | READ_DIR)
         for path in listable:
             _allow(ruleset, path, READ_DIR)
+        for path in executable:
+            _allow(ruleset, path, EXECUTE)
         for path in writable:
-            _allow(ruleset, path, all_rights(abi))
+            _allow(ruleset, path, all_rights(abi) & ~EXECUTE)
         for path in fillable:
             _allow(ruleset, path, WRITE_FILE)
         kernel.syscall(_RESTRICT, ruleset, _NO_AUDIT_LOG if abi >= 7 else 0)

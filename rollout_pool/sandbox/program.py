@@ -7,13 +7,16 @@ import errno
 import os
 import sys
 
-from rollout_pool.sandbox import statements
+from rollout_pool.sandbox import statements, view
 
 TYPE_CHECKING = False  # avoids the import of typing
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
+    from typing import NoReturn
 
+NOT_STARTED = 127
+"""Exit code of a command that could not be started, as in a shell."""
 NAME = "program.py"
 """File name of the program's code in tracebacks."""
 _NETWORK_EVENTS = (
@@ -50,6 +53,10 @@ class Notes:
     def write(self, kind: str, value: str) -> None:
         os.write(self._descriptor, f"{kind} {value}\n".encode())
 
+    def end(self) -> None:
+        """A program that replaces this process writes none."""
+        os.close(self._descriptor)
+
     def note_try(self, what: str) -> None:
         if what not in self.tried:
             self.tried.append(what)
@@ -78,6 +85,22 @@ def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> N
     except BaseException as error:
         note(error)
         raise SystemExit(1) from None
+
+
+def become(command: list[str], code: str, notes: Notes) -> NoReturn:
+    """Replace this process by `command`, which runs a file with the code."""
+    import signal
+
+    with open(view.FILE, "w", encoding="utf-8", errors="replace") as file:
+        file.write(code)
+    notes.end()
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and the command would inherit it
+        signal.signal(ignored, signal.SIG_DFL)
+    try:
+        os.execve(command[0], command[1:], {})
+    except OSError as error:
+        os.write(2, f"{command[0]} cannot be started: {error.strerror}\n".encode())
+    os._exit(NOT_STARTED)
 
 
 def run_tests(text: str, channel: statements.Channel) -> None:

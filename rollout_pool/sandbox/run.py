@@ -1,12 +1,13 @@
-"""Runs Python code that a model wrote in a sandbox.
+"""Runs programs that a model wrote in a sandbox.
 
-    run_python ──► keeper (own namespaces, own root) ──► program (no rights, no network, limits)
-        │              └── dies with us, and the program with it
+    run_program ──► keeper (own namespaces, own root) ──► program (no rights, no network, limits)
+        │               └── dies with us, and the program with it
         └── reads the output up to a limit, and kills both when time is up
 
-The layers are in `child` and the modules that it uses. The program sees the standard library, its
-standard input and an empty folder of its own (none where the kernel allows no root of its own). It
-can start threads, but no process and no connection.
+The layers are in `child` and the modules that it uses. The program sees the standard library, the
+packages of the environment that the user chose, its standard input and an empty folder of its own
+(none where the kernel allows no root of its own). It can start threads, but no process and no
+connection.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Collection
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.sandbox.environment import BARE, ProgramEnvironment
+from rollout_pool.sandbox.program import NOT_STARTED
 from rollout_pool.sandbox.request import Request
 
 log = logging.getLogger(__name__)
@@ -114,28 +116,43 @@ class SandboxResult:
         return f"{words}: {last[:300]}" if last else words
 
 
-async def run_python(
+async def run_program(
     code: str,
     *,
     stdin: str = "",
     limits: SandboxLimits = SandboxLimits(),
     statements: str | None = None,
+    environment: ProgramEnvironment = BARE,
     without: Collection[str] = (),
 ) -> SandboxResult:
-    """Run `code` as a program. Only a few run at once; others wait.
+    """Run `code` as a program of `environment`. Only a few run at once; others wait.
 
-    `statements` run after it, in a process of their own with the same limits: they can call what it
-    has defined, and it sees nothing of them but these calls. `without`: layers not to use
-    ("landlock", "namespaces", "seccomp"), for tests of the others. Raises SandboxError, without
-    running anything, if the rest are too few.
+    `statements` run after a Python program, in a process of their own with the same limits: they
+    can call what it has defined, and it sees nothing of them but these calls. `without`: layers not
+    to use ("landlock", "namespaces", "seccomp"), for tests of the others. Raises SandboxError,
+    without running anything, if the rest are too few.
     """
     async with _turn():
-        return await _Run(limits).run(code, stdin, without, statements)
+        return await _Run(limits, environment).run(code, stdin, without, statements)
 
 
-async def protections(without: Collection[str] = ()) -> tuple[str, ...]:
-    """The layers in force on this machine. Raises SandboxError if they are too few."""
-    return (await _Run(SandboxLimits()).run("", "", without)).layers
+async def protections(
+    environment: ProgramEnvironment = BARE,
+    limits: SandboxLimits = SandboxLimits(),
+    without: Collection[str] = (),
+) -> tuple[str, ...]:
+    """The layers in force on this machine. Raises SandboxError if they are too few, or if programs
+    cannot run in `environment` with the memory of `limits`."""
+    # Not with their times: a program that is killed before it has started shows no layers.
+    within = dataclasses.replace(SandboxLimits(), memory_bytes=limits.memory_bytes)
+    result = await _Run(within, environment).run("", "", without)
+    # An empty program may be an error in a language, but not one that ends it by a signal.
+    if environment.command and (result.exit_code < 0 or result.exit_code == NOT_STARTED):
+        raise SandboxError(
+            f"{environment.command[0]} does not run in the sandbox with "
+            f"memory_bytes={limits.memory_bytes}: {result.explanation}"
+        )
+    return result.layers
 
 
 def cost_of_missing(layers: Collection[str]) -> str | None:
@@ -156,8 +173,9 @@ def cost_of_missing(layers: Collection[str]) -> str | None:
 class _Run:
     """One run of a program, until all its processes have ended."""
 
-    def __init__(self, limits: SandboxLimits) -> None:
+    def __init__(self, limits: SandboxLimits, environment: ProgramEnvironment) -> None:
         self._limits = limits
+        self._environment = environment
         self._killed_for: str | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -167,7 +185,9 @@ class _Run:
         with contextlib.ExitStack() as stack:
             request = Request(
                 code=code,
+                command=list(self._environment.command),
                 limits=self._limits.of_the_kernel(),
+                packages=list(self._environment.packages),
                 parent_pid=os.getpid(),
                 without=list(without),
             )
@@ -199,15 +219,15 @@ class _Run:
 
     async def _start(self, *descriptors: int) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            # The base interpreter: the program must not see the virtual environment.
-            sys._base_executable,  # type: ignore[attr-defined]
+            self._environment.interpreter,
             *("-I", "-S", "-X", "utf8", "-c", _START, _PACKAGE),
             *(str(descriptor) for descriptor in descriptors),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             pass_fds=descriptors,
-            env={},
+            # Libraries as OpenBLAS would start a thread for each core of the machine.
+            env={"OMP_NUM_THREADS": "1"} if self._environment.packages else {},
             cwd="/",
             start_new_session=True,
         )

@@ -172,8 +172,9 @@ def is_supported() -> bool:
     return os.uname().machine in _MACHINES
 
 
-def apply(*, with_threads: bool, with_attributes: bool) -> None:
-    """Filters this process: whether it may start threads and change attributes of files.
+def apply(*, with_threads: bool, with_attributes: bool, with_exec: bool) -> None:
+    """Filters this process: whether it may start threads, change attributes of files, and become
+    another program, which the filter still binds.
 
     Needs no_new_privs; raises OSError.
     """
@@ -182,6 +183,7 @@ def apply(*, with_threads: bool, with_attributes: bool) -> None:
         os.getpid(),
         with_threads=with_threads,
         with_attributes=with_attributes,
+        with_exec=with_exec,
     )
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
@@ -189,7 +191,9 @@ def apply(*, with_threads: bool, with_attributes: bool) -> None:
     kernel.syscall(by_syscall[os.uname().machine], set_mode_filter, 0, header)
 
 
-def program(machine: str, own_pid: int, *, with_threads: bool, with_attributes: bool) -> bytes:
+def program(
+    machine: str, own_pid: int, *, with_threads: bool, with_attributes: bool, with_exec: bool
+) -> bytes:
     """The filter as classic BPF, 8 bytes per instruction."""
     column, architecture = _MACHINES[machine]
     thread_flag = _if_argument(0, _ANY_BIT, (_CLONE_THREAD,))
@@ -218,8 +222,8 @@ def program(machine: str, own_pid: int, *, with_threads: bool, with_attributes: 
     for numbers in _TO_ITSELF.values():
         steps += _when(_EQUAL, numbers[column], _if_argument(0, _EQUAL, (own_pid,)))
     for table in (NEW_PROCESS, NETWORK, OTHERS, OUTLIVES, SYSTEM, *attributes):
-        for columns in table.values():
-            if (number := columns[column]) is not None:
+        for name, columns in table.items():
+            if (number := columns[column]) is not None and not (with_exec and name == "execve"):
                 steps += _when(_EQUAL, number, [_refuse(errno.EPERM)])
     return b"".join([*steps, _step(_RETURN, ALLOW)])
 

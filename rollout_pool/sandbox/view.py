@@ -1,4 +1,5 @@
-"""The files that a sandboxed program can see: Python, shared libraries and its own /tmp.
+"""The files that a sandboxed program can see: Python, what the user chose (packages, or another
+language's executable), shared libraries and the program's own /tmp.
 
 Two independent layers enforce it: a root assembled from read-only mounts, and Landlock's rules.
 """
@@ -13,13 +14,15 @@ from rollout_pool.sandbox import kernel
 
 SCRATCH = "/tmp"
 """The program's own folder: in memory, limited in size, deleted with the program."""
+FILE = f"{SCRATCH}/program"
+"""Where a command finds its program."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 SINKS = ("/dev/null",)
 """Writable devices."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 _SINGLE_FILES = ("/etc/ld.so.cache", "/etc/localtime")
 _NOT_PYTHON_ITSELF = ("site-packages", "dist-packages")
-"""Excluded: installed packages may include this project."""
+"""Excluded unless the user chose them: installed packages may include this project."""
 _MOUNT_FLAGS = {
     os.ST_RDONLY: kernel.MS_RDONLY,
     os.ST_NOSUID: kernel.MS_NOSUID,
@@ -48,9 +51,9 @@ def python_libraries() -> list[str]:
     return found
 
 
-def readable() -> list[str]:
-    """Readable paths, with everything below them."""
-    paths = [*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python_libraries()]
+def readable(chosen: list[str]) -> list[str]:
+    """Readable paths, with everything below them; `chosen`: by the user."""
+    paths = [*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python_libraries(), *chosen]
     for folder in python_folders():
         paths += [
             f"{folder}/{name}" for name in os.listdir(folder) if name not in _NOT_PYTHON_ITSELF
@@ -72,16 +75,22 @@ def is_readable_by_all(through: bool) -> bool:
     return True
 
 
-def enter(scratch_bytes: int) -> None:
+def executable(command: list[str]) -> list[str]:
+    """The command's executable, and the loaders of shared libraries."""
+    return [command[0], *_LIBRARIES] if command else []
+
+
+def enter(scratch_bytes: int, chosen: list[str]) -> None:
     """Makes these files the only visible ones, in an own mount namespace. Raises OSError."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     root = SCRATCH  # any folder can be the mount point; it is hidden afterwards
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, "size=4m,nr_inodes=4k,mode=0755")
-    for path in (*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python_folders(), *python_libraries()):
+    python = (*python_folders(), *python_libraries())
+    for path in (*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python, *chosen):
         _show(root, path)
     for folder in python_folders():
         for name in _NOT_PYTHON_ITSELF:
-            if os.path.isdir(f"{root}{folder}/{name}"):
+            if f"{folder}/{name}" not in chosen and os.path.isdir(f"{root}{folder}/{name}"):
                 _mount_empty(f"{root}{folder}/{name}", 4096)
     _make_read_only(root)
     os.makedirs(f"{root}{SCRATCH}", exist_ok=True)

@@ -58,6 +58,16 @@ class CodeTask(ProblemTask[Exercise]):
         """The tests of an answer to `prompt`."""
         return self.problem(prompt).tests
 
+    def check_inputs_only(self, setting: str) -> None:
+        """Raises ValueError naming `setting` for an exercise whose tests are statements."""
+        for exercise in (*self._training, *self._held_out):
+            if any(test.statements is not None for test in exercise.tests):
+                raise ValueError(
+                    f"{setting}: the tests of exercise {exercise.question[:60]!r} are statements "
+                    "of Python, which cannot call a program of another language; give it "
+                    '"tests": [{"input": ..., "output": ...}]'
+                )
+
     def solution(self, prompt: Prompt) -> str:
         solution = self.problem(prompt).solution
         if solution is None:

@@ -282,6 +282,39 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
             ["task.rewards={t: {kind: http, url: 'host/x'}}"],
             "task.rewards.*.url='host/x': must be an address",
         ),
+        (
+            ["task.rewards={a: {kind: task, all_or_nothing: true}}"],
+            "task.rewards.*.all_or_nothing=True: task.rewards.*.kind=task runs no tests",
+        ),
+        (
+            ["task.rewards={a: {kind: task, command: [sh, '{file}'], languages: [sh]}}"],
+            "task.rewards.*.command=['sh', '{file}']: task.rewards.*.kind=task runs no tests",
+        ),
+        (["task=code", "task.rewards.tests.command=[sh]"], "command=['sh']: an argument must hold"),
+        (["task=code", "task.rewards.tests.languages=[sh]"], "languages=['sh']: names the langu"),
+        (["task=code", "task.rewards.tests.languages=[C++]"], "['C++']: must be words in lower"),
+        (
+            [
+                "task=code",
+                "task.rewards.tests={kind: code_tests, python: p, command: [sh, '{file}'], "
+                "languages: [sh]}",
+            ],
+            "task.rewards.*.python='p': programs run either with",
+        ),
+        (["task.rewards={a: {kind: env, cpu_time_s: 9}}"], "task.rewards.*.cpu_time_s=9: task.rew"),
+        (
+            ["task.rewards={a: {kind: code_tests, cpu_time_s: 0}}"],
+            "cpu_time_s=0: must be 1 to 3600",
+        ),
+        (
+            ["task.rewards={a: {kind: code_tests, memory_bytes: 1000}}"],
+            "memory_bytes=1000: must be 67108864 to",
+        ),
+        (
+            ["task=code", "task.rewards.tests.wall_time_s=30"],
+            "task.rewards.*.wall_time_s=30.0: all tests of an answer must end within 0.8 of "
+            "rollout.reward_timeout_s=30, ",
+        ),
     ],
 )
 def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
@@ -302,6 +335,7 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
         ],
         ["task.rewards={a: {kind: task, weight: 0}, b: {kind: env, weight: -1}}"],
         ["task=code"],
+        ["task=code", "task.rewards.tests.wall_time_s=48", "rollout.reward_timeout_s=60"],
         ["rollout.openai.port=0"],
         ["rollout.openai.port=65533", "rollout.num_workers=3"],
         ["task.tools=[python]", "task.chat_template=true", "task.max_turns=4"],
@@ -380,13 +414,19 @@ def test_files_of_code_become_absolute_and_modules_stay() -> None:
             "task.env=my_env.py:make",
             "task.tools=[python, 'tools.py:add', 'pkg.tools:sub']",
             "task.chat_template=true",
-            "task.rewards={mine: {kind: function, function: 'rewards.py:score'}}",
+            "task.rewards={mine: {kind: function, function: 'rewards.py:score'}, "
+            "tests: {kind: code_tests, python: env/bin/python}, "
+            "a: {kind: code_tests, command: [./js, '{file}'], languages: [js]}, "
+            "b: {kind: code_tests, command: [node, '{file}'], languages: [js]}}",
         ]
     )
     here = Path.cwd()
     assert config.task.env == f"{here}/my_env.py:make"
     assert config.task.tools == ["python", f"{here}/tools.py:add", "pkg.tools:sub"]
     assert config.task.rewards["mine"].function == f"{here}/rewards.py:score"
+    assert config.task.rewards["tests"].python == f"{here}/env/bin/python"
+    assert config.task.rewards["a"].command == [f"{here}/js", "{file}"]
+    assert config.task.rewards["b"].command == ["node", "{file}"]
 
 
 def test_another_kind_of_task_drops_the_experiments_settings() -> None:

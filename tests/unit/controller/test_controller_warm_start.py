@@ -10,7 +10,7 @@ import pytest
 
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import RewardKind, TaskKind, ToolParser
-from configs.load import load_config
+from configs.load import CONFIG_DIR, load_config
 from configs.rollout_schema import RewardConfig, TaskConfig
 from configs.schema import ScratchModelConfig
 from controller.start.preflight import check_task
@@ -161,6 +161,8 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
         "def reward(prompt, episode): return 1.0\n"
         "def empty(config): return 3\n"
     )
+    exercise = '{"prompt": "Print 1.", "tests": [{"input": "", "output": "1"}]}\n'
+    (tmp_path / "mine.py.jsonl").write_text(5 * exercise)
     named = {
         key: value.replace("FILE", str(path)) if isinstance(value, str) else value
         for key, value in changes.items()
@@ -168,6 +170,11 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
     if function := named.pop("function", None):
         named["rewards"] = {"mine": RewardConfig(kind=RewardKind.function, function=str(function))}
     return TaskConfig(**{"eval_size": 4, **named})  # type: ignore[arg-type]
+
+
+PROGRAMS = {"kind": TaskKind.code, "path": str(CONFIG_DIR / "data" / "programs.jsonl")}
+TESTS = {"kind": RewardKind.code_tests}
+NO_SHELL = RewardConfig(command=["no-sh", "{file}"], languages=["sh"], **TESTS)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +202,18 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
         (
             {"rewards": {"tests": RewardConfig(kind=RewardKind.code_tests)}},
             r"task.rewards.tests.kind=code_tests: the prompts of task.kind=reasoning_gym have no",
+        ),
+        (
+            {**PROGRAMS, "rewards": {"tests": RewardConfig(python="/no/python", **TESTS)}},
+            r"task.rewards.tests.python='/no/python': there is no such file; give the interpreter",
+        ),
+        (
+            {**PROGRAMS, "rewards": {"tests": NO_SHELL}},
+            r"task.rewards.tests.command=.*: the tests of exercise '.*' are statements of Python",
+        ),
+        (
+            {"kind": TaskKind.code, "path": "FILE.jsonl", "rewards": {"tests": NO_SHELL}},
+            r"task.rewards.tests.command=\['no-sh', '{file}'\]: there is no executable 'no-sh'",
         ),
     ],
 )

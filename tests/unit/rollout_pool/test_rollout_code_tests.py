@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rollout_pool.rewards.code_tests import judge, program_of
-from rollout_pool.sandbox.run import SandboxLimits, run_python
+from rollout_pool.sandbox.run import SandboxLimits, run_program
 from rollout_pool.tasks.programs import ProgramTest
 
 STATEMENT = "assert f(20) == 9407"
@@ -32,6 +32,12 @@ def test_program_is_the_last_block_of_python(answer, program):
     assert program_of(answer) == program
 
 
+def test_program_of_another_language_is_the_last_block_of_it():
+    answer = "```js\nlet a\n```\n```JavaScript\nlet b\n```\n```python\nprint(1)\n```"
+    assert program_of(answer, ("javascript", "js")) == "let b\n"
+    assert program_of(answer, ("perl",)) == "print(1)\n"
+
+
 async def test_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
     tests = [ProgramTest(input=str(n), output=f"{2 * n} \n\n") for n in (1, 2, 3)]
     verdict = await judge(DOUBLE, tests)
@@ -42,6 +48,14 @@ async def test_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
     assert (await judge("def f(x): return x * x", [statements])).share == 1.0
     wrong = await judge("def f(x): return x + 1", [statements])
     assert wrong.share == 0.0 and "AssertionError" in wrong.explanation
+
+
+async def test_tests_after_a_failed_one_are_skipped_on_request():
+    tests = [ProgramTest(input=str(n), output="4") for n in (2, 1, 2)]
+    verdict = await judge(DOUBLE, tests)
+    assert (verdict.num_passed, verdict.explanation) == (2, "test 2: wrong output")
+    verdict = await judge(DOUBLE, tests, stops_at_failure=True)
+    assert (verdict.num_passed, verdict.explanation) == (1, "test 2: wrong output")
 
 
 @pytest.mark.parametrize(
@@ -275,9 +289,9 @@ assert num_passed
 @pytest.mark.parametrize("without", [(), ("landlock",), ("namespaces",)])
 async def test_each_layer_alone_hides_the_tests_from_the_program(without):
     for rig in (LOOKS_AT_ALL_OBJECTS, READS_ALL_PIPES, ANSWERS_FOR_ITSELF):
-        result = await run_python(rig, statements="assert f(20) == 9407", without=without)
+        result = await run_program(rig, statements="assert f(20) == 9407", without=without)
         assert not result.held
-    result = await run_python("def f(x): return 9407", statements=STATEMENT, without=without)
+    result = await run_program("def f(x): return 9407", statements=STATEMENT, without=without)
     assert result.held and result.reason is None
 
 
@@ -348,7 +362,7 @@ assert calendar(2024) == 2025 and math.sqrt(same(9)) == 3
 
 
 async def test_statements_can_use_all_of_a_correct_program():
-    result = await run_python(RIGHT_PROGRAM, statements=FAITHFUL)
+    result = await run_program(RIGHT_PROGRAM, statements=FAITHFUL)
     assert result.held and result.reason is None, result.stderr
 
 
@@ -384,26 +398,26 @@ async def test_correct_program_may_print_anything():
 async def test_statements_run_after_a_program_with_its_names():
     program = "import sys\ndef f(x):\n    print(input())\n    return x * x\nprint(f(2))\n"
     statements = "assert sys.stdin.read() == ''\nassert f(3) == 9"  # its input is its own
-    result = await run_python(program, statements=statements, stdin="in\nmore\n")
+    result = await run_program(program, statements=statements, stdin="in\nmore\n")
     assert (result.held, result.reason) == (True, None), result.stderr
     assert (result.stdout, result.stderr) == ("in\n4\nmore\n", "")
-    assert not (await run_python(program)).held
+    assert not (await run_program(program)).held
 
 
 async def test_failed_statements_are_reported():
-    result = await run_python("def f(x):\n    return x\n", statements="\nassert f(3) == 9")
+    result = await run_program("def f(x):\n    return x\n", statements="\nassert f(3) == 9")
     assert (result.held, result.reason, result.exit_code) == (False, "exit", 1)
     expected = 'Traceback (most recent call last):\n  File "tests.py", line 2, in <module>\n'
     assert result.stderr.startswith(f"{expected}    assert f(3) == 9\n")
     assert result.stderr.endswith("\nAssertionError\n")
-    result = await run_python("def f(x): return {}[x]", statements="f(3)")
+    result = await run_program("def f(x): return {}[x]", statements="f(3)")
     assert 'File "program.py", line 1, in f\n    def f(x)' in result.stderr and not result.held
-    assert "SyntaxError" in (await run_python("pass", statements="assert (")).stderr
+    assert "SyntaxError" in (await run_program("pass", statements="assert (")).stderr
 
 
 async def test_statements_longer_than_a_pipe_arrive_whole():
     text = "x = 0\n" + "x += 1\n" * 30_000 + "assert x == 30_000"
-    result = await run_python("pass", statements=text)
+    result = await run_program("pass", statements=text)
     assert result.held, result.stderr[-500:]
 
 
@@ -418,13 +432,13 @@ for number in range(3, 64):
 time.sleep(60)
 """
     limits = SandboxLimits(wall_time_s=1.5)
-    result = await run_python(code, limits=limits, statements="pass\n" * 100_000)
+    result = await run_program(code, limits=limits, statements="pass\n" * 100_000)
     assert (result.held, result.reason) == (False, "wall_time") and result.seconds < 4
 
 
 async def test_statements_that_hold_in_a_program_that_then_fails_do_not_count():
     code = "import atexit, os\natexit.register(os._exit, 3)"
-    result = await run_python(code, statements="assert True")
+    result = await run_program(code, statements="assert True")
     assert (result.held, result.reason, result.exit_code) == (True, "exit", 3)
 
 

@@ -9,7 +9,7 @@ import pytest
 from configs.choices import TaskKind
 from configs.load import load_config
 from configs.rollout_schema import TaskConfig
-from rollout_pool.sandbox.run import run_python
+from rollout_pool.sandbox.run import run_program
 from rollout_pool.tasks.math_problems import is_equal, last_box
 from rollout_pool.tasks.programs import ProgramTest
 from rollout_pool.tasks.registry import build_task
@@ -137,6 +137,6 @@ async def test_programs_that_ship_with_the_project_pass_their_own_tests():
         program = task.problem(prompt).solution
         for test in task.tests(prompt):
             code = program if test.statements is None else f"{program}\n{test.statements}\n"
-            result = await run_python(code, stdin=test.input)
+            result = await run_program(code, stdin=test.input)
             assert result.reason is None, (prompt.text, result.stderr)
             assert result.stdout.split() == test.output.split(), prompt.text

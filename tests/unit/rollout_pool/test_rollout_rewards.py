@@ -379,7 +379,16 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
         kind=TaskKind.code,
         path=str(tmp_path / "exercises.jsonl"),
         eval_size=1,
-        rewards={"tests": RewardConfig(kind=RewardKind.code_tests)},
+        rewards={
+            "tests": RewardConfig(kind=RewardKind.code_tests),
+            "all": RewardConfig(kind=RewardKind.code_tests, all_or_nothing=True, wall_time_s=0.5),
+            "shell": RewardConfig(
+                kind=RewardKind.code_tests, command=["sh", "{file}"], languages=["sh"]
+            ),
+            "small": RewardConfig(
+                kind=RewardKind.code_tests, cpu_time_s=1, memory_bytes=64 * 2**20
+            ),
+        },
     )
     pool = RewardPool(config, num_processes=1, timeout_s=6, log_path=log_path)
     await pool.start()
@@ -395,6 +404,16 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     ]
     scores = [await pool.score(asked(answer, "tests", doubled)) for answer in answers]
     assert [score.value for score in scores] == [1.0, 0.5, 0.0, 0.0]
+    whole = [await pool.score(asked(answer, "all", doubled)) for answer in answers[:2]]
+    assert [score.value for score in whole] == [1.0, 0.0]
+    shell = "```sh\nread n\necho $((2 * n))\n```\n```python\nprint(0)\n```"
+    assert (await pool.score(asked(shell, "shell", doubled))).value == 1.0
+    hung = await pool.score(asked("```python\nimport time\ntime.sleep(60)\n```", "all", doubled))
+    assert hung.value == 0.0
+    limited = ("print(len(bytes(10**8)))", "while True: pass")
+    for code in limited:
+        score = await pool.score(asked(f"```python\n{code}\n```", "small", doubled))
+        assert score.value == 0.0
     slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
     score = await pool.score(asked(slow, "tests", echoed))
     assert 0 < score.value < 0.2
@@ -404,3 +423,5 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     assert "0 of 2 tests passed; test 1: it tried to start or signal a process" in log
     assert "0 of 2 tests passed; test 1: it tried to use a forbidden or missing file" in log
     assert "all tests together took longer than 4.8 s" in log
+    for limit in ("took too long", "exceeded its memory", "exceeded its CPU time"):
+        assert f"0 of 2 tests passed; test 1: it {limit}" in log

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_pool.sandbox.run import SandboxLimits, SandboxResult, run_python
+from rollout_pool.sandbox.run import SandboxLimits, SandboxResult, run_program
 
 QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
 WITHOUT = [(), ("landlock",), ("namespaces",)]
@@ -29,7 +29,7 @@ def machine_is_still_well():
 @pytest.fixture(params=WITHOUT, ids=lambda without: f"without {' '.join(without) or 'nothing'}")
 def run(request):
     async def run(code: str, **options) -> SandboxResult:
-        return await run_python(code, **{"limits": QUICK, "without": request.param, **options})
+        return await run_program(code, **{"limits": QUICK, "without": request.param, **options})
 
     return run
 
@@ -52,8 +52,8 @@ raise errors[0]
 def attempt(run):
     """Runs one program that tries each of several things; each must fail by an error."""
 
-    async def attempt(codes: Sequence[str]) -> SandboxResult:
-        result = await run(ATTEMPTS.format(codes=codes))
+    async def attempt(codes: Sequence[str], **options) -> SandboxResult:
+        result = await run(ATTEMPTS.format(codes=codes), **options)
         assert len(result.stdout.splitlines()) == len(codes) and "DONE" not in result.stdout
         assert result.exit_code == 1 and "Error" in result.stderr
         return result

@@ -18,7 +18,7 @@ from rollout_pool.sandbox.run import (
     SandboxLimits,
     cost_of_missing,
     protections,
-    run_python,
+    run_program,
 )
 
 
@@ -53,9 +53,9 @@ open("/tmp/a", "w").write("x" * 1000)
 os.rename("/tmp/a", "/tmp/b")
 print(len(open("/tmp/b").read()), os.listdir("/tmp"), tempfile.gettempdir(), os.getcwd())
 """
-    result = await run_python(code)
+    result = await run_program(code)
     assert result.stdout == "1000 ['b'] /tmp /tmp\n", result.stderr
-    again = await run_python("import os; print(os.listdir('/tmp'))")
+    again = await run_program("import os; print(os.listdir('/tmp'))")
     assert again.stdout == "[]\n"
 
 
@@ -77,14 +77,14 @@ async def test_program_error_is_reported_as_its_own(run):
 async def test_loop_that_ignores_its_signal_ends_at_its_cpu_limit(quick):
     ignores = "import signal; signal.signal(24, signal.SIG_IGN)\n"
     loop = f"{ignores}print('begun', flush=True)\nwhile True: pass"
-    result = await run_python(loop, limits=quick)
+    result = await run_program(loop, limits=quick)
     assert (result.reason, result.exit_code, result.stdout) == ("cpu_time", -9, "begun\n")
     assert result.seconds < 25
 
 
 async def test_sleeping_program_ends_at_its_wall_time():
     limits = SandboxLimits(wall_time_s=0.5)
-    result = await run_python("import time\nprint(1, flush=True)\ntime.sleep(100)", limits=limits)
+    result = await run_program("import time\nprint(1, flush=True)\ntime.sleep(100)", limits=limits)
     assert (result.reason, result.exit_code, result.stdout) == ("wall_time", -9, "1\n")
     assert result.seconds < 2
 
@@ -92,7 +92,7 @@ async def test_sleeping_program_ends_at_its_wall_time():
 @pytest.mark.parametrize("last", [100, 0])
 async def test_program_that_closes_its_outputs_still_ends_at_its_limit(last):
     code = f"import os, time\nprint(1, flush=True)\nos.close(1)\nos.close(2)\ntime.sleep({last})"
-    result = await run_python(code + "\nos._exit(0)", limits=SandboxLimits(wall_time_s=1.5))
+    result = await run_program(code + "\nos._exit(0)", limits=SandboxLimits(wall_time_s=1.5))
     expected = ("wall_time", -9) if last else (None, 0)
     assert (result.reason, result.exit_code) == expected
     assert result.stdout == "1\n" and result.seconds < 4
@@ -109,7 +109,7 @@ for number in range(1, 65):
 while True:
     time.sleep(1)
 """
-    result = await run_python(code, limits=SandboxLimits(wall_time_s=0.5))
+    result = await run_program(code, limits=SandboxLimits(wall_time_s=0.5))
     assert (result.reason, result.exit_code) == ("wall_time", -9)
 
 
@@ -119,26 +119,26 @@ async def test_memory_bomb_fails_alone():
     # A slow machine takes more than a second of CPU to hand out that many pages.
     limits = SandboxLimits(cpu_time_s=20, wall_time_s=60.0)
     bomb = "kept = []\nwhile True:\n    kept.append(bytearray(10_000_000))"
-    result = await run_python(bomb, limits=limits)
+    result = await run_program(bomb, limits=limits)
     assert (result.exit_code, result.reason) == (1, "memory")
     assert psutil.virtual_memory().available > before - 2**30
-    assert (await run_python("x = 'a' * 10**12")).reason == "memory"
+    assert (await run_program("x = 'a' * 10**12")).reason == "memory"
 
 
 async def test_endless_output_is_stopped(quick):
-    result = await run_python("while True:\n    print('x' * 1000)", limits=quick)
+    result = await run_program("while True:\n    print('x' * 1000)", limits=quick)
     assert result.reason == "output"
     assert len(result.stdout) == quick.max_output_bytes
     code = "import sys\nwhile True:\n    sys.stderr.write('y' * 100_000)"
-    result = await run_python(code, limits=quick)
+    result = await run_program(code, limits=quick)
     assert result.reason == "output" and len(result.stderr) == quick.max_output_bytes
 
 
 async def test_output_at_the_limit_is_complete():
     limits = SandboxLimits(max_output_bytes=100_000)
-    result = await run_python("print('x' * 99_999)", limits=limits)
+    result = await run_program("print('x' * 99_999)", limits=limits)
     assert (result.reason, len(result.stdout)) == (None, 100_000)
-    result = await run_python("print('x' * 100_000)", limits=limits)
+    result = await run_program("print('x' * 100_000)", limits=limits)
     assert (result.reason, len(result.stdout)) == ("output", 100_000)
 
 
@@ -146,7 +146,7 @@ async def test_deep_recursion_is_an_error_of_the_program():
     code = (
         "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)\n"
     )
-    assert (await run_python(code + "print(f(20_000))")).stdout == "20000\n"
+    assert (await run_program(code + "print(f(20_000))")).stdout == "20000\n"
 
 
 # Processes ----------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ async def test_fork_bomb_cannot_start(run):
 
 async def test_persistent_fork_bomb_ends_at_its_limit(quick):
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    result = await run_python(bomb, limits=quick)
+    result = await run_program(bomb, limits=quick)
     assert (result.reason, result.tried) == ("cpu_time", ("processes",))
 
 
@@ -195,7 +195,7 @@ for name in ("setsid", "setpgrp"):
     result = await run(code)
     assert (result.stdout, result.reason) == ("", None)
     waits = "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    result = await run_python(f"import threading, time\n{waits}", limits=quick)
+    result = await run_program(f"import threading, time\n{waits}", limits=quick)
     assert result.reason is None and result.seconds < 25
 
 
@@ -226,7 +226,7 @@ for thread in threads:
     thread.join()
 print("ended")
 """
-    result = await run_python(code)
+    result = await run_program(code)
     assert (result.stdout, result.stderr) == ("32\nended\n", "")
 
 
@@ -241,7 +241,7 @@ thread = threading.Thread(target=lambda: print(f(20_000)))
 thread.start()
 thread.join()
 """
-    assert (await run_python(code)).stdout == "20000\n"
+    assert (await run_program(code)).stdout == "20000\n"
 
 
 async def test_calls_that_burden_the_whole_machine_are_refused(run):
@@ -297,6 +297,11 @@ async def test_every_layer_is_in_force_where_the_kernel_has_it():
     assert {"landlock", "own root"} & set(layers)
 
 
+async def test_layers_are_seen_also_where_programs_have_little_time():
+    limits = SandboxLimits(wall_time_s=0.001)
+    assert await protections(limits=limits) == await protections()
+
+
 async def test_missing_namespaces_are_reported_with_their_cost():
     few = cost_of_missing(await protections(without=("namespaces",)))
     assert few is not None and "WITHOUT NAMESPACES" in few and "single hole in either" in few
@@ -307,12 +312,12 @@ async def test_missing_namespaces_are_reported_with_their_cost():
 @pytest.mark.parametrize("without", [("seccomp",), ("landlock", "namespaces")])
 async def test_programs_are_not_run_with_too_few_layers(without, tmp_path):
     with pytest.raises(SandboxError, match=r"cannot be run safely here: .*(seccomp|Landlock)"):
-        await run_python("print('ran')", without=without)
+        await run_program("print('ran')", without=without)
 
 
 async def test_cancelled_caller_ends_the_program():
     others = {*psutil.Process().children()}  # servers that the session shares
-    running = asyncio.create_task(run_python("import time\ntime.sleep(60)"))
+    running = asyncio.create_task(run_program("import time\ntime.sleep(60)"))
     while {*psutil.Process().children()} <= others:
         await asyncio.sleep(0.01)
     running.cancel()
@@ -322,8 +327,8 @@ async def test_cancelled_caller_ends_the_program():
 
 PARENT = """
 import asyncio, sys
-from rollout_pool.sandbox.run import run_python
-asyncio.run(run_python("import time; print('on', flush=True)\\nwhile True: time.sleep(1)"))
+from rollout_pool.sandbox.run import run_program
+asyncio.run(run_program("import time; print('on', flush=True)\\nwhile True: time.sleep(1)"))
 """
 
 
@@ -354,5 +359,5 @@ async def test_unread_input_is_harmless(run):
 
 
 async def test_concurrent_programs_take_turns():
-    results = await asyncio.gather(*(run_python(f"print({i})") for i in range(20)))
+    results = await asyncio.gather(*(run_program(f"print({i})") for i in range(20)))
     assert [result.stdout for result in results] == [f"{i}\n" for i in range(20)]

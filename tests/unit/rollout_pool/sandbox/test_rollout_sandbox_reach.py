@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_pool.sandbox.run import run_python
+from rollout_pool.sandbox.run import run_program
 from rollout_pool.sandbox.view import mounts_below
 
 # Network ------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ print(open("/dev/null").read() == "")
 
 async def test_file_cannot_be_huge():
     code = "with open('/tmp/big', 'wb') as f:\n    while True: f.write(bytes(1_000_000))"
-    result = await run_python(code)
+    result = await run_program(code)
     assert (result.exit_code, result.reason) == (1, "files")
     assert "File too large" in result.stderr
 
@@ -202,7 +202,7 @@ for i in range(1000):
     with open(f'/tmp/{i}', 'wb') as f:
         f.write(bytes(10_000_000))
 """
-    result = await run_python(code)
+    result = await run_program(code)
     assert (result.exit_code, result.reason) == (1, "files")
     assert "No space left" in result.stderr
 
