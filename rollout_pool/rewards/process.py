@@ -27,7 +27,7 @@ from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.types import PartRequest, Setup, decode_request
-from rollout_pool.tasks.task import Task
+from rollout_pool.tasks.task import Task, load_with_solution
 
 PartScorer = Callable[[PartRequest], object]
 """Should return a number, but may be a user's."""
@@ -43,7 +43,7 @@ def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, Pa
             parts[name] = parts[""]
         elif reward.kind is RewardKind.function:
             assert reward.function is not None, name
-            parts[name] = _by_function(load_callable(reward.function, f"{setting}.function"))
+            parts[name] = load_function(name, reward.function, task)
         elif reward.kind is RewardKind.code_tests:
             parts[name] = _by_tests(task, setting, timeout_s)
     return parts
@@ -53,8 +53,11 @@ def _by_task(task: Task) -> PartScorer:
     return lambda request: task.score(request.prompt, request.episode.answer)
 
 
-def _by_function(function: Callable[..., object]) -> PartScorer:
-    return lambda request: function(request.prompt, request.episode)
+def load_function(part: str, name: str, task: Task) -> PartScorer:
+    """The user's function of `task.rewards`. Raises ValueError naming the setting at fault."""
+    setting = f"task.rewards.{part}.function"
+    function = load_with_solution(name, setting, "(prompt, episode)", task)
+    return lambda request: function(request.prompt, request.episode, request.prompt)
 
 
 def _by_tests(task: Task, setting: str, timeout_s: float) -> PartScorer:

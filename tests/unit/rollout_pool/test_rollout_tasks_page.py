@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,6 +18,8 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tools import function_tool
+from rollout_pool.rewards.pool import RewardPool
+from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream, demonstrations
@@ -135,6 +138,42 @@ def test_lines_of_the_page_are_read(tmp_path):
         assert len(task.eval_prompts()) == 1
 
 
+# A data set with two columns ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def trivia(tmp_path):
+    """The settings of the page, with a folder in place of the data set on the hub."""
+    rows = [{"prompt": f"Who wrote book {n}?", "label": f"Author{n}"} for n in range(4)]
+    (tmp_path / "trivia").mkdir()
+    for split in ("train", "test"):
+        text = "\n".join(map(json.dumps, rows[:3] if split == "train" else rows[3:]))
+        (tmp_path / "trivia" / f"{split}.jsonl").write_text(text)
+    (tmp_path / "trivia.py").write_text(block_with("def score(prompt, episode, solution)"))
+    return [
+        one.replace("org/trivia", str(tmp_path / "trivia")).replace(
+            "trivia.py", str(tmp_path / "trivia.py")
+        )
+        for one in settings_with("trivia.py")
+    ]
+
+
+async def test_data_set_of_the_page_is_a_task_in_ten_lines_with_its_reward(trivia, tmp_path):
+    lines = block_with("def score(prompt, episode, solution)").splitlines()
+    assert len(lines) + len(trivia) <= 10
+    config = load_config(trivia)
+    check_task(config.task)
+    task, prompt, episode = await play(trivia, "I say Author1")
+    assert prompt.text in {f"Who wrote book {n}?" for n in range(3)}
+    assert [one.text for one in task.eval_prompts()] == ["Who wrote book 3?"]
+    [asked] = [one for one in map(task.example, range(3)) if one.text == "Who wrote book 1?"]
+    pool = RewardPool(config.task, num_processes=1, timeout_s=30, log_path=tmp_path / "log")
+    await pool.start()
+    scored = await EpisodeScorer(config.task, task=task, pool=pool).score(asked, episode)
+    await pool.close()
+    assert scored.parts == {"right": pytest.approx(1 / 3)} and not scored.failures
+
+
 # A list of questions ------------------------------------------------------------------------------
 
 
@@ -184,7 +223,11 @@ COUNTRIES = {"Paris": "France", "Tokyo": "Japan", "Lima": "Peru"}
     [
         (["task.params={questions: null}"], "or give a JSONL file"),
         (["task.params={questions: 3}"], "must be a list of objects"),
-        (["task.params={questions: [{question: x}]}"], 'questions[0]: "answer" must be'),
+        (
+            ["task.params={questions: [{question: x}]}"],
+            "task.params.answer='answer': task.params.questions[0] has no such column, only q",
+        ),
+        (["task.params={questions: [{question: x, answer: }]}"], 'questions[0]: "answer" must be'),
         (["task.eval_size=4"], "task.params.questions has only 4"),
         (["task.params={more: 1}"], "task.params.more: questions has no such setting"),
     ],
