@@ -23,6 +23,9 @@ CALL_SHARE = 0.9
 """Time limit of a call as a share of task.turn_timeout_s: the model sees a call's timeout before
 the step's own ends the episode."""
 
+METHODS = ("reset", "step", "close")
+"""Of an environment."""
+
 EnvironmentFactory = Callable[[Prompt], Env]
 
 
@@ -68,6 +71,12 @@ def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
 
     def make(prompt: Prompt) -> Env:
         env: Env = factory(config, prompt, prompt)
+        missing = [method for method in METHODS if not hasattr(env, method)]
+        if missing:
+            raise TypeError(
+                f"it is a {type(env).__name__} without {', '.join(missing)}; return an object of a "
+                "class derived from rollout_pool.Env that has a reset and a step"
+            )
         return env
 
     return make
