@@ -22,7 +22,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check-lock launch resume attach dry-run status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install lock check-lock launch resume attach dry-run try status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
@@ -53,6 +53,9 @@ attach: install ## be the controller of a run whose own controller and guard wer
 
 dry-run: install ## print the resolved config and the plan, start nothing
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)
+
+try: install ## run a few episodes of a task without training: make try TASK=capitals URL=http://host/v1 MODEL=name [EPISODES=4] [KEY_ENV=...] [ARGS=...]
+	@$(LEASH) try $(EXPERIMENT_FLAG) $(if $(URL),--url '$(URL)') $(if $(MODEL),--model '$(MODEL)') $(if $(EPISODES),--episodes $(EPISODES)) $(if $(KEY_ENV),--key-env $(KEY_ENV)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
 status: install ## what a run is doing, and its bottleneck (RUN=name; default: the newest)
 	@$(LEASH) status $(RUN_FLAG)

@@ -111,7 +111,7 @@ class TaskKind(Enum):
     """Where prompts come from."""
 
     reasoning_gym = "reasoning_gym"  # any data set of the reasoning-gym library
-    questions = "questions"  # questions with one right answer each, from the settings or a file
+    questions = "questions"  # questions with one right answer each: listed, a file or a data set
     gsm8k = "gsm8k"  # questions whose answers end in "#### 42"
     math = "math"  # problems whose solutions end in a boxed answer
     code = "code"  # programs that are run against tests

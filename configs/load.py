@@ -334,6 +334,8 @@ def _anchor_paths(config: Config) -> None:
     algorithm = config.algorithm
     run.dir = _absolute(run.dir)
     buffer.password_file = buffer.password_file and _absolute(buffer.password_file)
+    if task.is_from_hub:
+        task.name = _absolute_or_hub(task.name)
     task.path = task.path and _absolute(task.path)
     task.eval_path = task.eval_path and _absolute(task.eval_path)
     task.factory = task.factory and _absolute_code(task.factory)
@@ -354,15 +356,15 @@ def _anchor_paths(config: Config) -> None:
         reward.python = reward.python and _absolute(reward.python)
         if reward.command and "/" in reward.command[0]:
             reward.command[0] = _absolute(reward.command[0])
-    model.path = model.path and _absolute_model(model.path)
-    algorithm.kl.reference = algorithm.kl.reference and _absolute_model(algorithm.kl.reference)
+    model.path = model.path and _absolute_or_hub(model.path)
+    algorithm.kl.reference = algorithm.kl.reference and _absolute_or_hub(algorithm.kl.reference)
 
 
 def _absolute(path: str) -> str:
     return str(Path(path).expanduser().absolute())
 
 
-def _absolute_model(path: str) -> str:
+def _absolute_or_hub(path: str) -> str:
     """A name on the hub looks like a path too: only an existing folder, or ./ and ~, is one."""
     is_folder = Path(path).expanduser().is_dir() or path[0] in "./~"
     return _absolute(path) if is_folder else path

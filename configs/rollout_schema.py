@@ -279,8 +279,8 @@ class RewardConfig(Section):
     weight: float = field(default=1.0, metadata=FINITE)
     """Factor in the sum that becomes the reward."""
     function: str | None = field(default=None, metadata=CODE)
-    """function: `module:name` or `file.py:name`, called with (prompt, episode), returns a number.
-    """
+    """function: `module:name` or `file.py:name`, called with (prompt, episode), returns a number. A
+    parameter named `solution` gets the task's right answer."""
     url: str | None = field(
         default=None,
         metadata=matching(r"https?://[^\s/]+.*", "an address as http://host:port/path"),
@@ -384,14 +384,19 @@ SHARE_OF_TESTS = 0.8
 """Share of `rollout.reward_timeout_s` for running all tests of an answer, before it is cut off."""
 
 
+DEFAULT_NAME = "chain_sum"
+HUB_KINDS = (TaskKind.questions, TaskKind.gsm8k, TaskKind.math)
+"""Kinds of task whose prompts may come from the Hugging Face hub."""
+
+
 @dataclass(kw_only=True, slots=True)
 class TaskConfig(Section):
     SECTION: ClassVar[str] = "task"
 
     kind: TaskKind = TaskKind.reasoning_gym
-    name: str = field(default="chain_sum", metadata=NOT_EMPTY)
-    """reasoning_gym: the task's name. gsm8k, math: the Hugging Face data set (unless `path` is
-    set). verifiers: the environment's name."""
+    name: str = field(default=DEFAULT_NAME, metadata=NOT_EMPTY)
+    """reasoning_gym: the task's name. questions, gsm8k, math: the Hugging Face data set, or the
+    folder of one (unless `path` is set). verifiers: the environment's name."""
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; free for a custom task."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
@@ -410,8 +415,8 @@ class TaskConfig(Section):
     factory: str | None = field(default=None, metadata=CODE)
     """custom: `module:name` or `file.py:name`, called with these settings, returns the task."""
     env: str | None = field(default=None, metadata=CODE)
-    """The same, called with (these settings, prompt), returns each episode's environment; None is
-    the task's own."""
+    """The same, called with (these settings, prompt), returns each episode's environment; a
+    parameter named `solution` gets the task's right answer. None is the task's own."""
     agent: str | None = field(default=None, metadata=CODE)
     """The same, an async function called with (session, prompt): a program that talks to the model
     through the OpenAI-compatible endpoint and returns the reward."""
@@ -430,6 +435,13 @@ class TaskConfig(Section):
     """Parts of the reward by name; if empty, the environment's reward, or else the task's score."""
     eval_size: int = field(default=128, metadata=at_least(1))
     seed: int = field(default=0, metadata=SEED)
+
+    @property
+    def is_from_hub(self) -> bool:
+        """Whether the prompts come from the Hugging Face data set `name`."""
+        # Questions may be listed in `params` instead; then nobody has named a data set.
+        is_named = self.kind is not TaskKind.questions or self.name != DEFAULT_NAME
+        return self.kind in HUB_KINDS and self.path is None and is_named
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(

@@ -1,6 +1,6 @@
-"""The command line: `leash launch | resume | attach | dry-run | status | stop | report | export |
-tune | timeline`, and for a run's buffer `leash depth | trace | show | quarantine | buffer-dump |
-buffer-load`.
+"""The command line: `leash launch | resume | attach | dry-run | try | status | stop | report |
+export | tune | timeline`, and for a run's buffer `leash depth | trace | show | quarantine |
+buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -44,7 +44,11 @@ EXIT_NOT_ATTACHED = 3
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="leash", description=__doc__.splitlines()[0])
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, what in (("launch", "train"), ("dry-run", "print config and plan, start nothing")):
+    for verb, what in (
+        ("launch", "train"),
+        ("dry-run", "print config and plan, start nothing"),
+        ("try", "run a few episodes of a task against any model, without training"),
+    ):
         sub = verbs.add_parser(verb, help=what)
         sub.add_argument(
             "--experiment",
@@ -52,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
             help="a file of configs/experiment (default: %(default)s)",
         )
         sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
+
+    trial = verbs.choices["try"]
+    trial.add_argument("--url", required=True, help="OpenAI-compatible, as http://host:port/v1")
+    trial.add_argument("--model", required=True, help="name of the model there")
+    trial.add_argument("--key-env", help="environment variable of the key (OPENAI_API_KEY)")
+    trial.add_argument("--episodes", type=int, default=4, help="how many (default: %(default)s)")
 
     def on_run(verb: str, what: str, function: str) -> argparse.ArgumentParser:
         """A command on an existing run; `function` gets its folder and the other arguments."""
@@ -148,6 +158,13 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         from configs.load import load_config
 
         return _dry_run(load_config(arguments.overrides, arguments.experiment))
+    if arguments.verb == "try":
+        from configs.load import load_config
+        from controller.commands.try_task import try_task
+
+        config = load_config(arguments.overrides, arguments.experiment)
+        try_task(config, arguments.url, arguments.model, arguments.key_env, arguments.episodes)
+        return 0
     return _on_existing_run(arguments)
 
 

@@ -272,6 +272,7 @@ def task_label(config: TaskConfig) -> str:
         return f"custom, {config.factory}"
     if config.path is not None:
         return f"{config.kind.name}, {Path(config.path).name}"
-    if config.kind in (TaskKind.alphabet_sort, TaskKind.questions):
+    is_listed = config.kind is TaskKind.questions and not config.is_from_hub
+    if is_listed or config.kind is TaskKind.alphabet_sort:
         return config.kind.name
     return f"{config.kind.name}, {config.name}"

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 
 from configs.choices import OnLongPrompt, RewardKind, TaskKind
-from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.sinks import check_loggers
@@ -30,6 +29,7 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.rewards.code_tests import environment_of, limits_of
+from rollout_pool.rewards.process import load_function
 from rollout_pool.rewards.teacher import check_teacher
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.environment import BARE
@@ -48,8 +48,6 @@ log = logging.getLogger(__name__)
 SURE_SHARE = 0.9
 """Of an estimated size: models are hardly ever smaller."""
 WEIGHTS = (".safetensors", ".bin")
-HUB_KINDS = (TaskKind.gsm8k, TaskKind.math)
-"""Kinds of task whose prompts come from the Hugging Face hub if task.path is not set."""
 NUM_PROMPTS = 32
 """Training prompts that are checked, besides all held-out prompts."""
 NUM_DEMONSTRATIONS = 4
@@ -99,7 +97,7 @@ def check_plan(config: Config) -> list[str]:
     _check_here(config)
     skipped = []
     model, task = config.model.path, None
-    if config.task.path is None and config.task.kind in HUB_KINDS:
+    if config.task.is_from_hub and not config.task.name.startswith("/"):
         skipped.append(f"the data set {config.task.name}")
     elif config.task.kind is TaskKind.verifiers:
         skipped.append(f"the environment {config.task.name}")
@@ -290,7 +288,7 @@ def check_task(config: TaskConfig) -> Task:
         _check_env_rewards(config, task)
     for name, reward in config.rewards.items():
         if reward.function is not None:
-            load_callable(reward.function, f"task.rewards.{name}.function")
+            load_function(name, reward.function, task)
         if reward.kind is RewardKind.code_tests and not isinstance(task, CodeTask):
             raise ValueError(
                 f"task.rewards.{name}.kind=code_tests: the prompts of task.kind={config.kind.name} "

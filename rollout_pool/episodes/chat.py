@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
@@ -37,6 +37,14 @@ LONGEST_TEXT_KEPT = 256 * 1024
 
 QUESTION = Message(role="user", content="?")
 """Templates require a question before an answer."""
+
+
+class Chat(Protocol):
+    """The part of ChatFormat that runs an episode."""
+
+    def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
+    def follow(self, tokens: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
+    def parse(self, output_ids: Sequence[int], finish_reason: str) -> Completion: ...
 
 
 class ChatFormat:

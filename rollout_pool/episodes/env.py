@@ -60,6 +60,11 @@ class Observation:
     """`messages` replace the whole conversation (edited, summarised): the episode continues in a
     new trajectory."""
 
+    @classmethod
+    def user(cls, text: str, system_prompt: str | None = None) -> Observation:
+        """What a user says; with a `system_prompt` it opens a conversation."""
+        return cls(messages=opening(text, system_prompt))
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Completion:
@@ -90,7 +95,8 @@ class Step:
 
 
 class Env(Protocol):
-    """The environment of one episode, used in one event loop; no method may block it."""
+    """The environment of one episode, used in one event loop; no method may block it. A class
+    derived from this one needs no `close`."""
 
     async def reset(self) -> Observation:
         """The first observation."""
@@ -102,10 +108,10 @@ class Env(Protocol):
 
     async def close(self) -> None:
         """Called once when the episode is over, however it ended."""
-        ...
+        return
 
 
-class SingleTurn:
+class SingleTurn(Env):
     """A question and one answer, which the reward functions score."""
 
     def __init__(self, text: str, system_prompt: str | None = None) -> None:
@@ -113,13 +119,10 @@ class SingleTurn:
         self._system_prompt = system_prompt
 
     async def reset(self) -> Observation:
-        return Observation(messages=opening(self._text, self._system_prompt))
+        return Observation.user(self._text, self._system_prompt)
 
     async def step(self, completion: Completion) -> Step:
         return Step()
-
-    async def close(self) -> None:
-        return
 
 
 def opening(text: str, system_prompt: str | None) -> tuple[Message, ...]:

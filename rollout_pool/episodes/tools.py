@@ -158,17 +158,29 @@ def function_tool(function: Callable[..., Any], setting: str) -> Tool:
     """A tool with the function's name. An async function runs in the event loop, any other in a
     thread.
 
-    Raises ValueError naming `setting` for a function without a docstring, or with arguments that
-    have no JSON type.
+    Raises ValueError naming `setting` for what is no function, for one without a docstring, and for
+    arguments that have no JSON type.
     """
+    # A class would be called as well, and any object with __call__; neither describes its result.
+    if not inspect.isroutine(function):
+        raise ValueError(
+            f"{setting}: must be a function, not {function!r:.100}; write one with def or async "
+            "def that calls it"
+        )
     description = inspect.getdoc(function)
     if not description:
         raise ValueError(f"{setting}: the function needs a docstring, its description")
-    signature = inspect.signature(function)
+    try:
+        signature, hints = inspect.signature(function), typing.get_type_hints(function)
+    except (ValueError, TypeError, NameError) as error:  # a built-in one, or an unknown type
+        raise ValueError(
+            f"{setting}: its arguments could not be read ({error}); call it from a function of "
+            "yours with annotated arguments"
+        ) from error
     spec = ToolSpec(
         name=function.__name__,
         description=description,
-        parameters=_schema(function, signature, setting),
+        parameters=_schema(hints, signature, setting),
     )
 
     async def run(arguments: Mapping[str, Any]) -> str:
@@ -183,10 +195,7 @@ def function_tool(function: Callable[..., Any], setting: str) -> Tool:
     return Tool(spec=spec, run=run)
 
 
-def _schema(
-    function: Callable[..., Any], signature: inspect.Signature, setting: str
-) -> dict[str, Any]:
-    hints = typing.get_type_hints(function)
+def _schema(hints: Mapping[str, Any], signature: inspect.Signature, setting: str) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     required = []
     for parameter in signature.parameters.values():

@@ -20,41 +20,67 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import SupportsFloat, TextIO
 
 from configs.choices import RewardKind
 from configs.dotted import load_callable
 from configs.rollout_schema import RewardConfig, TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.types import PartRequest, Setup, decode_request
-from rollout_pool.tasks.task import Task
+from rollout_pool.tasks.task import Task, load_with_solution
 
-PartScorer = Callable[[PartRequest], object]
-"""Should return a number, but may be a user's."""
+PartScorer = Callable[[PartRequest], float]
+"""Raises BadReward if a user's function returned no number."""
+
+
+class BadReward(ValueError):
+    """What a user's function returned is no reward; the message names the setting and the fix."""
 
 
 def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, PartScorer]:
     """The scorer of each part that is scored in a process; "" is the task itself. The process is
     killed when one takes `timeout_s`. Raises ValueError naming the setting at fault."""
-    parts: dict[str, PartScorer] = {"": _by_task(task)}
+    parts: dict[str, PartScorer] = {"": _by_task(task, config)}
     for name, reward in config.rewards.items():
         setting = f"task.rewards.{name}"
         if reward.kind is RewardKind.task:
             parts[name] = parts[""]
         elif reward.kind is RewardKind.function:
             assert reward.function is not None, name
-            parts[name] = _by_function(load_callable(reward.function, f"{setting}.function"))
+            parts[name] = load_function(name, reward.function, task)
         elif reward.kind is RewardKind.code_tests:
             parts[name] = _by_tests(task, reward, setting, timeout_s)
     return parts
 
 
-def _by_task(task: Task) -> PartScorer:
-    return lambda request: task.score(request.prompt, request.episode.answer)
+def _by_task(task: Task, config: TaskConfig) -> PartScorer:
+    what = f"task.factory={config.factory!r} (score)"
+    return lambda request: as_reward(task.score(request.prompt, request.episode.answer), what)
 
 
-def _by_function(function: Callable[..., object]) -> PartScorer:
-    return lambda request: function(request.prompt, request.episode)
+def load_function(part: str, name: str, task: Task) -> PartScorer:
+    """The user's function of `task.rewards`. Raises ValueError naming the setting at fault."""
+    setting = f"task.rewards.{part}.function"
+    function = load_with_solution(name, setting, "(prompt, episode)", task)
+    what = f"{setting}={name!r}"
+    return lambda request: as_reward(
+        function(request.prompt, request.episode, request.prompt), what
+    )
+
+
+def as_reward(given: object, what: str) -> float:
+    """`given`, which `what` returned, as a reward. Raises BadReward if it is no finite number."""
+    # Text that spells a number is not one: `float` would take it.
+    try:
+        reward = float(given) if isinstance(given, SupportsFloat) else math.nan
+    except (TypeError, ValueError):  # an array of several numbers
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise BadReward(
+            f"{what}: returned {given!r:.200}, which is not a finite number; let it return an int, "
+            "a float or a bool"
+        )
+    return reward
 
 
 def _by_tests(task: Task, config: RewardConfig, setting: str, timeout_s: float) -> PartScorer:
@@ -68,16 +94,11 @@ def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
     """The reply to one request; an error of a scorer fails only this part."""
     try:
         request = decode_request(line)
-        given = parts[request.part](request)
+        return {"reward": parts[request.part](request)}
+    except BadReward as error:
+        return {"error": str(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
-    try:
-        reward = float(given)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return {"error": f"the reward is not a number: {given!r}"[:500]}
-    if not math.isfinite(reward):
-        return {"error": f"the reward is {reward}"}
-    return {"reward": reward}
 
 
 def main(number: int) -> None:

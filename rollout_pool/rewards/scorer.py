@@ -50,6 +50,7 @@ class EpisodeScorer:
             if reward.kind in _SERVICES
         }
         self._queue = WaitMeter()
+        self._failed_before: set[str] = set()
 
     @property
     def waited_s(self) -> float:
@@ -73,7 +74,7 @@ class EpisodeScorer:
             if answer.failure is not None:
                 failures[name] = answer.failure
                 is_unscored |= reward.kind in _SERVICES
-                log.info("prompt %d: no %s: %s", prompt.index, name, answer.failure)
+                self._log_failure(prompt, name, answer.failure)
             if reward.kind is RewardKind.teacher:
                 continue
             total += reward.weight * answer.value
@@ -86,6 +87,12 @@ class EpisodeScorer:
             is_unscored=is_unscored,
             columns=columns,
         )
+
+    def _log_failure(self, prompt: Prompt, part: str, why: str) -> None:
+        # The first one is a warning: a function with a bug fails for every episode.
+        level = logging.INFO if part in self._failed_before else logging.WARNING
+        self._failed_before.add(part)
+        log.log(level, "prompt %d: no %s: %s", prompt.index, part, why)
 
     async def _part(
         self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode

@@ -172,7 +172,7 @@ class Wording:
         return [" ".join(part.split()) for part in parts if part.strip()]
 
 
-class SortEnv:
+class SortEnv(Env):
     """One episode; `orders` are the right answers, by turn."""
 
     def __init__(
@@ -190,7 +190,7 @@ class SortEnv:
         self._turn = 0
 
     async def reset(self) -> Observation:
-        return Observation(messages=opening(self._questions[0], self._system_prompt))
+        return Observation.user(self._questions[0], self._system_prompt)
 
     async def step(self, completion: Completion) -> Step:
         share = share_in_place(self._words.read(completion.content), self._orders[self._turn])
@@ -199,12 +199,9 @@ class SortEnv:
         is_over = self._turn == len(self._orders)
         observation = None
         if not is_over:
-            observation = Observation(messages=opening(self._questions[self._turn], None))
+            observation = Observation.user(self._questions[self._turn])
         # Rewards are summed, so this gives the mean.
         return Step(observation=observation, reward=share / len(self._orders), info=info)
-
-    async def close(self) -> None:
-        return
 
 
 def share_in_place(given: Sequence[str], right: Sequence[str]) -> float:

@@ -1,14 +1,16 @@
 """Tasks of a fixed set of problems: from a JSONL file, a Hugging Face data set or the settings.
 
-Lines of a file of questions: {"question": "The capital of France is", "answer": "Paris"}.
+Lines of a file of questions: {"question": "The capital of France is", "answer": "Paris"}; columns
+of other names are named in `task.params`.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -25,7 +27,9 @@ class Problem(Protocol):
 
 P = TypeVar("P", bound=Problem)
 Read = Callable[[dict[str, Any], str], P]
-"""Makes a problem from a record and its place; ValueErrors begin with the place."""
+"""Makes a problem from a record and its place, which a ValueError names."""
+SOURCE: dict[str, Any] = {"subset": None, "train_split": "train", "eval_split": "test"}
+"""The parameters of a Hugging Face data set in `task.params`, with defaults."""
 
 
 class ProblemTask(SingleTurnTask, Generic[P]):
@@ -142,13 +146,16 @@ def load_problems(
     *,
     subset: str | None,
     train_split: str = "train",
-    eval_split: str = "test",
+    eval_split: str | None = "test",
 ) -> tuple[list[P], list[P]]:
     """Training and held-out problems of `task.path`, or else of the Hugging Face data set
-    `task.name`. Raises ValueError like `load_files`, or if the data set does not load."""
+    `task.name`; without `eval_split` the last training problems are held out. Raises ValueError
+    like `load_files`, or if the data set does not load."""
     if config.path is not None:
         return load_files(config, read, form)
     training = _download(config, train_split, read, subset)
+    if eval_split is None or config.eval_path is not None:
+        return hold_out(config, training, f"task.name={config.name}", read, form)
     return training, _download(config, eval_split, read, subset)[: config.eval_size]
 
 
@@ -168,14 +175,17 @@ def _download(config: TaskConfig, split: str, read: Read[P], subset: str | None)
         rows = datasets.load_dataset(config.name, subset, split=split)
     except Exception as error:  # the library raises dozens of types
         raise ValueError(
-            f"task.name={config.name!r}: the data set did not load ({error}); check the name and "
-            "the network, or give a file in task.path"
+            f"task.name={config.name!r}: its split {split!r} did not load ({error}); check the "
+            "name, the splits and the network, or give a file in task.path"
         ) from error
-    return [read(dict(row), f"{config.name}, {split} {n}") for n, row in enumerate(rows)]
+    place = f"task.name={config.name}, {split}"
+    return [read(dict(row), f"{place} {n}") for n, row in enumerate(rows)]
 
 
 LINE_FORM = 'each line must be {"question": "...", "answer": "..."}'
 LIST = "questions"
+COLUMNS = {"question": "question", "answer": "answer"}
+"""The columns of a file or a data set, with their defaults; task.params names others."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -207,21 +217,33 @@ def _plain(text: str) -> str:
 
 
 def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
-    check_params(config, "questions", [LIST])
-    if config.path is not None:
-        return load_files(config, read_question, LINE_FORM)
-    place = f"task.params.{LIST}"
-    listed = config.params.get(LIST)
+    params = {LIST: None} | COLUMNS | SOURCE | config.params
+    check_params(config, "questions", [LIST, *COLUMNS, *SOURCE])
+    read = partial(read_question, columns={role: params[role] for role in COLUMNS})
+    if config.path is not None or config.is_from_hub:
+        source = {name: params[name] for name in SOURCE}
+        return load_problems(config, read, LINE_FORM, **source)
+    place, listed = f"task.params.{LIST}", params[LIST]
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ValueError(
             f"{place}: must be a list of objects with question and answer; or give a JSONL file of "
-            "them in task.path"
+            "them in task.path, or a Hugging Face data set in task.name"
         )
-    questions = [read_question(one, f"{place}[{i}]") for i, one in enumerate(listed)]
-    return hold_out(config, questions, place, read_question, LINE_FORM)
+    questions = [read(one, f"{place}[{i}]") for i, one in enumerate(listed)]
+    return hold_out(config, questions, place, read, LINE_FORM)
 
 
-def read_question(record: dict[str, Any], place: str) -> Question:
+def read_question(record: dict[str, Any], place: str, columns: Mapping[str, str]) -> Question:
+    """`columns`: where question and answer stand."""
+    for role, column in columns.items():
+        if column not in tuple(record):  # not a test of the dict: a list would have no hash
+            raise ValueError(
+                f"task.params.{role}={column!r}: {place} has no such column, only "
+                f"{', '.join(map(str, record))}; set it to the column of the {role}s"
+            )
+    question, answer = columns["question"], columns["answer"]
+    if type(record[answer]) in (int, float):  # such as the label of a class
+        record = record | {answer: str(record[answer])}
     return Question(
-        question=text_of(record, "question", place), answer=text_of(record, "answer", place)
+        question=text_of(record, question, place), answer=text_of(record, answer, place)
     )

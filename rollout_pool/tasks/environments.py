@@ -16,12 +16,15 @@ from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tools import Tool, ToolEnv, function_tool, python_tool
 from rollout_pool.tasks.source import EpisodeSource
-from rollout_pool.tasks.task import Prompt, Task
+from rollout_pool.tasks.task import Prompt, Task, load_with_solution
 
 PYTHON = "python"
 CALL_SHARE = 0.9
 """Time limit of a call as a share of task.turn_timeout_s: the model sees a call's timeout before
 the step's own ends the episode."""
+
+METHODS = ("reset", "step", "close")
+"""Of an environment."""
 
 EnvironmentFactory = Callable[[Prompt], Env]
 
@@ -50,7 +53,7 @@ def environment_factory(config: TaskConfig, task: Task) -> EnvironmentFactory:
 
     Raises ValueError for an environment or a tool that cannot be loaded.
     """
-    make = task.environment if config.env is None else _own(config, config.env)
+    make = task.environment if config.env is None else _own(config, config.env, task)
     if not config.tools:
         return make
     if config.max_turns < 2:
@@ -63,11 +66,17 @@ def environment_factory(config: TaskConfig, task: Task) -> EnvironmentFactory:
     return lambda prompt: ToolEnv(make(prompt), tools, call_timeout_s=timeout_s)
 
 
-def _own(config: TaskConfig, name: str) -> EnvironmentFactory:
-    factory = load_callable(name, "task.env")
+def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
+    factory = load_with_solution(name, "task.env", "(config, prompt)", task)
 
     def make(prompt: Prompt) -> Env:
-        env: Env = factory(config, prompt)
+        env: Env = factory(config, prompt, prompt)
+        missing = [method for method in METHODS if not hasattr(env, method)]
+        if missing:
+            raise TypeError(
+                f"it is a {type(env).__name__} without {', '.join(missing)}; return an object of a "
+                "class derived from rollout_pool.Env that has a reset and a step"
+            )
         return env
 
     return make

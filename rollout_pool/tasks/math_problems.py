@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.datasets import ProblemTask, check_params, load_problems, text_of
+from rollout_pool.tasks.datasets import SOURCE, ProblemTask, check_params, load_problems, text_of
 from rollout_pool.tasks.task import Prompt
 
 BOX = "\\boxed{"
 LINE_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"}'
-SOURCE: dict[str, Any] = {"subset": None, "train_split": "train", "eval_split": "test"}
-"""The parameters of a Hugging Face data set in `task.params`, with defaults."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -7,12 +7,14 @@ the number to score an answer.
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env, Message, SingleTurn, opening
 
@@ -143,3 +145,41 @@ class SingleTurnTask(ABC):
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
         answer = Message(role="assistant", content=self.solution(prompt))
         return (*opening(prompt.text, self._system_prompt), answer)
+
+
+SOLUTION = "solution"
+UserFunction = Callable[[Any, Any, Prompt], Any]
+"""Called with its two arguments and the prompt whose solution it may want."""
+
+
+def load_with_solution(name: str, setting: str, arguments: str, task: Task) -> UserFunction:
+    """The user's function that `name` stands for, with two arguments, described by `arguments`. One
+    that has a parameter named `solution` gets the solution of the prompt too.
+
+    Raises ValueError naming the setting if it does not exist or takes other arguments.
+    """
+    function = load_callable(name, setting)
+    what = f"{setting}={name!r}"
+    signature = _signature(function)
+    wants_solution = SOLUTION in signature.parameters
+    try:
+        signature.bind(None, None, **{SOLUTION: ""} if wants_solution else {})
+    except TypeError as error:
+        raise ValueError(
+            f"{what}: is called with {arguments}, and with solution if it has a parameter of that "
+            f"name, but takes {signature}; change its parameters"
+        ) from error
+    if not wants_solution:
+        return lambda first, second, prompt: function(first, second)
+    if not hasattr(task, SOLUTION):
+        raise ValueError(
+            f"{what}: wants a solution, but the task {task.name} has none; give it one"
+        )
+    return lambda first, second, prompt: function(first, second, solution=task.solution(prompt))
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # a built-in one, of which Python knows none
+        return inspect.signature(lambda *arguments: None)

@@ -47,6 +47,15 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
             ["task.rewards={j: {kind: http, url: 'http://h/r', api_key_env: LEASH_NO_SUCH_KEY}}"],
             r"task\.rewards\.j\.api_key_env='LEASH_NO_SUCH_KEY': there is no such",
         ),
+        (
+            ["task.rewards={r: {kind: function, function: 'os.path:basename'}}"],
+            r"task\.rewards\.r\.function='os\.path:basename': is called with \(prompt, episode\).*"
+            r"takes \(p\); change",
+        ),
+        (
+            ["task.env=copy:copy"],
+            r"task\.env='copy:copy': is called with \(config, prompt\), .*takes \(x\); change",
+        ),
     ],
 )
 def test_dry_run_refuses_what_start_up_would_refuse(settings: list[str], message: str) -> None:
@@ -128,9 +137,25 @@ def test_dry_run_names_what_it_does_not_check() -> None:
         "the data set openai/gsm8k",
         "the model Qwen/Qwen2.5-7B-Instruct",
     ]
+    assert check_plan(load_config(["task.kind=questions", "task.name=org/trivia"])) == [
+        "the data set org/trivia"
+    ]
     assert check_plan(load_config([])) == []
     room = ("rollout.max_prompt_tokens=768", "rollout.max_response_tokens=256")
     assert check_plan(load_config([*TOOLS, *room])) == [], "the shipped model takes tools"
+
+
+def test_folder_of_a_data_set_is_checked_and_found_from_other_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "rows" / f"{split}.jsonl").write_text('{"question": "a", "answer": "b"}')
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["task.kind=questions", "task.name=rows"])
+    assert config.task.name == str(tmp_path / "rows")
+    with pytest.raises(ValueError, match="nothing is left to train on"):
+        check_plan(config)
 
 
 def test_port_in_use_and_foreign_address_are_refused_before_the_start() -> None:

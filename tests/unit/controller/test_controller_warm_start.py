@@ -160,6 +160,8 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
         "async def good_agent(session, prompt): return 0.0\n"
         "def reward(prompt, episode): return 1.0\n"
         "def empty(config): return 3\n"
+        "word = 'look_up'\n"
+        "class Tool: 'Looks up.'\n"
     )
     exercise = '{"prompt": "Print 1.", "tests": [{"input": "", "output": "1"}]}\n'
     (tmp_path / "mine.py.jsonl").write_text(5 * exercise)
@@ -167,6 +169,7 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
         key: value.replace("FILE", str(path)) if isinstance(value, str) else value
         for key, value in changes.items()
     }
+    named["tools"] = [one.replace("FILE", str(path)) for one in named.get("tools", [])]
     if function := named.pop("function", None):
         named["rewards"] = {"mine": RewardConfig(kind=RewardKind.function, function=str(function))}
     return TaskConfig(**{"eval_size": 4, **named})  # type: ignore[arg-type]
@@ -182,6 +185,15 @@ NO_SHELL = RewardConfig(command=["no-sh", "{file}"], languages=["sh"], **TESTS)
     [
         ({"env": "FILE:no"}, r"task.env='.*:no': .* has nothing named 'no'"),
         ({"env": "FILE:bad_env"}, r"task.env=.*: made no environment of prompt 0: KeyError: 'noth"),
+        (
+            {"env": "FILE:reward"},
+            r"task.env=.*: TypeError: it is a float without reset, step, cl",
+        ),
+        ({"tools": ["FILE:word"], "max_turns": 2}, r"task.tools='.*:word': must be a function or"),
+        (
+            {"tools": ["FILE:Tool"], "max_turns": 2},
+            r"task.tools='.*:Tool': must be a function, n",
+        ),
         ({"agent": "FILE:no"}, r"task.agent='.*:no': .* has nothing named 'no'"),
         ({"agent": "FILE:agent"}, r"task.agent='.*:agent': must be an async function"),
         ({"function": "FILE:no"}, r"task.rewards.mine.function='.*:no': .* has nothing named"),

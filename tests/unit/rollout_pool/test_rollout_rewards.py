@@ -96,6 +96,9 @@ def fork(prompt, episode):
         raise SystemExit if episode.answer == "end" else ValueError  # goes on in our own code
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
+def give(prompt, episode):
+    return eval(episode.answer)
+
 def fork_and_die(prompt, episode):
     if pid := os.fork():
         note(pid)
@@ -103,9 +106,10 @@ def fork_and_die(prompt, episode):
     time.sleep(600)
 
 """
+NO_NUMBER = "which is not a finite number; let it return an int, a float or a bool"
 FUNCTIONS = (
     *("brevity", "ask", "start", "leave", "leave_and_die", "leave_and_hang"),
-    *("fork", "fork_and_die"),
+    *("fork", "fork_and_die", "give"),
 )
 
 
@@ -188,8 +192,8 @@ def running(pid: int) -> bool:
         ("hang", f"no reward within {TIMEOUT_S:g} s", 1),
         ("crash", "the scoring process died", 2),  # it was retried
         ("raise", "RuntimeError: no such thing", 0),
-        ("nan", "the reward is nan", 0),
-        ("text", "the reward is not a number: 'nothing'", 0),
+        ("nan", f"task.factory=None (score): returned nan, {NO_NUMBER}", 0),
+        ("text", f"task.factory=None (score): returned 'nothing', {NO_NUMBER}", 0),
     ],
 )
 async def test_bad_scorer_fails_only_its_own_sample(pool, answer, failure, num_restarts):
@@ -237,6 +241,18 @@ async def test_cancelled_caller_does_not_cost_a_process(pool):
 async def test_function_of_the_user_scores_the_whole_episode(pool):
     assert (await pool.score(asked("four", "brevity"))).value == 4.25
     assert (await pool.score(asked("", "brevity"))).failure == "ZeroDivisionError: division by zero"
+
+
+@pytest.mark.parametrize("given", ["'yes'", "'0.5'", "None", "nan", "inf", "[1.0]"])
+async def test_function_that_returns_no_number_is_named_with_what_it_returned(pool, mine, given):
+    shown = given.replace("nan", "float('nan')").replace("inf", "float('inf')")
+    score = await pool.score(asked(shown, "give"))
+    setting = f"task.rewards.give.function='{mine}:give'"
+    assert (score.value, score.failure) == (0.0, f"{setting}: returned {given}, {NO_NUMBER}")
+
+
+async def test_truth_is_a_reward(pool):
+    assert (await pool.score(asked("3 > 2", "give"))).value == 1.0
 
 
 async def test_function_that_reads_its_input_takes_no_request(pool):

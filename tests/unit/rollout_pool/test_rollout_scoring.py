@@ -122,10 +122,14 @@ async def test_service_that_is_gone_leaves_the_episode_unscored(scorer_of, kind)
 
 
 async def test_answer_that_breaks_its_scorer_is_scored_zero(scorer_of, caplog):
-    caplog.set_level("INFO")
-    score = await scorer_of(Pool(right="RuntimeError: broken"), right=TASK).score(PROMPT, episode())
-    assert (score.reward, score.is_unscored) == (0.0, False)
-    assert "prompt 3: no right: RuntimeError: broken" in caplog.text
+    caplog.set_level("INFO", logger="rollout_pool.rewards.scorer")
+    scorer = scorer_of(Pool(right="RuntimeError: broken"), right=TASK)
+    for _ in range(2):
+        score = await scorer.score(PROMPT, episode())
+        assert (score.reward, score.is_unscored) == (0.0, False)
+    said = "prompt 3: no right: RuntimeError: broken"
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert logged == [("WARNING", said), ("INFO", said)], "one warning for a function with a bug"
 
 
 async def test_failed_part_counts_zero_and_is_reported(scorer_of):

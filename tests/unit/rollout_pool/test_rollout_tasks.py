@@ -180,6 +180,57 @@ def test_listed_questions_can_have_held_out_ones_in_a_file(tmp_path):
     assert texts == {one["question"] for one in listed}
 
 
+def data_set(folder, **splits):
+    """A Hugging Face data set in a folder: rows with the columns prompt and label."""
+    folder.mkdir()
+    for split, count in splits.items():
+        rows = [{"prompt": f"{split} {n}?", "label": n, "more": None} for n in range(count)]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder)
+
+
+def rows_of(name, **changes):
+    params = {"question": "prompt", "answer": "label", **changes.pop("params", {})}
+    return build_task(TaskConfig(kind=TaskKind.questions, name=name, params=params, **changes))
+
+
+def test_data_set_gives_questions_by_the_names_of_its_columns(tmp_path):
+    task = rows_of(data_set(tmp_path / "rows", train=4, test=3), eval_size=2)
+    assert [prompt.text for prompt in task.eval_prompts()] == ["test 0?", "test 1?"]
+    prompts = list(itertools.islice(TaskStream(task, 0, 1), 4))
+    assert {prompt.text for prompt in prompts} == {f"train {n}?" for n in range(4)}
+    assert all(task.solution(prompt) == prompt.text[6] for prompt in prompts)
+    assert task.score(prompts[0], f"so\n {prompts[0].text[6]}") == 1.0
+
+
+def test_data_set_without_a_split_for_evaluation_holds_its_last_rows_back(tmp_path):
+    name = data_set(tmp_path / "rows", train=5)
+    task = rows_of(name, params={"eval_split": None}, eval_size=2)
+    assert [prompt.text for prompt in task.eval_prompts()] == ["train 3?", "train 4?"]
+    with pytest.raises(ValueError, match=r"rows': its split 'test' did not load .*check the name"):
+        rows_of(name)
+
+
+def test_other_columns_of_a_file_are_named_too(tmp_path):
+    data_set(tmp_path / "rows", train=5)
+    task = rows_of("unused", path=str(tmp_path / "rows" / "train.jsonl"), eval_size=1)
+    assert [prompt.text for prompt in task.eval_prompts()] == ["train 4?"]
+
+
+@pytest.mark.parametrize("column", ["labels", ["label"]])
+def test_missing_column_is_named_with_those_that_exist(tmp_path, column):
+    name = data_set(tmp_path / "rows", train=2, test=2)
+    for changes, place in (({}, f"{name}, train 0"), ({"path": f"{name}/test.jsonl"}, "line 1")):
+        with pytest.raises(ValueError) as refused:
+            rows_of(name, params={"answer": column}, **changes)
+        message = str(refused.value)
+        assert message.startswith(f"task.params.answer={column!r}: task.")
+        assert (
+            place in message
+            and "has no such column, only prompt, label, more; set it to" in message
+        )
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

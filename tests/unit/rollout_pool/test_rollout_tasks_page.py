@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,6 +18,8 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tools import function_tool
+from rollout_pool.rewards.pool import RewardPool
+from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream, demonstrations
@@ -66,9 +69,10 @@ def second_chance(tmp_path):
     return load_config(overrides)
 
 
-def test_example_is_about_thirty_lines_long():
-    lines = [line for line in block_with("class SecondChance").splitlines() if line.strip()]
-    assert len(lines) <= 30
+@pytest.mark.parametrize("example", ["SecondChance", "SecondTry"])
+def test_example_of_several_turns_has_at_most_25_lines(example):
+    lines = [line for line in block_with(f"class {example}").splitlines() if line.strip()]
+    assert len(lines) <= 25
 
 
 async def test_environment_of_the_page_plays_whole_episodes(second_chance):
@@ -122,17 +126,53 @@ def test_lines_of_the_page_are_read(tmp_path):
     lines = re.findall(r'^    (\{"(?:question|problem|prompt)".*)$', PAGE, re.MULTILINE)
     found = [line for line in lines if '"messages"' not in line]  # that one is for a service
     kinds = {"question": "gsm8k", "problem": "math", "prompt": "code"}
-    [plain] = [line for line in found if "Santiago" in line]
-    assert len(found) == 5
-    for line in found:
-        if line == plain:  # see test_the_list_of_questions
-            continue
+    plain = [
+        line for line in found if "Santiago" in line or "plum" in line
+    ]  # other tests read them
+    assert (len(found), len(plain)) == (6, 2)
+    for line in [line for line in found if line not in plain]:
         [key] = [key for key in kinds if line.startswith(f'{{"{key}"')]
         path = tmp_path / f"{key}.jsonl"
         path.write_text(line)
         overrides = [f"task={kinds[key]}", f"task.path={path}", f"task.eval_path={path}"]
         task = build_task(load_config(overrides).task)
         assert len(task.eval_prompts()) == 1
+
+
+# A data set with two columns ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def trivia(tmp_path):
+    """The settings of the page, with a folder in place of the data set on the hub."""
+    rows = [{"prompt": f"Who wrote book {n}?", "label": f"Author{n}"} for n in range(4)]
+    (tmp_path / "trivia").mkdir()
+    for split in ("train", "test"):
+        text = "\n".join(map(json.dumps, rows[:3] if split == "train" else rows[3:]))
+        (tmp_path / "trivia" / f"{split}.jsonl").write_text(text)
+    (tmp_path / "trivia.py").write_text(block_with("def score(prompt, episode, solution)"))
+    return [
+        one.replace("org/trivia", str(tmp_path / "trivia")).replace(
+            "trivia.py", str(tmp_path / "trivia.py")
+        )
+        for one in settings_with("trivia.py")
+    ]
+
+
+async def test_data_set_of_the_page_is_a_task_in_ten_lines_with_its_reward(trivia, tmp_path):
+    lines = block_with("def score(prompt, episode, solution)").splitlines()
+    assert len(lines) + len(trivia) <= 10
+    config = load_config(trivia)
+    check_task(config.task)
+    task, prompt, episode = await play(trivia, "I say Author1")
+    assert prompt.text in {f"Who wrote book {n}?" for n in range(3)}
+    assert [one.text for one in task.eval_prompts()] == ["Who wrote book 3?"]
+    [asked] = [one for one in map(task.example, range(3)) if one.text == "Who wrote book 1?"]
+    pool = RewardPool(config.task, num_processes=1, timeout_s=30, log_path=tmp_path / "log")
+    await pool.start()
+    scored = await EpisodeScorer(config.task, task=task, pool=pool).score(asked, episode)
+    await pool.close()
+    assert scored.parts == {"right": pytest.approx(1 / 3)} and not scored.failures
 
 
 # A list of questions ------------------------------------------------------------------------------
@@ -184,7 +224,11 @@ COUNTRIES = {"Paris": "France", "Tokyo": "Japan", "Lima": "Peru"}
     [
         (["task.params={questions: null}"], "or give a JSONL file"),
         (["task.params={questions: 3}"], "must be a list of objects"),
-        (["task.params={questions: [{question: x}]}"], 'questions[0]: "answer" must be'),
+        (
+            ["task.params={questions: [{question: x}]}"],
+            "task.params.answer='answer': task.params.questions[0] has no such column, only q",
+        ),
+        (["task.params={questions: [{question: x, answer: }]}"], 'questions[0]: "answer" must be'),
         (["task.eval_size=4"], "task.params.questions has only 4"),
         (["task.params={more: 1}"], "task.params.more: questions has no such setting"),
     ],
@@ -237,6 +281,30 @@ async def test_task_of_the_page_with_its_tool_is_played(apples, chat_tokenizer):
     assert [one.text[-5:-1] for one in task.eval_prompts()] == [" Eva", "Finn"]
     stream = TaskStream(task, 0, 1)
     assert {task.who(next(stream)) for _ in range(12)} == {"Anna", "Ben", "Cleo", "Dan"}
+
+
+@pytest.fixture
+def fruit(tmp_path):
+    (tmp_path / "fruit.py").write_text(block_with("class SecondTry"))
+    [line] = re.findall(r'^    (\{"question".*plum.*)$', PAGE, re.MULTILINE)
+    other = {"question": "What does a pear cost?", "answer": "5"}
+    (tmp_path / "fruit.jsonl").write_text(f"{json.dumps(other)}\n" + 128 * f"{line}\n")
+    settings = settings_with("fruit.py")
+    return [one.replace("fruit.", f"{tmp_path}/fruit.") for one in settings]
+
+
+@pytest.mark.parametrize(("tries", "reward"), [(["5"], 1.0), (["7", "5"], 0.5), (["7", "8"], 0.0)])
+async def test_environment_with_a_tool_of_the_page_is_played(fruit, chat_tokenizer, tries, reward):
+    check_task(load_config(fruit).task)
+    call = '<tool_call>{"name": "price", "arguments": {"fruit": "pear"}}</tool_call>'
+    held_out = build_task(load_config(fruit).task).eval_prompts()
+    assert {one.text for one in held_out} == {"What do 2 apples and a plum cost?"}
+    _, prompt, episode = await play(fruit, call, *tries, tokenizer=chat_tokenizer)
+    assert (episode.end, episode.env_reward) == ("done", reward), episode.error
+    assert dict(episode.env_parts) == {"tool_calls": 1, "tool_errors": 0}
+    assert [m.content for m in episode.messages if m.role == "tool"] == ["5"]
+    said = [m.content for m in episode.messages if m.role == "user"]
+    assert said == [prompt.text, "No. Try again."][: len(tries)]
 
 
 def test_demonstration_of_the_page_teaches_the_call_and_the_answer(apples, chat_tokenizer):

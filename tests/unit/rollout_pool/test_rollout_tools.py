@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from typing import Any, Literal
 
@@ -192,6 +193,10 @@ def test_signature_becomes_the_schema_of_a_tool():
     }
 
 
+def test_function_with_a_cache_is_a_tool():
+    assert function_tool(functools.cache(add), "task.tools").spec.parameters["required"] == ["a"]
+
+
 def test_function_unfit_as_a_tool_is_refused():
     def silent(a: int) -> int:
         return a
@@ -204,7 +209,15 @@ def test_function_unfit_as_a_tool_is_refused():
         """Many."""
         return len(a)
 
+    def unknown(a: Nowhere) -> int:  # noqa: F821
+        """Unknown."""
+        return a
+
     for function, message in (
+        (Counting, r"task.tools: must be a function, not <class '.*Counting'>; write one with def"),
+        (functools.partial(add, 1), r"task.tools: must be a function, not functools.partial\("),
+        (unknown, r"task.tools: its arguments could not be read \(name 'Nowhere' is not defined\)"),
+        (getattr, r"task.tools: its arguments could not be read \(no signature found"),
         (silent, "task.tools: the function needs a docstring"),
         (odd, "argument 'a' is annotated as <class 'bytes'>, which has no JSON type"),
         (many, "argument 'a' must be a keyword argument"),

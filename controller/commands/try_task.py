@@ -1,0 +1,235 @@
+"""`make try TASK=...`: runs a few episodes of a task without a trainer and prints them.
+
+    environment, tools ──► EpisodeRunner ──► ChatModel ──► any OpenAI-compatible URL
+                                 └──► EpisodeScorer ──► reward and its parts
+
+Environments, tools, bounds and rewards are those of a run. Only the model is not: it is asked for
+whole messages, so nothing is tokenized, and the run's limits in tokens do not apply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAIError
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.choices import RewardKind
+from configs.printable import printable
+from configs.schema import Config
+from controller.start.preflight import check_task
+from rollout_pool.endpoint.agents import find_agent
+from rollout_pool.episodes.chat import as_template_message, as_template_tool
+from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.rewards.pool import RewardPool
+from rollout_pool.rewards.scorer import EpisodeScorer, needs_processes
+from rollout_pool.rewards.types import Score
+from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
+from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
+from rollout_pool.tasks.task import Task, TaskStream
+
+DEFAULT_KEY = "OPENAI_API_KEY"
+NO_LIMIT = 10**9
+"""Of tokens: there are none."""
+
+
+def try_task(config: Config, url: str, model: str, key_env: str | None, num_episodes: int) -> None:
+    """Prints `num_episodes` episodes of the first training prompts, answered by `model` at `url`.
+
+    Raises ValueError for a bad task or key, and RuntimeError if an episode has no answer.
+    """
+    if num_episodes < 1:
+        raise ValueError(f"--episodes={num_episodes}: must be at least 1")
+    key = os.environ.get(key_env or DEFAULT_KEY)
+    if key_env is not None and not key:
+        raise ValueError(f"--key-env={key_env!r}: there is no such environment variable; set it")
+    task = check_task(config.task)
+    _refuse_what_needs_tokens(config, task)
+    # The runner logs what an environment raises, with its traceback.
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger(EpisodeRunner.__module__).setLevel(logging.INFO)
+    asyncio.run(_run(config, task, ChatModel(url, model, key), num_episodes))
+
+
+def _refuse_what_needs_tokens(config: Config, task: Task) -> None:
+    if find_agent(config.task, task) is not None:
+        raise ValueError(
+            f"task.agent={config.task.agent!r}: an agent calls the model by itself; run it against "
+            "the URL without make try"
+        )
+    for name, reward in config.task.rewards.items():
+        if reward.kind is RewardKind.teacher:
+            raise ValueError(
+                f"task.rewards.{name}.kind=teacher: needs the tokens of a policy, and a model "
+                "behind a URL gives text; leave it out"
+            )
+
+
+async def _run(config: Config, task: Task, chat: ChatModel, num_episodes: int) -> None:
+    rewards = []
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(chat.close)
+        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="leash-try-"))
+        pool = RewardPool(
+            config.task,
+            num_processes=int(needs_processes(config.task)),
+            timeout_s=config.rollout.reward_timeout_s,
+            log_path=Path(folder) / "rewards.log",
+        )
+        closing.push_async_callback(pool.close)
+        await pool.start()
+        scorer = EpisodeScorer(config.task, task=task, pool=pool)
+        closing.push_async_callback(scorer.close)
+        limits = replace(config.rollout, max_prompt_tokens=NO_LIMIT, max_response_tokens=NO_LIMIT)
+        # A request cannot be interrupted: at the episode's timeout it is cancelled at once.
+        runner = EpisodeRunner(chat, chat, config.task, limits, heeds_interrupt_s=0)
+        source = EnvEpisodes(runner, environment_factory(config.task, task))
+        prompts = itertools.islice(TaskStream(task, 0, 1), num_episodes)
+        for number, prompt in enumerate(prompts, start=1):
+            request = EpisodeRequest(
+                session=f"episode {number}",
+                sampling=SamplingParams(temperature=config.rollout.sampling.temperature),
+                priority=Priority.evaluation,
+            )
+            episode = await source.run(prompt, request)
+            score = await scorer.score(prompt, episode)
+            rewards.append(score.reward)
+            print(f"episode {number} of {num_episodes}, prompt {prompt.index}")
+            print(printable("\n".join(episode_lines(episode, score))), flush=True)
+    print(f"mean reward of {num_episodes} episodes: {sum(rewards) / len(rewards):g}")
+
+
+def episode_lines(episode: Episode, score: Score) -> list[str]:
+    """The conversation, the reward with its parts, and how the episode ended."""
+    lines = [f"  {message.role}: {_said(message)}" for message in episode.messages]
+    parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
+    unknown = " without what failed" if score.is_unscored else ""
+    lines.append(f"  -> reward {score.reward:g}{unknown} ({parts})")
+    lines += [f"     no {name}: {why}" for name, why in score.failures.items()]
+    error = f": {episode.error}" if episode.error else ""
+    cut = ", its last answer cut" if episode.branches[-1].finish_reason == "length" else ""
+    lines.append(f"     ended by {episode.end}{error}, turns: {episode.num_turns}{cut}")
+    return [*lines, ""]
+
+
+def _said(message: Message) -> str:
+    calls = [f"{call.name}({json.dumps(dict(call.arguments))})" for call in message.tool_calls]
+    return "\n    ".join([*message.content.splitlines(), *calls])
+
+
+class ChatModel:
+    """The runner's `Completer` and `Chat` in one, for a model that takes and gives messages.
+
+    A token stands for one message of one conversation, so a prompt is a conversation:
+
+        first     [ 0 system, 1 user ]
+        complete  [ 0, 1 | 2 assistant ]
+        follow    [ 0, 1, 2, 3 tool ]
+    """
+
+    def __init__(self, url: str, model: str, key: str | None) -> None:
+        # A server without keys takes any; the client insists on one.
+        self._client = AsyncOpenAI(base_url=url, api_key=key or "none")
+        self._model = model
+        self._messages: list[dict[str, Any]] = []
+        """By token, in OpenAI's format."""
+        self._tools: dict[int, list[Mapping[str, Any]]] = {}
+        """Of the conversation that begins with a token."""
+        self._answers: dict[int, Completion] = {}
+        """By token."""
+
+    def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        tokens = self._added(messages)
+        if tools and tokens:
+            self._tools[tokens[0]] = [as_template_tool(tool) for tool in tools]
+        return tokens
+
+    def follow(self, tokens: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return [*tokens, *self._added(messages)]
+
+    def parse(self, output_ids: Sequence[int], finish_reason: str) -> Completion:
+        return self._answers[output_ids[-1]]
+
+    async def complete(self, sample: Sample) -> None:
+        """Raises SampleFailed if the server gives no answer."""
+        asked: dict[str, Any] = {
+            "model": self._model,
+            "messages": [self._messages[token] for token in sample.prompt],
+            "temperature": sample.sampling.temperature,
+        }
+        if tools := self._tools.get(sample.prompt[0]):
+            asked["tools"] = tools
+        if sample.max_new_tokens < NO_LIMIT // 2:  # task.max_turn_tokens
+            asked["max_tokens"] = sample.max_new_tokens
+        try:
+            reply = await self._client.chat.completions.create(**asked)
+            choice = reply.choices[0]
+        except (OpenAIError, IndexError, TypeError) as error:
+            why = f"{error} {error.__cause__ or ''}".strip()
+            raise SampleFailed(
+                f"{self._client.base_url}: no answer from {self._model!r}: {why}"
+            ) from error
+        answer = read_answer(choice.message, choice.finish_reason)
+        message = Message(role="assistant", content=answer.content, tool_calls=answer.tool_calls)
+        [token] = self._added([message])
+        self._answers[token] = answer
+        sample.output_ids, sample.logprobs = [token], [0.0]
+        sample.version_spans = [VersionSpan(version=0, start=0, end=1)]
+        sample.finish_reason = answer.finish_reason
+
+    def interrupt(self, sample: Sample) -> None:
+        return
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _added(self, messages: Sequence[Message]) -> list[int]:
+        begin = len(self._messages)
+        self._messages += [as_openai_message(message) for message in messages]
+        return list(range(begin, len(self._messages)))
+
+
+def as_openai_message(message: Message) -> dict[str, Any]:
+    """In the format of OpenAI's requests, where arguments are text."""
+    written = as_template_message(message)
+    for call in written.get("tool_calls", []):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    if message.role == "tool" and message.tool_call_id is None:
+        written["role"] = "user"  # to a call that could not be read, and so has no id
+    return written
+
+
+def read_answer(message: Any, finish_reason: str) -> Completion:
+    """A server's answer. A call that is no JSON object stays in the text, as the model wrote it."""
+    content, calls, bad_call = message.content or "", [], None
+    for call in message.tool_calls or []:
+        name, arguments = call.function.name, call.function.arguments
+        try:
+            given = json.loads(arguments or "{}")
+            if not isinstance(given, dict):
+                raise ValueError("its arguments are no object")
+        except ValueError as error:
+            bad_call = bad_call or f"{name}: {error}"
+            content += f"\n{name}({arguments})"
+        else:
+            calls.append(ToolCall(call_id=call.id, name=name, arguments=given))
+    return Completion(
+        text=content,
+        content=content.lstrip("\n"),
+        tool_calls=tuple(calls),
+        bad_call=bad_call,
+        finish_reason="length" if finish_reason == "length" else "stop",
+    )
