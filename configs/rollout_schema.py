@@ -31,7 +31,7 @@ from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKin
 
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
 ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
-LANGUAGES = matching(r"[a-z0-9_]+", "words in lower case, as [javascript, js]")
+LANGUAGES = matching(r"[a-z0-9_][a-z0-9_+#]*", "words in lower case, as [cpp, c++]")
 TOOLS = matching(rf"python|{CODE_PATTERN}", "python, module:name or file.py:name")
 
 
@@ -267,6 +267,39 @@ class RolloutConfig(Section):
             most = MAX_PORT - self.num_workers + 1
             fix = f"must lie in 0..{most}: each of {self.num_workers} workers takes the next one"
             yield Rule(port <= most, "openai.port", fix)
+        if self.sampling.is_truncated:
+            yield from self._truncation_rules()
+
+    def _truncation_rules(self) -> Iterator[Rule]:
+        """Rules for engines and groups that record the candidates of each token."""
+        given = _flags(self.engine.extra_args)
+        yield Rule(
+            "--speculative-algorithm" not in given,
+            "sampling.top_k",
+            "engines with --speculative-algorithm of rollout.engine.extra_args do not return the "
+            "ids among which a token was drawn; set -1, or remove that argument",
+        )
+        most = given.get("--sampling-mask-max-tokens", "")
+        yield Rule(
+            not most.isdecimal() or self.sampling.top_k <= int(most),
+            "sampling.top_k",
+            f"is above --sampling-mask-max-tokens {most} of rollout.engine.extra_args, and engines "
+            "would refuse each request; lower it, or leave that argument out",
+        )
+        yield Rule(
+            self.sampling.min_p == 0 or not self.engine.deterministic,
+            "sampling.min_p",
+            "SGLang has no such sampling with the seeds that rollout.engine.deterministic=true "
+            "gives each request; set 0",
+        )
+        num_tokens = self.group_size * (self.max_prompt_tokens + self.max_response_tokens)
+        size = 4 * num_tokens * self.sampling.top_k / 2**30
+        yield Rule(
+            size <= 1,
+            "sampling.top_k",
+            "the ids among which the tokens of a group were drawn could take "
+            f"{size:.1f} GiB, and the most is 1; lower it",
+        )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -41,6 +41,7 @@ from configs.choices import (
     PauseMode,
     RewardKind,
     Selector,
+    StreamTokens,
     TailPolicy,
     TaskKind,
 )
@@ -608,21 +609,28 @@ class Config(Section):
             "algorithm.streams.teacher.loss=teacher_kl, or remove the teacher",
             shown,
         )
-        for setting, has in {
-            "algorithm.kl.weight": algorithm.kl.weight > 0,
-            "algorithm.streams.*.loss": algorithm.needs_teacher,
+        imitates = any(
+            stream.loss == "supervised" and stream.tokens is StreamTokens.answers
+            for stream in algorithm.streams.values()
+        )
+        for what, has in {
+            "algorithm.kl.weight above 0": algorithm.kl.weight > 0,
+            "a teacher in task.rewards": RewardKind.teacher in kinds,
+            "algorithm.loss=supervised": algorithm.loss == "supervised",
+            "algorithm.streams.*.loss=supervised with tokens=answers": imitates,
         }.items():
             yield Rule(
                 not (has and self.rollout.sampling.is_truncated),
                 "rollout.sampling.top_k",
-                f"{setting} compares two policies over the whole vocabulary, and with truncated "
-                "sampling the trainer computes the policy's distribution over a few tokens only; "
-                "set top_k=-1, top_p=1 and min_p=0",
+                f"{what} needs the policy's distribution over the whole vocabulary, and with "
+                "truncated sampling the trainer computes it over a few tokens only; set top_k=-1, "
+                "top_p=1 and min_p=0",
             )
         teaches_at_equal_rewards = {
             "policy_weight=0": algorithm.policy_weight == 0,
             "loss=supervised": algorithm.loss == "supervised",
             f"advantage.kind={advantage.kind}": advantage.kind in ("reinforce_pp", "gdpo"),
+            "streams.*.loss=teacher_kl": algorithm.needs_teacher,
         }
         for setting, does in teaches_at_equal_rewards.items():
             yield Rule(

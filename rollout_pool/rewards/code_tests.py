@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _USUAL = SandboxLimits()
 MAX_TIMEOUTS = 2
 """After so many timeouts the remaining tests are skipped."""
-_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BLOCK = re.compile(r"```[ \t]*([\w+#]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("python", "python3", "py")
 
 

@@ -73,7 +73,7 @@ def as_reward(given: object, what: str) -> float:
     # Text that spells a number is not one: `float` would take it.
     try:
         reward = float(given) if isinstance(given, SupportsFloat) else math.nan
-    except (TypeError, ValueError):  # an array of several numbers
+    except (TypeError, ValueError, OverflowError):  # an array of several numbers, or a huge one
         reward = math.nan
     if not math.isfinite(reward):
         raise BadReward(

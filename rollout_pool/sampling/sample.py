@@ -10,6 +10,7 @@ version with which it was sampled.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -62,7 +63,7 @@ class Sample:
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Natural log of each output token's probability under the distribution it was sampled from."""
-    candidates: list[list[int]] = field(default_factory=list)
+    candidates: list[array[int]] = field(default_factory=list)
     """The ids among which each output token was drawn; empty unless `has_candidates`."""
     version_spans: list[VersionSpan] = field(default_factory=list)
     """Cover [0, len(output_ids)) without gaps, counted from the first output token."""

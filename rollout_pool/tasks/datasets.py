@@ -218,11 +218,16 @@ def _plain(text: str) -> str:
 
 def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
     params = {LIST: None} | COLUMNS | SOURCE | config.params
-    check_params(config, "questions", [LIST, *COLUMNS, *SOURCE])
+    source = SOURCE if config.is_from_hub else ()
+    check_params(config, "questions", [LIST, *COLUMNS, *source])
+    if config.is_from_hub and params[LIST] is not None:
+        raise ValueError(
+            f"task.name={config.name!r}: names a data set, and task.params.{LIST} lists questions; "
+            f"set task.params.{LIST}=null, or leave task.name out"
+        )
     read = partial(read_question, columns={role: params[role] for role in COLUMNS})
     if config.path is not None or config.is_from_hub:
-        source = {name: params[name] for name in SOURCE}
-        return load_problems(config, read, LINE_FORM, **source)
+        return load_problems(config, read, LINE_FORM, **{name: params[name] for name in SOURCE})
     place, listed = f"task.params.{LIST}", params[LIST]
     if not isinstance(listed, list) or not all(isinstance(one, dict) for one in listed):
         raise ValueError(

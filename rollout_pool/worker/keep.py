@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
@@ -68,7 +69,7 @@ class KeptSample:
     """Empty if the parts in the buffer have more tokens than this."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    candidates: list[list[int]] = field(default_factory=list)
+    candidates: list[array[int]] = field(default_factory=list)
     version_spans: list[VersionSpan] = field(default_factory=list)
     end: str = ""
 
@@ -89,7 +90,7 @@ class KeptSample:
             start += number
         self.output_ids += tokens.tolist()
         self.logprobs += logprobs.tolist()
-        self.candidates += [np.frombuffer(ids, "<i4").tolist() for ids in part.candidates]
+        self.candidates += [array("i", np.frombuffer(ids, "<i4")) for ids in part.candidates]
         self.version_spans = merge_spans([*self.version_spans, *spans])
         self.end = part.end
 

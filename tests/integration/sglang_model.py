@@ -186,7 +186,7 @@ def logprobs_of(model, sample, temperature):
     if sample.candidates:
         left = torch.full_like(logits, -torch.inf)
         for row, ids in enumerate(sample.candidates):
-            left[row, ids] = logits[row, ids]
+            left[row, list(ids)] = logits[row, list(ids)]
         logits = left
     return logits.log_softmax(-1).gather(1, tokens[0, len(sample.prompt) :, None])[:, 0]
 

@@ -57,6 +57,7 @@ def test_default_is_decoupled_ppo() -> None:
         ["algorithm.dual_clip=3", ROLLOUT, NONE],
         [kinds("tis_sequence"), "algorithm.correction.normalize=true"],
         ["rollout.sampling={top_k: 50, top_p: 0.95, min_p: 0.01}"],
+        ["rollout.sampling.top_k=50", "algorithm.streams.words.tokens=observations"],
     ],
 )
 def test_legal_combinations_load(settings: list[str]) -> None:
@@ -150,6 +151,10 @@ def test_legal_combinations_load(settings: list[str]) -> None:
                     "advantage.kind=gdpo",
                     ["algorithm.advantage={kind: gdpo, part_weights: {right: 1.0}}"],
                 ),
+                (
+                    "streams.*.loss=teacher_kl",
+                    ["algorithm.streams.t.loss=teacher_kl", *TEACHER, "task.rewards.a.kind=task"],
+                ),
             )
         ),
         (
@@ -170,13 +175,24 @@ def test_legal_combinations_load(settings: list[str]) -> None:
             "algorithm.correction.normalize=True: there is no truncated weight",
         ),
         # Distributions over parts of the vocabulary, and over all of it.
-        (
-            ["algorithm.kl.weight=0.1", "rollout.sampling.top_k=50"],
-            "rollout.sampling.top_k=50: algorithm.kl.weight compares two policies over the whole",
-        ),
-        (
-            ["algorithm=distill", *TEACHER, "rollout.sampling.top_k=50"],
-            "rollout.sampling.top_k=50: algorithm.streams.*.loss compares two policies",
+        *(
+            (
+                ["rollout.sampling.top_k=50", *more],
+                f"rollout.sampling.top_k=50: {what} needs the policy's distribution over the whole",
+            )
+            for what, more in (
+                ("algorithm.kl.weight above 0", ["algorithm.kl.weight=0.1"]),
+                ("a teacher in task.rewards", ["algorithm=distill", *TEACHER]),
+                (
+                    "a teacher in task.rewards",
+                    ["algorithm.loss=mine.py:loss", *TEACHER, "task.rewards.a.kind=task"],
+                ),
+                ("algorithm.loss=supervised", ["algorithm.loss=supervised", NONE]),
+                (
+                    "algorithm.streams.*.loss=supervised with tokens=answers",
+                    ["algorithm.streams.good.min_reward=1"],
+                ),
+            )
         ),
         # Two weights, or one twice.
         (

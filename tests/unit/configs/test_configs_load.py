@@ -163,6 +163,25 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
         (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_k=-1"),
         (["rollout.sampling.min_p=0.1"], "rollout.sampling.top_k=-1"),
         (["rollout.sampling.top_k=1"], "rollout.sampling.top_k=1"),
+        (
+            ["rollout.sampling.top_k=9", "rollout.engine.extra_args=[--speculative-algorithm, X]"],
+            "rollout.sampling.top_k=9",
+        ),
+        (
+            [
+                "rollout.sampling.top_k=9",
+                "rollout.engine.extra_args=[--sampling-mask-max-tokens=8]",
+            ],
+            "rollout.sampling.top_k=9",
+        ),
+        (
+            ["rollout.sampling={top_k: 9, min_p: 0.1}", "rollout.engine.deterministic=true"],
+            "rollout.sampling.min_p=0.1",
+        ),
+        (
+            ["rollout.sampling.top_k=1024", "rollout.max_response_tokens=40000"],
+            "could take 1.2 GiB, and the most is 1",
+        ),
         (["weight_sync.pause_mode=retract"], "rollout.engine.radix_cache=True"),
         (["weight_sync=delta", "weight_sync.max_delta_density=0"], "weight_sync.full_every=20"),
         (["weight_sync.stage_dir=stage"], "weight_sync.stage_dir='stage'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from array import array
 
 import pytest
 
@@ -185,7 +186,7 @@ def truncated(**fields):
 
 async def test_log_probabilities_of_truncated_sampling_are_those_among_the_candidates():
     found = new_tokens("engine-0", truncated(), 0, has_candidates=True)
-    assert found == Tokens([9, 4], [-1.0, 0.0], [[9, 3], [4]])
+    assert found == Tokens([9, 4], [-1.0, 0.0], [array("i", [9, 3]), array("i", [4])])
     assert new_tokens("engine-0", truncated(), 0) == Tokens([9, 4], [-1.5, -0.5])
 
 

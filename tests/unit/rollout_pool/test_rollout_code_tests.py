@@ -36,6 +36,9 @@ def test_program_of_another_language_is_the_last_block_of_it():
     answer = "```js\nlet a\n```\n```JavaScript\nlet b\n```\n```python\nprint(1)\n```"
     assert program_of(answer, ("javascript", "js")) == "let b\n"
     assert program_of(answer, ("perl",)) == "print(1)\n"
+    signed = "```c++\nint a;\n```\n```c\nint b;\n```\n```\n$ ./a\n```"
+    assert program_of(signed, ("cpp", "c++")) == "int a;\n"
+    assert program_of(signed, ("c",)) == "int b;\n"
 
 
 async def test_score_of_a_program_is_the_share_of_its_tests_that_it_passes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ def grow(sample: Sample, number: int, version: int) -> None:
     sample.output_ids += range(start, start + number)
     sample.logprobs += [-0.5 - place for place in range(start, start + number)]
     if sample.has_candidates:
-        sample.candidates += [[place, place + 1] for place in range(start, start + number)]
+        places = range(start, start + number)
+        sample.candidates += [array("i", [place, place + 1]) for place in places]
     sample.version_spans += [VersionSpan(version=version, start=start, end=start + number)]
 
 
@@ -58,7 +60,8 @@ def test_candidates_are_kept_with_their_tokens() -> None:
     parts |= tokens.take_new()
     again = sample_of("0-1-b", sampling=TOP_K)
     begun_with(parts, again)
-    assert again.candidates == sample.candidates == [[0, 1], [1, 2], [2, 3]]
+    assert again.candidates == sample.candidates
+    assert [ids.tolist() for ids in again.candidates] == [[0, 1], [1, 2], [2, 3]]
     other = sample_of("0-1-c")
     begun_with(parts, other)
     assert not other.output_ids  # drawn from another distribution

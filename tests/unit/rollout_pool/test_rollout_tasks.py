@@ -217,6 +217,15 @@ def test_other_columns_of_a_file_are_named_too(tmp_path):
     assert [prompt.text for prompt in task.eval_prompts()] == ["train 4?"]
 
 
+def test_data_set_and_listed_questions_do_not_go_together(tmp_path):
+    name, listed = data_set(tmp_path / "rows", train=2, test=2), [{"prompt": "a", "label": "b"}]
+    with pytest.raises(ValueError, match=r"^task\.name='.*rows': names a data set, and task\.pa"):
+        rows_of(name, params={"questions": listed})
+    assert rows_of(name, params={"questions": None}).eval_prompts()
+    with pytest.raises(ValueError, match=r"^task\.params\.subset: questions has no such setting"):
+        rows_of("chain_sum", params={"questions": listed * 2, "subset": "main"}, eval_size=1)
+
+
 @pytest.mark.parametrize("column", ["labels", ["label"]])
 def test_missing_column_is_named_with_those_that_exist(tmp_path, column):
     name = data_set(tmp_path / "rows", train=2, test=2)
