@@ -300,7 +300,7 @@ class _Run:
     def _reason(self, exit_code: int, cpu_s: float, notes: _Notes) -> str | None:
         if exit_code == 0:
             return None
-        if exit_code < 0 and cpu_s >= self._limits.cpu_time_s * 0.8:  # the kernel measures in ticks
+        if exit_code < 0 and cpu_s >= self._limits.cpu_time_s:
             return "cpu_time"
         told = [value for kind, value in notes if kind == "reason" and value in REASONS]
         return told[-1] if told else "exit"

@@ -82,6 +82,24 @@ async def test_loop_that_ignores_its_signal_ends_at_its_cpu_limit(quick):
     assert result.seconds < 25
 
 
+async def test_cpu_limit_is_told_on_a_machine_where_ticks_are_not_the_time_that_programs_ran(quick):
+    # These run between two ticks and sleep at each, so that the program is charged for their time.
+    busy = (
+        "import time\nwhile True:\n    until = time.perf_counter() + 0.0025\n"
+        "    while time.perf_counter() < until: pass\n    time.sleep(0.0005)"
+    )
+    command = [sys.executable, "-c", busy]
+    # The kernel shares out the CPU between sessions first.
+    others = [subprocess.Popen(command, start_new_session=True) for _ in range(6)]
+    try:
+        result = await run_program("while True: pass", limits=quick)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert (result.reason, result.exit_code) == ("cpu_time", -9)
+
+
 async def test_sleeping_program_ends_at_its_wall_time():
     limits = SandboxLimits(wall_time_s=0.5)
     result = await run_program("import time\nprint(1, flush=True)\ntime.sleep(100)", limits=limits)
