@@ -117,6 +117,7 @@ class TaskKind(Enum):
     code = "code"  # programs that are run against tests
     alphabet_sort = "alphabet_sort"  # names to sort, more at each turn
     verifiers = "verifiers"  # an environment of the verifiers library
+    mixture = "mixture"  # several tasks, those in task.tasks
     custom = "custom"  # the task that the function in task.factory returns
 
 

@@ -31,9 +31,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.choices import TaskKind
-from configs.rollout_schema import TaskConfig
+from configs.rollout_schema import TaskConfig, TaskSource
 from configs.schema import Config
-from configs.settings import NAMED_SECTIONS, all_sections, all_settings, setting_named
+from configs.settings import (
+    NAMED_SECTIONS,
+    all_sections,
+    all_settings,
+    mapping_of,
+    named_setting,
+    named_settings,
+    setting_named,
+)
 
 CONFIG_DIR = Path(__file__).resolve().parent
 GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(folder.glob("*.yaml"))))
@@ -134,7 +142,7 @@ def overrides_for(config: Config) -> list[str] | None:
 def _without_passwords(override: str) -> str:
     if override.startswith("buffer.url="):
         return _without_password(override)
-    if override.startswith("task.rewards="):
+    if override.startswith(("task.rewards=", "task.tasks=")):
         return re.sub(r"\w+://[^\s'\",{}]+", lambda url: _without_password(url[0]), override)
     return override
 
@@ -320,7 +328,7 @@ def _to_schema(composed: DictConfig) -> Config:
 
 def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
     name = error.full_key or ""
-    setting = setting_named(name)
+    setting = setting_named(name) or named_setting(name)
     if setting is not None:
         return f"{name}={OmegaConf.select(composed, name)!r}: expected {setting.expected}"
     if name in all_sections():
@@ -330,18 +338,12 @@ def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
 
 def _anchor_paths(config: Config) -> None:
     """Make paths absolute, relative to the current folder."""
-    run, buffer, task, model = config.run, config.buffer, config.task, config.model
-    algorithm = config.algorithm
+    run, buffer, model, algorithm = config.run, config.buffer, config.model, config.algorithm
     run.dir = _absolute(run.dir)
     buffer.password_file = buffer.password_file and _absolute(buffer.password_file)
-    if task.is_from_hub:
-        task.name = _absolute_or_hub(task.name)
-    task.path = task.path and _absolute(task.path)
-    task.eval_path = task.eval_path and _absolute(task.eval_path)
-    task.factory = task.factory and _absolute_code(task.factory)
-    task.env = task.env and _absolute_code(task.env)
-    task.agent = task.agent and _absolute_code(task.agent)
-    task.tools = [_absolute_code(tool) for tool in task.tools]
+    config.task.agent = config.task.agent and _absolute_code(config.task.agent)
+    for task in (config.task, *config.task.tasks.values()):
+        _anchor_task(task)
     algorithm.loss = _absolute_code(algorithm.loss)
     algorithm.aggregation = _absolute_code(algorithm.aggregation)
     algorithm.advantage.kind = _absolute_code(algorithm.advantage.kind)
@@ -350,14 +352,24 @@ def _anchor_paths(config: Config) -> None:
     for stream in algorithm.streams.values():
         stream.loss = _absolute_code(stream.loss)
         stream.aggregation = _absolute_code(stream.aggregation)
+    model.path = model.path and _absolute_or_hub(model.path)
+    algorithm.kl.reference = algorithm.kl.reference and _absolute_or_hub(algorithm.kl.reference)
+
+
+def _anchor_task(task: TaskSource) -> None:
+    if task.is_from_hub:
+        task.name = _absolute_or_hub(task.name)
+    task.path = task.path and _absolute(task.path)
+    task.eval_path = task.eval_path and _absolute(task.eval_path)
+    task.factory = task.factory and _absolute_code(task.factory)
+    task.env = task.env and _absolute_code(task.env)
+    task.tools = [_absolute_code(tool) for tool in task.tools]
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
         reward.path = reward.path and _absolute(reward.path)
         reward.python = reward.python and _absolute(reward.python)
         if reward.command and "/" in reward.command[0]:
             reward.command[0] = _absolute(reward.command[0])
-    model.path = model.path and _absolute_or_hub(model.path)
-    algorithm.kl.reference = algorithm.kl.reference and _absolute_or_hub(algorithm.kl.reference)
 
 
 def _absolute(path: str) -> str:
@@ -378,12 +390,12 @@ def _absolute_code(name: str) -> str:
 
 def _unknown(name: str) -> str:
     """The message for an unknown setting: the nearest name, or the names in its section."""
-    names = [setting.name for setting in all_settings()]
+    names = [setting.name for setting in named_settings().get(mapping_of(name), all_settings())]
     guess = _nearest(name, names)
     if guess:
         return f"there is no such setting;{guess} (docs/configuration.md lists all)"
-    section = name.rpartition(".")[0]
-    while section and section not in all_sections():
+    section = mapping_of(name) or name.rpartition(".")[0]
+    while section and section not in all_sections() and section not in named_settings():
         section = section.rpartition(".")[0]
     if section:
         inside = [other for other in names if other.startswith(f"{section}.")]

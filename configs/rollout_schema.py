@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from configs.checks import (
@@ -418,12 +419,16 @@ SHARE_OF_TESTS = 0.8
 
 
 DEFAULT_NAME = "chain_sum"
+MAX_ROUND = 1000
+"""Prompts of a mixture among which each task has exactly its share."""
 HUB_KINDS = (TaskKind.questions, TaskKind.gsm8k, TaskKind.math)
 """Kinds of task whose prompts may come from the Hugging Face hub."""
 
 
 @dataclass(kw_only=True, slots=True)
-class TaskConfig(Section):
+class TaskSource(Section):
+    """Where the prompts of a task come from, and how its episodes go and are scored."""
+
     SECTION: ClassVar[str] = "task"
 
     kind: TaskKind = TaskKind.reasoning_gym
@@ -440,34 +445,16 @@ class TaskConfig(Section):
     """A regular expression; its match in the question (group 1 if there is one) is the prompt."""
     instruction: str = ""
     """Text put after the question."""
-    chat_template: bool = False
-    """Format the conversation with the tokenizer's chat template; otherwise texts are concatenated.
-    """
-    system_prompt: str | None = None
-    """First message of every conversation."""
     factory: str | None = field(default=None, metadata=CODE)
     """custom: `module:name` or `file.py:name`, called with these settings, returns the task."""
     env: str | None = field(default=None, metadata=CODE)
     """The same, called with (these settings, prompt), returns each episode's environment; a
     parameter named `solution` gets the task's right answer. None is the task's own."""
-    agent: str | None = field(default=None, metadata=CODE)
-    """The same, an async function called with (session, prompt): a program that talks to the model
-    through the OpenAI-compatible endpoint and returns the reward."""
     tools: list[str] = field(default_factory=list, metadata=TOOLS)
     """Tools that the model may call: `python` (in the sandbox), or functions as `module:name`."""
-    tool_parser: ToolParser = ToolParser.hermes
-    max_turns: int = field(default=1, metadata=at_least(1))
-    """The most answers of the model in one episode."""
-    max_turn_tokens: int | None = field(default=None, metadata=at_least(1))
-    """The most tokens of one answer; None: limited by rollout.max_response_tokens only."""
-    turn_timeout_s: float = field(default=600.0, metadata=SECONDS)
-    """Longest that the environment or a tool may take over one step."""
-    episode_timeout_s: float = field(default=7200.0, metadata=SECONDS)
-    """Longest that a whole episode may take."""
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     """Parts of the reward by name; if empty, the environment's reward, or else the task's score."""
     eval_size: int = field(default=128, metadata=at_least(1))
-    seed: int = field(default=0, metadata=SEED)
 
     @property
     def is_from_hub(self) -> bool:
@@ -482,8 +469,130 @@ class TaskConfig(Section):
             "factory",
             "task.kind=custom needs module:name or file.py:name, and no other kind has one",
         )
+
+
+@dataclass(kw_only=True, slots=True)
+class MixedTask(TaskSource):
+    """One task of a mixture; its name is its key in `task.tasks`. All other settings of `task` are
+    the same for every task of the mixture."""
+
+    SECTION: ClassVar[str] = "task.tasks.*"
+
+    weight: int = field(default=1, metadata=within(1, MAX_ROUND))
+    """Prompts of this task in each round of prompts, which has the weights of all tasks together.
+    """
+
+    def rules(self) -> Iterator[Rule]:
+        yield from TaskSource.rules(self)
+        yield Rule(
+            self.kind is not TaskKind.mixture,
+            "kind",
+            "a mixture has no mixtures in it; name their tasks one by one",
+        )
+        yield Rule(
+            self.kind is not TaskKind.verifiers,
+            "kind",
+            "an environment of the verifiers library calls the model by itself, and cannot be mixed"
+            " with tasks whose episodes the run leads",
+        )
+        teachers = [n for n, reward in self.rewards.items() if reward.kind is RewardKind.teacher]
+        yield Rule(
+            not teachers,
+            "rewards",
+            "every trajectory of a run has a teacher or none has: put it into task.rewards",
+            teachers,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class TaskConfig(TaskSource):
+    SECTION: ClassVar[str] = "task"
+
+    tasks: dict[str, MixedTask] = field(default_factory=dict)
+    """mixture: the tasks, by names that the metrics use. Their rewards are added to those in
+    `task.rewards`, which every task has."""
+    curriculum: float | None = field(default=None, metadata=within(above=0, most=1))
+    """mixture: prompts of a task are passed over while few of its groups have rewards that differ,
+    but never so many that less than this share of its prompts is left. None passes none over."""
+    chat_template: bool = False
+    """Format the conversation with the tokenizer's chat template; otherwise texts are concatenated.
+    """
+    system_prompt: str | None = None
+    """First message of every conversation."""
+    agent: str | None = field(default=None, metadata=CODE)
+    """`module:name` or `file.py:name`, an async function called with (session, prompt): a program
+    that talks to the model through the OpenAI-compatible endpoint and returns the reward."""
+    tool_parser: ToolParser = ToolParser.hermes
+    max_turns: int = field(default=1, metadata=at_least(1))
+    """The most answers of the model in one episode."""
+    max_turn_tokens: int | None = field(default=None, metadata=at_least(1))
+    """The most tokens of one answer; None: limited by rollout.max_response_tokens only."""
+    turn_timeout_s: float = field(default=600.0, metadata=SECONDS)
+    """Longest that the environment or a tool may take over one step."""
+    episode_timeout_s: float = field(default=7200.0, metadata=SECONDS)
+    """Longest that a whole episode may take."""
+    seed: int = field(default=0, metadata=SEED)
+
+    @property
+    def by_name(self) -> dict[str, TaskConfig]:
+        """The settings of each task of a mixture, as if it were the run's only one; of any other
+        task, itself under the name ""."""
+        if not self.tasks:
+            return {"": self}
+        names = [one.name for one in fields(TaskSource)]
+        return {
+            name: replace(
+                self,
+                tasks={},
+                curriculum=None,
+                **{one: getattr(task, one) for one in names if one != "rewards"},
+                rewards=self.rewards | task.rewards,
+            )
+            for name, task in self.tasks.items()
+        }
+
+    def rules(self) -> Iterator[Rule]:
+        yield from TaskSource.rules(self)
         yield Rule(
             self.agent is None or self.env is None,
             "agent",
             "an agent has its own environment: do not set task.env",
         )
+        is_mixture = self.kind is TaskKind.mixture
+        yield Rule(
+            is_mixture == bool(self.tasks),
+            "tasks",
+            "task.kind=mixture needs tasks by name, as task.tasks.sums.name=chain_sum, and no other"
+            " kind has any",
+            list(self.tasks),
+        )
+        wrong = [name for name in self.tasks if not re.fullmatch(r"\w[\w.-]*", name)]
+        yield Rule(
+            not wrong,
+            "tasks",
+            "a name has letters, digits, _, - and . only, as in easy-sums",
+            wrong,
+        )
+        weights = {name: task.weight for name, task in self.tasks.items()}
+        yield Rule(
+            sum(weights.values()) <= MAX_ROUND,
+            "tasks.*.weight",
+            f"the weights of all tasks may be {MAX_ROUND} together; divide them",
+            weights,
+        )
+        yield Rule(
+            is_mixture or self.curriculum is None,
+            "curriculum",
+            "it chooses between the tasks of task.kind=mixture; leave it out",
+        )
+        yield Rule(
+            not is_mixture or self.agent is None,
+            "agent",
+            "the episodes of task.kind=mixture are those of its tasks, which may have task.tasks."
+            "*.env and tools; leave it out",
+        )
+        for setting in fields(TaskSource) if is_mixture else ():
+            if setting.name not in ("kind", "rewards"):
+                value = getattr(self, setting.name)
+                fix = f"is a setting of one task here: task.tasks.NAME.{setting.name}"
+                yield Rule(value in (setting.default, [], {}), setting.name, fix)

@@ -529,7 +529,20 @@ class Config(Section):
         )
 
     def _task_rules(self) -> Iterator[Rule]:
-        task = self.task
+        for name, task in self.task.by_name.items():
+            section = f"task.tasks.{name}" if name else "task"
+            for rule in self._rules_of_task(task, section):
+                yield rule._replace(setting=f"{section}.{rule.setting}")
+        teachers = [n for n, r in self.task.rewards.items() if r.kind is RewardKind.teacher]
+        yield Rule(
+            len(teachers) <= 1,
+            "task.rewards",
+            "a trajectory has one column of teacher log-probabilities; keep one part with "
+            "kind=teacher",
+            teachers,
+        )
+
+    def _rules_of_task(self, task: TaskConfig, section: str) -> Iterator[Rule]:
         kinds = [reward.kind for reward in task.rewards.values()]
         shown = [kind.name for kind in kinds]
         parts = [r for r in task.rewards.values() if r.kind is not RewardKind.teacher]
@@ -538,38 +551,32 @@ class Config(Section):
         learns_from_rewards = algorithm.policy_weight > 0 and algorithm.loss != "supervised"
         yield Rule(
             not task.rewards or bool(parts) or not learns_from_rewards,
-            "task.rewards",
+            "rewards",
             "a teacher gives no reward, so every reward would be 0 and nothing would be learnt; "
-            "add another part, as task.rewards.right.kind=task, or set algorithm.policy_weight=0",
+            f"add another part, as {section}.rewards.right.kind=task, or set "
+            "algorithm.policy_weight=0",
             shown,
         )
         yield Rule(
             not parts or not learns_from_rewards or any(reward.weight for reward in parts),
-            "task.rewards.*.weight",
+            "rewards.*.weight",
             "every reward would be 0 and nothing would be learnt; give one part another weight",
             [reward.weight for reward in parts],
-        )
-        teachers = [name for name, r in task.rewards.items() if r.kind is RewardKind.teacher]
-        yield Rule(
-            len(teachers) <= 1,
-            "task.rewards",
-            "a trajectory has one column of teacher log-probabilities; keep one part with "
-            "kind=teacher",
-            teachers,
         )
         brings_rewards = task.env is not None or task.agent is not None
         yield Rule(
             task.kind is not TaskKind.code or RewardKind.code_tests in kinds or brings_rewards,
-            "task.rewards",
+            "rewards",
             "an answer of task.kind=code is scored by running its tests; set "
-            "task.rewards={tests: {kind: code_tests}}, or give rewards in task.env or task.agent",
+            f"{section}.rewards={{tests: {{kind: code_tests}}}}, or give rewards in {section}.env "
+            "or an agent",
             shown,
         )
         slowest = [r.wall_time_s for r in parts if r.kind is RewardKind.code_tests]
         timeout_s = self.rollout.reward_timeout_s
         yield Rule(
             max(slowest, default=0.0) <= SHARE_OF_TESTS * timeout_s,
-            "task.rewards.*.wall_time_s",
+            "rewards.*.wall_time_s",
             f"all tests of an answer must end within {SHARE_OF_TESTS:g} of "
             f"rollout.reward_timeout_s={timeout_s:g}, so that one would never get as long; give it "
             "less, or raise rollout.reward_timeout_s",
@@ -577,8 +584,9 @@ class Config(Section):
         )
         yield Rule(
             not task.tools or task.chat_template,
-            "task.tools",
+            "tools",
             "the chat template describes the tools to the model: set task.chat_template=true",
+            task.tools,
         )
 
     def _algorithm_rules(self) -> Iterator[Rule]:

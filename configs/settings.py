@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -86,6 +86,7 @@ def setting_named(name: str) -> Setting | None:
 NAMED_SECTIONS = {
     "algorithm.streams": algorithm_schema.StreamConfig,
     "task.rewards": rollout_schema.RewardConfig,
+    "task.tasks": rollout_schema.MixedTask,
 }
 """Settings that are mappings of sections, which the user names."""
 
@@ -97,6 +98,27 @@ def named_settings() -> dict[str, tuple[Setting, ...]]:
         f"{name}.NAME": tuple(_walk(section, prefix=f"{name}.NAME."))
         for name, section in NAMED_SECTIONS.items()
     }
+
+
+def mapping_of(name: str) -> str:
+    """The key in `named_settings` of a setting that is in one of its mappings; otherwise "".
+
+    Example: mapping_of("task.tasks.sums.rewards.right.kind") == "task.rewards.NAME"
+    """
+    words = name.split(".")
+    for place in range(len(words) - 3, 0, -1):  # the innermost: a task of a mixture has rewards
+        if (mapping := f"{words[0]}.{words[place]}") in NAMED_SECTIONS:
+            return f"{mapping}.NAME"
+    return ""
+
+
+def named_setting(name: str) -> Setting | None:
+    """The setting of a mapping whose section the user named."""
+    mapping = mapping_of(name)
+    leaf = name.rpartition(".")[2]
+    return next(
+        (s for s in named_settings().get(mapping, ()) if s.name == f"{mapping}.{leaf}"), None
+    )
 
 
 @cache
@@ -162,10 +184,11 @@ def enum_docs(names: type[Enum]) -> str:
 
 
 def _field_docs(section: type) -> dict[str, str]:
-    """The string below each field; only the source has it."""
-    body = _class_nodes()[section.__name__].body
+    """The string below each field, its own or inherited; only the source has it."""
+    nodes = _class_nodes()
+    own = [nodes[base.__name__].body for base in section.__mro__ if base.__name__ in nodes]
     docs = {}
-    for node, following in pairwise(body):
+    for node, following in chain.from_iterable(map(pairwise, own)):
         if (
             isinstance(node, ast.AnnAssign)
             and isinstance(node.target, ast.Name)

@@ -79,9 +79,13 @@ class EvalReport:
     """Share of correct answers among the first k, for k = 1, 2, 4, ... and `num_samples`."""
     pass_at_k: Mapping[int, float] = field(default_factory=dict)
     """Estimated probability that at least one of k answers is correct, for the same k."""
+    accuracy_of: Mapping[str, float] = field(default_factory=dict)
+    """`accuracy` by the task of a mixture that has one."""
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: mean_at_<k> and pass_at_<k> for each k."""
+        """Flat, for a metrics log: mean_at_<k> and pass_at_<k> for each k, accuracy/<task>."""
         flat = asdict(self)
         by_name = {"mean_at": flat.pop("mean_at_k"), "pass_at": flat.pop("pass_at_k")}
-        return flat | {f"{name}_{k}": v for name, by_k in by_name.items() for k, v in by_k.items()}
+        of_tasks = {f"accuracy/{task}": v for task, v in flat.pop("accuracy_of").items()}
+        by_size = {f"{name}_{k}": v for name, by_k in by_name.items() for k, v in by_k.items()}
+        return flat | by_size | of_tasks

@@ -48,6 +48,9 @@ class StepStats:
     reward_std: float
     reward_parts: dict[str, float]
     """Mean of each part over the episodes that have it, also by the staleness of their groups."""
+    by_task: dict[str, float]
+    """By the task of the groups: `<task>/groups`, their number, and `<task>/reward`,
+    `<task>/zero_variance` and `<task>/response_length`, their means."""
     zero_variance_fraction: float
     """Share of groups whose rewards are all equal: from most advantages they learn nothing."""
     response_length_mean: float
@@ -91,7 +94,8 @@ class StepStats:
     """`StepSpeed` of this rank."""
 
     def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>.
+        """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>, what
+        there is by task as task/<task>/<name>.
 
         A name that a user's loss chooses never replaces one of ours.
         """
@@ -101,6 +105,8 @@ class StepStats:
             value = getattr(self, item.name)
             if item.name == "reward_parts":
                 named |= {f"reward/{name}": mean for name, mean in value.items()}
+            elif item.name == "by_task":
+                named |= {f"task/{name}": mean for name, mean in value.items()}
             elif item.name not in ("token_means", "metrics", "speed"):
                 flat[item.name] = json.dumps(value) if isinstance(value, dict | tuple) else value
         return {**named, **flat}
@@ -235,9 +241,8 @@ class StepAccumulator:
         reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]
         mine = _group_table(groups, group_ids, version)
-        counts = [self._num_computed, self._num_padding, self._num_in_trajectories]
-        numbers = torch.tensor(counts).double()
-        parts = [self._maxima.cpu(), self._culprits.cpu(), numbers, mine.view(-1)]
+        numbers = torch.tensor([self._num_computed, self._num_padding, self._num_in_trajectories])
+        parts = [self._maxima.cpu(), self._culprits.cpu(), numbers.double(), mine.view(-1)]
         every = ranks.gather(torch.cat(parts))
         all_maxima, culprits, all_counts, tables = torch.split(every, [*map(len, parts)], dim=1)
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
@@ -267,6 +272,7 @@ class StepAccumulator:
             reward_mean=reward_mean,
             reward_std=max(variance, 0.0) ** 0.5,
             reward_parts={n: _share(*pair) for n, pair in sorted(named["rewards"].items())},
+            by_task=_means_by_task(named["tasks"]),
             zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
             response_length_mean=_share(columns["response_length"], columns["trajectories"]),
             response_length_max=int(max(present[:, _LONGEST].tolist(), default=0)),
@@ -305,6 +311,7 @@ class StepAccumulator:
             "tokens": {name: sums.tolist() for name, sums in self._sums.items()},
             "metrics": {name: pair.tolist() for name, pair in self._metrics.items()},
             "rewards": _reward_parts(groups, version),
+            "tasks": _by_task(groups),
             "rollout_not_finite": _rollout_not_finite(groups),
         }
         every: dict[str, dict[str, list[float]]] = {kind: {} for kind in mine}
@@ -389,6 +396,34 @@ def _reward_parts(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, 
                     total[0] += value
                     total[1] += 1
     return sums
+
+
+def _by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, list[float]]:
+    """By task: number of groups, sum of their mean rewards, number whose rewards are all equal,
+    tokens generated, number of trajectories."""
+    sums: dict[str, list[float]] = {}
+    for group in groups:
+        rewards = group.rewards_by_episode.values()
+        mine = [
+            1.0,
+            sum(rewards) / len(rewards),
+            float(len(set(rewards)) == 1),
+            float(sum(s.end - s.start for t in group.trajectories for s in t.version_spans)),
+            float(len(group.trajectories)),
+        ]
+        before = sums.get(group.prompt.task, [0.0] * len(mine))
+        sums[group.prompt.task] = [a + b for a, b in zip(before, mine, strict=True)]
+    return sums
+
+
+def _means_by_task(sums: Mapping[str, list[float]]) -> dict[str, float]:
+    means = {}
+    for task, (num_groups, reward, all_equal, tokens, trajectories) in sorted(sums.items()):
+        means[f"{task}/groups"] = num_groups
+        means[f"{task}/reward"] = reward / num_groups
+        means[f"{task}/zero_variance"] = all_equal / num_groups
+        means[f"{task}/response_length"] = tokens / trajectories
+    return means
 
 
 def _rollout_not_finite(groups: Sequence[TrajectoryGroup]) -> dict[str, list[float]]:

@@ -1,7 +1,7 @@
 """`make try TASK=...`: runs a few episodes of a task without a trainer and prints them.
 
     environment, tools ──► EpisodeRunner ──► ChatModel ──► any OpenAI-compatible URL
-                                 └──► EpisodeScorer ──► reward and its parts
+                                 └──► scorer ──► reward and its parts
 
 Environments, tools, bounds and rewards are those of a run. Only the model is not: it is asked for
 whole messages, so nothing is tokenized, and the run's limits in tokens do not apply.
@@ -35,7 +35,7 @@ from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.pool import RewardPool
-from rollout_pool.rewards.scorer import EpisodeScorer, needs_processes
+from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
@@ -91,7 +91,7 @@ async def _run(config: Config, task: Task, chat: ChatModel, num_episodes: int) -
         )
         closing.push_async_callback(pool.close)
         await pool.start()
-        scorer = EpisodeScorer(config.task, task=task, pool=pool)
+        scorer = make_scorer(config.task, task, pool)
         closing.push_async_callback(scorer.close)
         limits = replace(config.rollout, max_prompt_tokens=NO_LIMIT, max_response_tokens=NO_LIMIT)
         # A request cannot be interrupted: at the episode's timeout it is cancelled at once.

@@ -74,6 +74,10 @@ COUNTED_BY = {
     "given_up": ("rollout_groups_given_up", "Groups that were given up.", "length"),
     "completed_s": ("rollout_completed_seconds", "Time spent on completed groups.", "length"),
     "given_up_s": ("rollout_given_up_seconds", "Time spent on groups given up.", "length"),
+    "scored_groups": ("rollout_task_groups", "Groups that got all their rewards.", "task"),
+    "mean_rewards": ("rollout_task_rewards", "Sum of the mean rewards of these groups.", "task"),
+    "zero_variance": ("rollout_task_zero_variance", "Those whose rewards are all equal.", "task"),
+    "passed_over": ("rollout_task_passed_over", "Prompts passed over by task.curriculum.", "task"),
     "episodes_ended": ("rollout_episodes", "Episodes, by how they ended.", "end"),
     "prompt_tokens": (
         "rollout_prompt_tokens",

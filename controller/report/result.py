@@ -16,6 +16,17 @@ from controller.watch.learning import has_no_gradient, learning_alarms
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class TaskResult:
+    """One task of a mixture; see the fields of RunResult."""
+
+    groups_trained: int
+    eval_before: float | None
+    eval_after: float | None
+    reward_first: float | None
+    reward_last: float | None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class RunResult:
     """Times in seconds, without those between an end of the run and the moment at which it went on;
     None if never measured."""
@@ -47,6 +58,8 @@ class RunResult:
     reward_first: float | None
     """Mean reward of the first steps (a tenth of them, at most ten), with rollout sampling."""
     reward_last: float | None
+    by_task: Mapping[str, TaskResult]
+    """Of the tasks of a mixture; empty for a single task."""
     groups_pushed: int
     groups_trained: int
     """Consumed and acked."""
@@ -152,6 +165,7 @@ def summarize(
         pass_at_k=_pass_at_k(after) if after is not None else {},
         reward_first=_mean(rewards[:ends]),
         reward_last=_mean(rewards[-ends:]),
+        by_task=_by_task(steps, evals),
         groups_pushed=pushed,
         groups_trained=trained,
         groups_dropped=dropped,
@@ -181,6 +195,24 @@ def summarize(
         logprob_diff_max=max(series(steps, "logprob_diff_max"), default=None),
         logprobs_not_finite=not_finite_shares(records),
     )
+
+
+def _by_task(steps: Sequence[Record], evals: Sequence[Record]) -> dict[str, TaskResult]:
+    counts = [name for step in steps for name in step.values if name.startswith("task/")]
+    tasks = {n[len("task/") : -len("/groups")] for n in counts if n.endswith("/groups")}
+    found = {}
+    for task in sorted(tasks) if len(tasks) > 1 else ():
+        accuracy = series(evals, f"accuracy/{task}")
+        rewards = series(steps, f"task/{task}/reward")
+        ends = max(1, min(10, len(rewards) // 10))
+        found[task] = TaskResult(
+            groups_trained=int(sum(series(steps, f"task/{task}/groups"))),
+            eval_before=accuracy[0] if accuracy else None,
+            eval_after=accuracy[-1] if accuracy else None,
+            reward_first=_mean(rewards[:ends]),
+            reward_last=_mean(rewards[-ends:]),
+        )
+    return found
 
 
 def _staleness_bounds(records: Sequence[Record]) -> dict[int, int]:

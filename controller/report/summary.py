@@ -132,6 +132,11 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     is_whole = result.state == "finished" or result.eval_version is None
     when = "after" if is_whole else f"of version {result.eval_version}, the last one measured"
     yield f"held-out accuracy {when}", _percent(result.eval_after)
+    for task, of in result.by_task.items():
+        yield (
+            f"of {task}: before, after",
+            f"{_percent(of.eval_before)}, {_percent(of.eval_after)}",
+        )
     if result.evals_failed:
         yield "evaluations that failed", f"{result.evals_failed:,}"
     for k, share in sorted(result.pass_at_k.items()):
@@ -139,6 +144,11 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
             yield f"pass@{k} after", _percent(share)
     yield "mean reward of the first steps", _number(result.reward_first)
     yield "mean reward of the last steps", _number(result.reward_last)
+    for task, of in result.by_task.items():
+        yield (
+            f"of {task}: first, last, groups",
+            f"{_number(of.reward_first)}, {_number(of.reward_last)}, {of.groups_trained:,}",
+        )
     if result.steps_without_gradient:
         yield (
             "steps without a gradient, which changed nothing",
@@ -268,6 +278,8 @@ def repeat_command(config: Config) -> str | None:
 
 def task_label(config: TaskConfig) -> str:
     """What distinguishes a task from others of its kind."""
+    if config.kind is TaskKind.mixture:
+        return f"mixture of {', '.join(config.tasks)}"
     if config.kind is TaskKind.custom:
         return f"custom, {config.factory}"
     if config.path is not None:

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.environment import BARE
 from rollout_pool.sandbox.run import SandboxError, SandboxLimits, cost_of_missing, protections
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
+from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
@@ -97,8 +99,9 @@ def check_plan(config: Config) -> list[str]:
     _check_here(config)
     skipped = []
     model, task = config.model.path, None
-    if config.task.is_from_hub and not config.task.name.startswith("/"):
-        skipped.append(f"the data set {config.task.name}")
+    tasks = config.task.by_name.values()
+    if remote := [t.name for t in tasks if t.is_from_hub and not t.name.startswith("/")]:
+        skipped += [f"the data set {name}" for name in remote]
     elif config.task.kind is TaskKind.verifiers:
         skipped.append(f"the environment {config.task.name}")
     else:
@@ -130,12 +133,13 @@ def _check_here(config: Config) -> Plan:
     ca_file = config.buffer.tls_ca_file
     if ca_file is not None and not Path(ca_file).is_file():
         raise ValueError(f"buffer.tls_ca_file={ca_file!r}: there is no such file")
-    for name, reward in config.task.rewards.items():
-        if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
-            raise ValueError(
-                f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
-                "environment variable; set it before the run is launched"
-            )
+    for task in config.task.by_name.values():
+        for name, reward in task.rewards.items():
+            if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
+                raise ValueError(
+                    f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
+                    "environment variable; set it before the run is launched"
+                )
     has_teacher = any(r.kind is RewardKind.teacher for r in config.task.rewards.values())
     check_algorithm(config.full_algorithm, has_teacher=has_teacher)
     if config.rollout.trace_endpoint is not None:
@@ -276,6 +280,18 @@ def check_task(config: TaskConfig) -> Task:
     if an agent, tool or reward function does not exist, or if the task cannot give its rewards.
     """
     task = build_task(config)
+    if isinstance(task, Mixture):
+        for name, member in task.members.items():
+            with task.named_in_errors(name):
+                _check_rewards_and_environment(member.config, member.task)
+        for index in range(task.round_size):
+            task.example(index)
+    else:
+        _check_rewards_and_environment(config, task)
+    return task
+
+
+def _check_rewards_and_environment(config: TaskConfig, task: Task) -> None:
     if find_agent(config, task) is None:
         make_environment = environment_factory(config, task)
         try:
@@ -298,7 +314,6 @@ def check_task(config: TaskConfig) -> Task:
         if reward.command and isinstance(task, CodeTask):
             task.check_inputs_only(f"task.rewards.{name}.command={reward.command}")
     _check_sandbox(config)
-    return task
 
 
 def _check_env_rewards(config: TaskConfig, task: Task) -> None:
@@ -346,13 +361,22 @@ def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
     chat = ChatFormat(
         tokenizer, chat_template=config.task.chat_template, tool_parser=config.task.tool_parser
     )
+    if not isinstance(task, Mixture):
+        _check_words(config, task, chat)
+        return
+    for name, member in task.members.items():
+        with task.named_in_errors(name):
+            _check_words(replace(config, task=member.config), member.task, chat)
+
+
+def _check_words(config: Config, task: Task, chat: ChatFormat) -> None:
     _check_prompts(config, task, chat)
     # A user's own environment may do anything at its start, so it is not run here.
     if config.task.env is None and find_agent(config.task, task) is None:
         _check_opening(config, task, chat)
     if config.trainer.warm_start.num_steps:
         tools = [tool.spec for tool in load_tools(config.task.tools)]
-        for messages in demonstrations(task, NUM_DEMONSTRATIONS):
+        for _, messages in demonstrations(task, NUM_DEMONSTRATIONS):
             imitate(chat, messages, tools)
 
 

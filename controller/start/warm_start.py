@@ -13,6 +13,7 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, ToolSpec
 from rollout_pool.episodes.tokenizer import load_tokenizer
 from rollout_pool.tasks.environments import load_tools
+from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import demonstrations
 from trainer_pool.types import SupervisedExample
@@ -25,17 +26,19 @@ def supervised_examples(config: Config, model_path: str) -> list[SupervisedExamp
         chat_template=config.task.chat_template,
         tool_parser=config.task.tool_parser,
     )
-    tools = [tool.spec for tool in load_tools(config.task.tools)]
-    warm_start = config.trainer.warm_start
-    conversations = demonstrations(
-        build_task(config.task), warm_start.num_steps * warm_start.batch_size
-    )
+    task, warm_start = build_task(config.task), config.trainer.warm_start
+    tools = {
+        name: [tool.spec for tool in load_tools(one.tools)]
+        for name, one in config.task.by_name.items()
+    }
     draw = random.Random(config.run.seed)
-    conversations = [
-        echo(messages) if draw.random() < warm_start.echo_fraction else messages
-        for messages in conversations
-    ]
-    return [imitate(chat, messages, tools) for messages in conversations]
+    examples = []
+    for prompt, messages in demonstrations(task, warm_start.num_steps * warm_start.batch_size):
+        name = task.of(prompt)[0].name if isinstance(task, Mixture) else ""
+        if draw.random() < warm_start.echo_fraction:
+            messages = echo(messages)
+        examples.append(imitate(chat, messages, tools[name]))
+    return examples
 
 
 def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:

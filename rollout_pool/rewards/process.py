@@ -27,6 +27,7 @@ from configs.dotted import load_callable
 from configs.rollout_schema import RewardConfig, TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.types import PartRequest, Setup, decode_request
+from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.task import Task, load_with_solution
 
 PartScorer = Callable[[PartRequest], float]
@@ -39,7 +40,14 @@ class BadReward(ValueError):
 
 def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, PartScorer]:
     """The scorer of each part that is scored in a process; "" is the task itself. The process is
-    killed when one takes `timeout_s`. Raises ValueError naming the setting at fault."""
+    killed when one takes `timeout_s`. Those of a mixture have the name of their task and a slash
+    before them. Raises ValueError naming the setting at fault."""
+    if isinstance(task, Mixture):
+        return {
+            f"{member.name}/{name}": part
+            for member in task.members.values()
+            for name, part in load_parts(member.task, member.config, timeout_s).items()
+        }
     parts: dict[str, PartScorer] = {"": _by_task(task, config)}
     for name, reward in config.rewards.items():
         setting = f"task.rewards.{name}"

@@ -20,6 +20,7 @@ from rollout_pool.rewards.judge import Judge
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
 from rollout_pool.rewards.teacher import Teacher
 from rollout_pool.rewards.types import Columns, PartScore, Score, ScoringPool, encode_request
+from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.task import Prompt, Task
 
 log = logging.getLogger(__name__)
@@ -34,22 +35,42 @@ _SERVICES: dict[RewardKind, type[RemoteService]] = {
 
 def needs_processes(config: TaskConfig) -> bool:
     """Whether a part, or without parts the task, may be scored in a scoring process."""
-    return not config.rewards or any(r.kind in IN_PROCESS for r in config.rewards.values())
+    return any(
+        not one.rewards or any(r.kind in IN_PROCESS for r in one.rewards.values())
+        for one in config.by_name.values()
+    )
+
+
+def make_scorer(config: TaskConfig, task: Task, pool: ScoringPool) -> EpisodeScorer | MixtureScorer:
+    """`pool` is not closed by its `close`. Raises ValueError naming the setting at fault."""
+    if isinstance(task, Mixture):
+        return MixtureScorer(task, pool)
+    return EpisodeScorer(config, task=task, pool=pool)
 
 
 class EpisodeScorer:
     """The `Scorer` of `task.rewards`. Used in one event loop."""
 
-    def __init__(self, config: TaskConfig, *, task: Task, pool: ScoringPool) -> None:
-        """`pool` is not closed by `close`. Raises ValueError naming the setting at fault."""
+    def __init__(
+        self,
+        config: TaskConfig,
+        *,
+        task: Task,
+        pool: ScoringPool,
+        queue: WaitMeter | None = None,
+        member: str = "",
+    ) -> None:
+        """`pool` is not closed by `close`. `queue` measures the waits for it, of other tasks too.
+        `member`: the task's name in a mixture. Raises ValueError naming the setting at fault."""
         self._rewards = config.rewards
         self._pool = pool
+        self._prefix = f"{member}/" if member else ""
         self._services = {
             name: _SERVICES[reward.kind](name, reward, task)
             for name, reward in config.rewards.items()
             if reward.kind in _SERVICES
         }
-        self._queue = WaitMeter()
+        self._queue = queue or WaitMeter()
         self._failed_before: set[str] = set()
 
     @property
@@ -115,7 +136,7 @@ class EpisodeScorer:
         self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
     ) -> PartScore:
         request = encode_request(
-            name if name in self._rewards else "",
+            self._prefix + (name if name in self._rewards else ""),
             prompt,
             episode,
             with_messages=reward.kind is RewardKind.function,
@@ -127,6 +148,31 @@ class EpisodeScorer:
 
     async def close(self) -> None:
         await asyncio.gather(*(service.close() for service in self._services.values()))
+
+
+class MixtureScorer:
+    """Scores each episode by the rewards of its prompt's task."""
+
+    def __init__(self, mixture: Mixture, pool: ScoringPool) -> None:
+        self._mixture = mixture
+        self._queue = WaitMeter()
+        self._scorers: dict[str, EpisodeScorer] = {}
+        for name, member in mixture.members.items():
+            with mixture.named_in_errors(name):
+                self._scorers[name] = EpisodeScorer(
+                    member.config, task=member.task, pool=pool, queue=self._queue, member=name
+                )
+
+    @property
+    def waited_s(self) -> float:
+        return self._queue.seconds
+
+    async def score(self, prompt: Prompt, episode: Episode) -> Score:
+        member, own = self._mixture.of(prompt)
+        return await self._scorers[member.name].score(own, episode)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
 
 
 def _usual(episode: Episode) -> dict[str, RewardConfig]:

@@ -15,6 +15,7 @@ from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tools import Tool, ToolEnv, function_tool, python_tool
+from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, load_with_solution
 
@@ -53,6 +54,8 @@ def environment_factory(config: TaskConfig, task: Task) -> EnvironmentFactory:
 
     Raises ValueError for an environment or a tool that cannot be loaded.
     """
+    if isinstance(task, Mixture):
+        return _of_mixture(task)
     make = task.environment if config.env is None else _own(config, config.env, task)
     if not config.tools:
         return make
@@ -64,6 +67,19 @@ def environment_factory(config: TaskConfig, task: Task) -> EnvironmentFactory:
     tools = load_tools(config.tools)
     timeout_s = config.turn_timeout_s * CALL_SHARE
     return lambda prompt: ToolEnv(make(prompt), tools, call_timeout_s=timeout_s)
+
+
+def _of_mixture(mixture: Mixture) -> EnvironmentFactory:
+    factories: dict[str, EnvironmentFactory] = {}
+    for name, member in mixture.members.items():
+        with mixture.named_in_errors(name):
+            factories[name] = environment_factory(member.config, member.task)
+
+    def make(prompt: Prompt) -> Env:
+        member, own = mixture.of(prompt)
+        return factories[member.name](own)
+
+    return make
 
 
 def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:

@@ -43,6 +43,10 @@ def build_task(config: TaskConfig) -> Task:
             from rollout_pool.tasks.verifiers import VerifiersTask
 
             return VerifiersTask(config)
+        case TaskKind.mixture:
+            from rollout_pool.tasks.mixture import Mixture
+
+            return Mixture(config, build_task)
         case TaskKind.custom:
             return custom_task(config)
 

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from configs.dotted import load_callable
@@ -124,10 +125,10 @@ class PromptCut:
         return question + self._instruction
 
 
-def demonstrations(task: Task, num_examples: int) -> list[tuple[Message, ...]]:
-    """The demonstrations of the first training prompts, for the warm start."""
-    stream = TaskStream(task, 0, 1)
-    return [task.demonstration(next(stream)) for _ in range(num_examples)]
+def demonstrations(task: Task, num_examples: int) -> list[tuple[Prompt, tuple[Message, ...]]]:
+    """The first training prompts and their demonstrations, for the warm start."""
+    prompts = islice(TaskStream(task, 0, 1), num_examples)
+    return [(prompt, task.demonstration(prompt)) for prompt in prompts]
 
 
 class SingleTurnTask(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from opentelemetry import trace
@@ -20,13 +21,14 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer, vocab_size
 from rollout_pool.rewards.pool import RewardPool
-from rollout_pool.rewards.scorer import EpisodeScorer, needs_processes
+from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import ScoringPool
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
 from rollout_pool.sampling.watch import ASK_EVERY_S, EngineWatch
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
+from rollout_pool.tasks.mixture import task_name
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Task, TaskStream
@@ -128,7 +130,7 @@ class WorkerParts:
         )
         endpoint = await self._open_endpoint(sampler, chat, num_tokens)
         source = self._make_source(sampler, chat)
-        scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)
+        scorer = make_scorer(spec.task, self._task, self._scoring)
         self._closing.push_async_callback(scorer.close)
         reader = PromptReader(chat, spec.task, config)
         watch = EngineWatch(
@@ -156,6 +158,7 @@ class WorkerParts:
             index=self._index,
             spec=spec,
             task=self._task,
+            task_of=partial(task_name, self._task),
             stream=TaskStream(self._task, self._index, config.num_workers, position),
             reader=reader,
             scorer=scorer,
@@ -166,6 +169,7 @@ class WorkerParts:
                 source=source,
                 scorer=scorer,
                 prompts=[p for p in self._task.eval_prompts() if reader.accepts(p)],
+                task_of=partial(task_name, self._task),
                 config=config,
             ),
             buffer=self._buffer,

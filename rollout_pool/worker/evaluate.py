@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from buffer.types import SamplingParams
@@ -43,6 +43,7 @@ class EvaluationFailed(RuntimeError):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Answer:
+    task: str
     score: float
     versions: frozenset[int]
     unscored: str | None
@@ -64,8 +65,10 @@ class Evaluator:
         source: EpisodeSource,
         scorer: Scorer,
         prompts: Sequence[Prompt],
+        task_of: Callable[[Prompt], str],
         config: RolloutConfig,
     ) -> None:
+        """`task_of`: name of the task that a prompt is from."""
         self._source = source
         self._scorer = scorer
         self._num_samples = config.eval.num_samples
@@ -74,6 +77,7 @@ class Evaluator:
             temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k
         )
         self._prompts = prompts
+        self._task_of = task_of
         if not self._prompts:
             raise ValueError(
                 "rollout.max_prompt_tokens: every held-out prompt is longer and was skipped; "
@@ -126,6 +130,10 @@ class Evaluator:
             for k in sample_sizes(self._num_samples)
             if (enough := [some for some in is_right if len(some) >= k])
         }
+        by_task: dict[str, list[bool]] = {}
+        for answer in every:
+            is_full = answer.score >= self._full_score
+            by_task.setdefault(answer.task, []).append(is_full)
         return EvalReport(
             version_min=min(versions),
             version_max=max(versions),
@@ -141,6 +149,9 @@ class Evaluator:
                 k: _mean([pass_at_k(len(some), sum(some), k) for some in e])
                 for k, e in by_size.items()
             },
+            accuracy_of={name: _mean(right) for name, right in by_task.items()}
+            if len(by_task) > 1
+            else {},
         )
 
     async def _answer(
@@ -157,7 +168,10 @@ class Evaluator:
         unscored = score.reasons if score.is_unscored else None
         if unscored is not None:
             log.warning("an answer to held-out prompt %d is unscored: %s", prompt.index, unscored)
-        return _Answer(score=score.reward, versions=_versions(episode), unscored=unscored)
+        task = self._task_of(prompt)
+        return _Answer(
+            task=task, score=score.reward, versions=_versions(episode), unscored=unscored
+        )
 
     async def _play(self, prompt: Prompt, session: str, version: int, target: _Target) -> Episode:
         if (engine := target.engine) is not None:

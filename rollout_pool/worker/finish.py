@@ -38,6 +38,7 @@ from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.sampling.tracing import tracer
+from rollout_pool.worker.curriculum import Curriculum
 from rollout_pool.worker.group_run import Counters, GroupRun, Verdict, length_bucket
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class GroupFinisher:
     state: RunState
     counters: Counters
     group_log: GroupLog | None
+    curriculum: Curriculum | None = None
     num_groups: int = field(default=0, init=False)
     """Groups pushed."""
     num_failed: int = field(default=0, init=False)
@@ -117,10 +119,21 @@ class GroupFinisher:
             run, self.scorer, self._sampling, self.config.group_size
         )
         self._failures_in_a_row = 0
+        if not run.num_unscored:
+            self._note_rewards(group)
         if self._filter is not None:
             run.verdict = self._filter.judge(group, run.num_unscored)
         if run.verdict is not Verdict.leave_out:
             await self.state.while_moving(lambda: self.buffer.push(group))
+
+    def _note_rewards(self, group: TrajectoryGroup) -> None:
+        task, all_equal = group.prompt.task, has_zero_variance(group)
+        rewards = group.rewards_by_episode.values()
+        self.counters.add(f"scored_groups:{task}")
+        self.counters.add(f"mean_rewards:{task}", sum(rewards) / len(rewards))
+        self.counters.add(f"zero_variance:{task}", all_equal)
+        if self.curriculum is not None:
+            self.curriculum.note(task, teaches=not all_equal)
 
     async def keep_tokens(self, run: GroupRun) -> None:
         """Keeps what the group's samples have gained in the buffer (worker/keep.py)."""

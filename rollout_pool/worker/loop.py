@@ -27,7 +27,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -48,6 +48,7 @@ from rollout_pool.sampling.sample import Completer
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
+from rollout_pool.worker.curriculum import Curriculum
 from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.finish import GroupFinisher, GroupLog
 from rollout_pool.worker.group_run import Counters, ExternalGroups, GroupRun
@@ -97,6 +98,7 @@ class RolloutWorker:
         index: int,
         spec: RolloutSpec,
         task: Task,
+        task_of: Callable[[Prompt], str],
         stream: TaskStream,
         reader: PromptReader,
         scorer: Scorer,
@@ -110,15 +112,19 @@ class RolloutWorker:
         group_log: GroupLog | None = None,
         stop_again_s: float = STOP_AGAIN_S,
     ) -> None:
-        """`watching` keeps the router informed of the engines; the worker ends if any of it does.
-        `interrupter` completes the samples of `source`, which runs all groups but `external` ones,
-        requested by external programs."""
+        """`task_of`: name of the task that a prompt is from. `watching` keeps the router informed
+        of the engines; the worker ends if any of it does. `interrupter` completes the samples of
+        `source`, which runs all groups but `external` ones, requested by external programs."""
         self._index = index
         self._spec = spec
         self._task = task
+        self._task_of = task_of
         self._stream = stream
         self._reader = reader
-        self._prompts = filter(reader.accepts, stream)
+        self._curriculum: Curriculum | None = None
+        if (floor := spec.task.curriculum) is not None:
+            self._curriculum = Curriculum(floor, spec.seed + index)
+        self._prompts = filter(reader.accepts, filter(self._takes, stream))
         self._source = source
         self._external = external
         self._evaluator = evaluator
@@ -154,6 +160,7 @@ class RolloutWorker:
             state=state,
             counters=self._counters,
             group_log=group_log,
+            curriculum=self._curriculum,
         )
         self._interrupter = interrupter
         self._tail = self._new_tail(spec.config)
@@ -352,7 +359,14 @@ class RolloutWorker:
         skipped = self._reader.num_skipped
         prompt = next(self._prompts)
         self._counters.add("prompts_skipped", self._reader.num_skipped - skipped)
-        return PromptRef(task=self._task.name, index=prompt.index), prompt
+        return PromptRef(task=self._task_of(prompt), index=prompt.index), prompt
+
+    def _takes(self, prompt: Prompt) -> bool:
+        name = self._task_of(prompt)
+        if self._curriculum is None or self._curriculum.takes(name):
+            return True
+        self._counters.add(f"passed_over:{name}")
+        return False
 
     # Ending groups -------------------------------------------------------------------------------
 

@@ -133,6 +133,10 @@ def own_loss(folder: Path) -> tuple[str, ...]:
 
 
 TWO_ENGINES = (
+    "task=mixed",
+    "task.eval_size=128",  # the default: each task has its own
+    "task.tasks.spelling.eval_size=12",
+    "task.tasks.sums.eval_size=4",
     "trainer.num_steps=24",
     "trainer.learning_rate=1e-10",  # so small that most bits stay: then versions travel as deltas
     "trainer.warm_start.num_steps=10",  # some of its answers do not end by themselves
@@ -170,6 +174,15 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     # More than were postponed: the second change counts, too.
     assert counted["samples_interrupted"] > 4 * counted.get("groups_postponed", 0)
     assert set(result["groups_dropped"]) <= {"stale"}
+    by_task = result["by_task"]
+    assert by_task["spelling"]["groups_trained"] > by_task["sums"]["groups_trained"] > 0
+    trained = sum(task["groups_trained"] for task in by_task.values())
+    assert trained == result["groups_trained"]
+    assert {task: one["eval_after"] is None for task, one in by_task.items()} == {
+        "spelling": False,
+        "sums": False,
+    }
+    assert sum(counted[f"scored_groups:{task}"] for task in by_task) >= trained
     run = tmp_path / RUN
     admitted = [r.number("limit") for r in read_metrics(run / "metrics.jsonl", "buffer")]
     assert max(admitted) == 2 * (2 + 1) * 4

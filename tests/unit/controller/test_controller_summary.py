@@ -54,6 +54,30 @@ def test_result_agrees_with_the_records_by_hand() -> None:
     assert result.staleness_mean == pytest.approx(1.25)
 
 
+def test_result_of_a_mixture_has_each_task() -> None:
+    by_task = {
+        "task/sums/groups": 60.0,
+        "task/org/words/groups": 20.0,
+        "task/org/words/reward": 0.25,
+    }
+    records = []
+    for record in run_records():
+        more = {"step": {**by_task, "task/sums/reward": record.t}, "eval": {"accuracy/sums": 0.5}}
+        values = {**record.values, **more.get(record.kind, {})}
+        records.append(replace(record, values=values))
+    result = result_of(records)
+    times = [record.t for record in records if record.kind == "step"]
+    sums, words = result.by_task["sums"], result.by_task["org/words"]
+    assert (sums.groups_trained, words.groups_trained) == (60 * len(times), 20 * len(times))
+    assert (sums.reward_first, sums.reward_last) == (sum(times[:2]) / 2, sum(times[-2:]) / 2)
+    assert (sums.eval_before, words.eval_after) == (0.5, None)
+    assert json.loads(result_line(result)[7:])["by_task"]["org/words"]["reward_last"] == 0.25
+    text = summary_of(result)
+    assert "| of sums: before, after | 50%, 50% |" in text
+    assert f"| of org/words: first, last, groups | 0.25, 0.25, {20 * len(times)} |" in text
+    assert result_of(run_records()).by_task == {}
+
+
 def test_result_line_is_json_with_every_field() -> None:
     line = result_line(result_of(run_records()))
     assert "\n" not in line

@@ -73,12 +73,22 @@ def make():
                 EpisodeRunner(oracle, chat, task, rollout), Questions(num_prompts).environment
             ),
             scorer=Yes(),
+            task_of=lambda prompt: "odd" if make.mixes and prompt.index % 2 else "even",
             prompts=[p for p in Questions(num_prompts).eval_prompts() if reader.accepts(p)],
             config=rollout,
         )
         return evaluator, oracle
 
+    make.mixes = False
     return make
+
+
+async def test_accuracy_of_each_task_of_a_mixture_is_reported(make) -> None:
+    make.mixes = True
+    evaluator, _ = make(lambda sample: "yes" if asked(sample) in (0, 1, 2) else "no")
+    report = await evaluator.run(3)
+    assert (report.accuracy, report.accuracy_of) == (0.75, {"even": 1.0, "odd": 0.5})
+    assert report.record()["accuracy/odd"] == 0.5
 
 
 async def test_every_prompt_is_answered_greedily_after_the_rollouts_own_samples(make) -> None:
@@ -87,6 +97,7 @@ async def test_every_prompt_is_answered_greedily_after_the_rollouts_own_samples(
     assert (report.accuracy, report.score_mean, report.num_prompts) == (0.25, 0.25, 4)
     assert (report.version_min, report.version_max) == (3, 3)
     assert report.pass_at_k == report.mean_at_k == {1: 0.25}
+    assert report.accuracy_of == {}
     assert sorted(asked(sample) for sample in oracle.asked) == [0, 1, 2, 3]
     for sample in oracle.asked:
         assert sample.sampling == SamplingParams(temperature=0.0)

@@ -144,7 +144,7 @@ def test_answer_of_a_file_is_scored_and_used_for_the_warm_start(tmp_path):
     task = words(
         problems(tmp_path / "words.jsonl", 13), instruction=" Think.", system_prompt="Be brief."
     )
-    [(system, question, answer)] = demonstrations(task, 1)
+    [(_, (system, question, answer))] = demonstrations(task, 1)
     number = int(question.content.split()[2])
     assert (system.role, system.content) == ("system", "Be brief.")
     assert (question.role, question.content) == ("user", f"What is {number} + 1? Think.")

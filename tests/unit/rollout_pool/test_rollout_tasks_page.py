@@ -196,9 +196,10 @@ async def play(overrides, *answers, tokenizer=None):
 
 
 async def test_list_of_questions_on_the_page_is_the_file_and_is_played(tmp_path):
-    [block] = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    shipped = Path(__file__).parents[3] / "configs" / "task" / "capitals.yaml"
-    assert block == shipped.read_text() and len(block.splitlines()) <= 10
+    listed, mixed = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    shipped = Path(__file__).parents[3] / "configs" / "task"
+    assert listed == (shipped / "capitals.yaml").read_text() and len(listed.splitlines()) <= 10
+    assert mixed == (shipped / "mixed.yaml").read_text()
     task, prompt, episode = await play(["task=capitals"], "Let me think.\n  paRis. ")
     right = task.solution(prompt)
     assert prompt.text == f"The capital of {COUNTRIES[right]} is:"
@@ -311,7 +312,7 @@ def test_demonstration_of_the_page_teaches_the_call_and_the_answer(apples, chat_
     config = load_config(apples).task
     task = build_task(config)
     chat = ChatFormat(chat_tokenizer, chat_template=True, tool_parser=config.tool_parser)
-    [messages] = demonstrations(task, 1)
+    [(_, messages)] = demonstrations(task, 1)
     learnt = imitate(chat, messages, [tool.spec for tool in load_tools(config.tools)])
     pairs = zip(learnt.tokens, learnt.loss_mask, strict=True)
     said = chat_tokenizer.decode([int(token) for token, mask in pairs if mask])

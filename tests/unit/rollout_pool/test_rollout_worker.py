@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -10,8 +12,8 @@ from buffer.errors import BufferFullError
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
-from configs.choices import OnLongPrompt, TailPolicy
-from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.choices import OnLongPrompt, TailPolicy, TaskKind
+from configs.rollout_schema import MixedTask, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.request import EpisodeFailed
@@ -19,6 +21,8 @@ from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes
+from rollout_pool.tasks.mixture import task_name
+from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.worker.finish import GroupFailed
@@ -157,7 +161,13 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
     tasks = []
 
     async def make(
-        max_staleness=1, wait_timeout_s=30.0, log=None, external=None, stop_again_s=10.0, **settings
+        max_staleness=1,
+        wait_timeout_s=30.0,
+        log=None,
+        external=None,
+        stop_again_s=10.0,
+        task_config=TASK,
+        **settings,
     ):
         buffer = SlowBuffer(await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness))
         await state.record_commits({"engine-0": completer.version})
@@ -165,12 +175,14 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
         config = RolloutConfig(group_size=2, max_response_tokens=8, **settings)
         spec = rollout_spec(
             config=config,
+            task=task_config,
             buffer=BufferConfig(wait_timeout_s=wait_timeout_s),
             redis_url=redis_url,
             run=run_name,
             run_dir=str(tmp_path),
         )
-        task, chat = Numbers(), plain_chat()
+        task = build_task(task_config) if task_config.tasks else Numbers()
+        chat = plain_chat()
         watching = asyncio.get_running_loop().create_future()
         position = (await state.task_positions()).get(0, 0)
         make.source = EnvEpisodes(EpisodeRunner(completer, chat, TASK, config), task.environment)
@@ -178,6 +190,7 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
             index=0,
             spec=spec,
             task=task,
+            task_of=partial(task_name, task),
             stream=TaskStream(task, 0, 1, position),
             reader=PromptReader(chat, TASK, config),
             scorer=scorer,
@@ -230,6 +243,34 @@ async def consume(buffer, step, num_groups=GROUPS_PER_STEP, version=0):
     )
     assert await buffer.consume(lease, lease.group_ids) == num_groups
     return lease
+
+
+async def test_prompts_of_a_mixture_carry_their_tasks_and_the_curriculum_passes_over_what_is_solved(
+    make_worker, state, completer
+):
+    def listed(letter):
+        rows = [{"question": letter * n, "answer": "0"} for n in range(1, 5)]
+        return MixedTask(kind=TaskKind.questions, params={"questions": rows}, eval_size=1)
+
+    task_config = TaskConfig(
+        kind=TaskKind.mixture, tasks={"solved": listed("s"), "open": listed("o")}, curriculum=0.05
+    )
+    completer.said = lambda sample: "1" if chr(sample.prompt[0]) == "s" else f"{place_of(sample)}"
+    worker, buffer, running = await make_worker.run(task_config=task_config)
+    trained = Counter()
+    for step in range(40):
+        lease = await consume(buffer, step)
+        trained.update(group.prompt.task for group in lease.groups)
+    worker.stop()
+    await running
+    counters = await state.counters()
+    assert trained["open"] > 2 * trained["solved"] > 0
+    assert counters["passed_over:solved"] > 10 and "passed_over:open" not in counters
+    for task in ("open", "solved"):
+        groups = counters[f"scored_groups:{task}"]
+        all_equal = counters.get(f"zero_variance:{task}", 0)
+        assert all_equal == (groups if task == "solved" else 0)
+        assert counters[f"mean_rewards:{task}"] == groups * (1 if task == "solved" else 0.5)
 
 
 async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state, completer):

@@ -86,8 +86,12 @@ def test_longest_answer_and_parts_of_rewards_by_staleness_are_those_of_all_group
         reward_parts={"right": 0.0},
     )
     groups = [
-        TrajectoryGroup(group_id=name, prompt=PromptRef(task="sums", index=0), trajectories=(one,))
-        for name, one in (("a", short), ("b", long), ("c", replace(short, reward_parts={})))
+        TrajectoryGroup(group_id=name, prompt=PromptRef(task=task, index=0), trajectories=(one,))
+        for name, task, one in (
+            ("a", "sums", short),
+            ("b", "sums", long),
+            ("c", "words", replace(short, reward_parts={})),
+        )
     ]
     stats = StepAccumulator(torch.device("cpu"), 3).total(
         ranks,
@@ -105,6 +109,16 @@ def test_longest_answer_and_parts_of_rewards_by_staleness_are_those_of_all_group
         "reward/right": 0.5,
         "reward/right/staleness_1": 1.0,
         "reward/right/staleness_4-7": 0.0,
+    }
+    assert {name: value for name, value in record.items() if name.startswith("task/")} == {
+        "task/sums/groups": 2.0,
+        "task/sums/reward": 0.5,
+        "task/sums/zero_variance": 1.0,
+        "task/sums/response_length": 6.0,
+        "task/words/groups": 1.0,
+        "task/words/reward": 1.0,
+        "task/words/zero_variance": 1.0,
+        "task/words/response_length": 4.0,
     }
 
 
