@@ -61,7 +61,12 @@ class Mixture:
             for member in self.members.values()
             for prompt in member.task.eval_prompts()
         ]
-        self._held_out_texts = {prompt.text for _, prompt in self._held_out}
+        # Two tasks may draw from the same questions. Their own each task knows itself: it may tell
+        # prompts of the same text apart.
+        self._held_out_by_others = {
+            name: {prompt.text for member, prompt in self._held_out if member.name != name}
+            for name in self.members
+        }
         self._find = lru_cache(maxsize=_REMEMBERED)(self._find_anew)
 
     @property
@@ -116,10 +121,10 @@ class Mixture:
         random.Random(f"{self._config.seed}/{number}").shuffle(order)
         name = order[place]
         member, first = self.members[name], number * self._weights[name] + order[:place].count(name)
+        others = self._held_out_by_others[name]
         for own in range(first, first + MAX_SKIPS * _FAR, _FAR):
             prompt = member.task.example(own)
-            # Two tasks may draw from the same questions.
-            if prompt.text not in self._held_out_texts and not member.task.is_held_out(prompt):
+            if prompt.text not in others and not member.task.is_held_out(prompt):
                 return member, own
         raise ValueError(
             f"task.tasks.{name}.eval_size: the held-out prompts are all the prompts that there "

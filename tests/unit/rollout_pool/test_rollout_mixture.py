@@ -92,6 +92,28 @@ def test_prompt_that_any_task_holds_out_is_replaced_by_another_of_the_same_task(
         check_task(nothing_left)
 
 
+def test_prompts_of_one_text_are_told_apart_by_their_task(tmp_path):
+    (tmp_path / "game.py").write_text(
+        "from rollout_pool import Prompt, SingleTurnTask\n"
+        "class Game(SingleTurnTask):\n"
+        "    name = 'game'\n"
+        "    def make(self, index, is_held_out):\n"
+        "        return Prompt(index=index, is_held_out=is_held_out, text='Play.')\n"
+        "    def example(self, index): return self.make(index, False)\n"
+        "    def eval_prompts(self): return [self.make(index, True) for index in range(3)]\n"
+        "    def is_held_out(self, prompt): return prompt.index % 2 == 0\n"
+        "    def solution(self, prompt): return str(prompt.index)\n"
+        "    def score(self, prompt, answer): return float(answer == self.solution(prompt))\n"
+    )
+    game = MixedTask(kind=TaskKind.custom, factory=f"{tmp_path}/game.py:Game")
+    task = check_task(mixture(game=game, hard=TWO.tasks["hard"]))
+    prompts = [p for p in map(task.example, range(40)) if task_name(task, p) == "game"]
+    assert len(prompts) == 20 and {prompt.text for prompt in prompts} == {"Play."}
+    solutions = [task.solution(prompt) for prompt in prompts]
+    assert len(set(solutions)) == 20 and all(int(one) % 2 for one in solutions)
+    assert [task.solution(p) for p in task.eval_prompts()] == ["0", "1", "2", "z"]
+
+
 async def test_each_task_is_scored_by_its_own_rewards_and_those_of_all(tmp_path):
     (tmp_path / "rewards.py").write_text(
         "def short(prompt, episode): return -len(episode.answer)\n"
