@@ -17,8 +17,10 @@ import psutil
 from configs.environment import RUN_VARIABLE
 from processes.tree import shared_memory_files
 
-_NUM_LOOKS = 4
+_EXECUTED_WITHIN_S = 1.0
 _LOOK_AGAIN_S = 0.001
+_ENV_END = 51 - 3
+"""Place of env_end in /proc/PID/stat (proc(5)), counted from the third field, after the name."""
 
 
 def living_runs() -> set[str]:
@@ -49,13 +51,26 @@ def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Pro
 
 def _environment(process: psutil.Process) -> dict[str, str]:
     """Raises what psutil raises."""
-    for _ in range(_NUM_LOOKS):
+    # While a program is being executed, the kernel shows no environment for a moment, and on a busy
+    # machine the moment can be long.
+    deadline = time.monotonic() + _EXECUTED_WITHIN_S
+    while time.monotonic() < deadline:
+        end = _end_of_environment(process.pid)
         if found := process.environ():
             return found
+        if end and end == _end_of_environment(process.pid):  # the same program: it has none
+            break
         if not process.exe():  # a thread of the kernel
             break
-        time.sleep(_LOOK_AGAIN_S)  # it has just been executed: the kernel shows none for a moment
+        time.sleep(_LOOK_AGAIN_S)
     return {}
+
+
+def _end_of_environment(pid: int) -> int:
+    """Address in its memory, another one for each program; 0 while a program is being executed."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_ENV_END])
+    return 0
 
 
 def _belongs(process: psutil.Process, run_id: str, temporary: Path | None) -> bool:

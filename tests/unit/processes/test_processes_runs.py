@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import psutil
+import pytest
 
 from configs.environment import RUN_VARIABLE
+from processes import runs
 from processes.child import exit_of
 from processes.runs import _environment, end_processes, run_processes
 
@@ -55,6 +58,35 @@ def test_process_that_has_just_been_executed_is_found(tmp_path: Path) -> None:
             found = _environment(psutil.Process(process.pid))
             process.kill()
         assert found.get(RUN_VARIABLE) == str(tmp_path)
+
+
+class Executed:
+    """A process whose program is executed at the 50th look at its environment."""
+
+    pid = 1
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self.num_looks = 0
+
+    def environ(self) -> dict[str, str]:
+        self.num_looks += 1
+        return self.environment if self.num_looks >= 50 else {}
+
+    def exe(self) -> str:
+        return "/bin/sleep"
+
+    def end_of_environment(self, pid: int) -> int:
+        return 0x7FFD0000 if self.num_looks >= 50 else 0
+
+
+def test_program_is_waited_for_while_it_is_being_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment in ({RUN_VARIABLE: "x"}, {}):
+        process = Executed(environment)
+        monkeypatch.setattr(runs, "_end_of_environment", process.end_of_environment)
+        assert _environment(cast(psutil.Process, process)) == environment
+        # One that has none is not waited for.
+        assert process.num_looks == (50 if environment else 51)
 
 
 def test_shared_memory_of_killed_processes_is_removed(tmp_path: Path) -> None:
