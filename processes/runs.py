@@ -54,11 +54,12 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     # While a program is being executed, the kernel shows no environment for a moment, and on a busy
     # machine the moment can be long.
     deadline = time.monotonic() + _EXECUTED_WITHIN_S
+    end = 0
     while time.monotonic() < deadline:
-        end = _end_of_environment(process.pid)
         if found := process.environ():
             return found
-        if end and end == _end_of_environment(process.pid):  # the same program: it has none
+        before, end = end, _end_of_environment(process.pid)
+        if end and end == before:  # the same program at two looks: it has none
             break
         if not process.exe():  # a thread of the kernel
             break

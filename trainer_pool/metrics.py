@@ -247,7 +247,7 @@ class StepAccumulator:
         all_maxima, culprits, all_counts, tables = torch.split(every, [*map(len, parts)], dim=1)
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
-        named = self._named_totals(ranks, groups, version)
+        named = self._named_totals(ranks, groups, _by_task(groups, group_ids, mine), version)
         tokens, metrics = _TokenSums(named["tokens"]), named["metrics"]
         table = tables.sum(0).view(mine.shape)
         present = table[table[:, 0] > 0]
@@ -303,7 +303,11 @@ class StepAccumulator:
         )
 
     def _named_totals(
-        self, ranks: Collectives, groups: Sequence[TrajectoryGroup], version: int
+        self,
+        ranks: Collectives,
+        groups: Sequence[TrajectoryGroup],
+        by_task: dict[str, list[float]],
+        version: int,
     ) -> dict[str, dict[str, list[float]]]:
         """By kind and name, sums over all ranks, which need not have the same names."""
         mine = {
@@ -311,7 +315,7 @@ class StepAccumulator:
             "tokens": {name: sums.tolist() for name, sums in self._sums.items()},
             "metrics": {name: pair.tolist() for name, pair in self._metrics.items()},
             "rewards": _reward_parts(groups, version),
-            "tasks": _by_task(groups),
+            "tasks": by_task,
             "rollout_not_finite": _rollout_not_finite(groups),
         }
         every: dict[str, dict[str, list[float]]] = {kind: {} for kind in mine}
@@ -398,31 +402,26 @@ def _reward_parts(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, 
     return sums
 
 
-def _by_task(groups: Sequence[TrajectoryGroup]) -> dict[str, list[float]]:
-    """By task: number of groups, sum of their mean rewards, number whose rewards are all equal,
-    tokens generated, number of trajectories."""
-    sums: dict[str, list[float]] = {}
-    for group in groups:
-        rewards = group.rewards_by_episode.values()
-        mine = [
-            1.0,
-            sum(rewards) / len(rewards),
-            float(len(set(rewards)) == 1),
-            float(sum(s.end - s.start for t in group.trajectories for s in t.version_spans)),
-            float(len(group.trajectories)),
-        ]
-        before = sums.get(group.prompt.task, [0.0] * len(mine))
-        sums[group.prompt.task] = [a + b for a, b in zip(before, mine, strict=True)]
-    return sums
+def _by_task(
+    groups: Sequence[TrajectoryGroup], group_ids: Sequence[str], table: Tensor
+) -> dict[str, list[float]]:
+    """By task: the sum of its groups' rows in this rank's `table`, which has those of the batch."""
+    tasks = {group.group_id: group.prompt.task for group in groups}
+    names = [tasks.get(group_id) for group_id in group_ids]
+    return {
+        task: table[[name == task for name in names]].sum(0).tolist() for task in tasks.values()
+    }
 
 
 def _means_by_task(sums: Mapping[str, list[float]]) -> dict[str, float]:
     means = {}
-    for task, (num_groups, reward, all_equal, tokens, trajectories) in sorted(sums.items()):
+    for task, row in sorted(sums.items()):
+        columns = dict(zip(_GROUP_COLUMNS, row, strict=True))
+        num_groups = columns["is_present"]
         means[f"{task}/groups"] = num_groups
-        means[f"{task}/reward"] = reward / num_groups
-        means[f"{task}/zero_variance"] = all_equal / num_groups
-        means[f"{task}/response_length"] = tokens / trajectories
+        means[f"{task}/reward"] = columns["reward"] / columns["episodes"]
+        means[f"{task}/zero_variance"] = columns["has_zero_variance"] / num_groups
+        means[f"{task}/response_length"] = columns["response_length"] / columns["trajectories"]
     return means
 
 

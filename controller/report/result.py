@@ -133,8 +133,7 @@ def summarize(
     )
     has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
     after = evals[-1] if has_after else None
-    rewards = series(steps, "reward_mean")
-    ends = max(1, min(10, len(rewards) // 10))
+    reward_first, reward_last = _first_and_last(series(steps, "reward_mean"))
     wait_s = sum(series(steps, "lease_wait_s"))
     away_s = seconds_away(records)
     train_s = max(0.0, training_seconds(steps) - away_s)
@@ -163,8 +162,8 @@ def summarize(
         eval_size=evals[-1].count("num_prompts") if evals else 0,
         eval_samples=config.rollout.eval.num_samples,
         pass_at_k=_pass_at_k(after) if after is not None else {},
-        reward_first=_mean(rewards[:ends]),
-        reward_last=_mean(rewards[-ends:]),
+        reward_first=reward_first,
+        reward_last=reward_last,
         by_task=_by_task(steps, evals),
         groups_pushed=pushed,
         groups_trained=trained,
@@ -204,15 +203,21 @@ def _by_task(steps: Sequence[Record], evals: Sequence[Record]) -> dict[str, Task
     for task in sorted(tasks) if len(tasks) > 1 else ():
         accuracy = series(evals, f"accuracy/{task}")
         rewards = series(steps, f"task/{task}/reward")
-        ends = max(1, min(10, len(rewards) // 10))
+        reward_first, reward_last = _first_and_last(rewards)
         found[task] = TaskResult(
             groups_trained=int(sum(series(steps, f"task/{task}/groups"))),
             eval_before=accuracy[0] if accuracy else None,
             eval_after=accuracy[-1] if accuracy else None,
-            reward_first=_mean(rewards[:ends]),
-            reward_last=_mean(rewards[-ends:]),
+            reward_first=reward_first,
+            reward_last=reward_last,
         )
     return found
+
+
+def _first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    """Means of the first and the last tenth of the steps, at most ten."""
+    ends = max(1, min(10, len(rewards) // 10))
+    return _mean(rewards[:ends]), _mean(rewards[-ends:])
 
 
 def _staleness_bounds(records: Sequence[Record]) -> dict[int, int]:

@@ -133,13 +133,15 @@ def _check_here(config: Config) -> Plan:
     ca_file = config.buffer.tls_ca_file
     if ca_file is not None and not Path(ca_file).is_file():
         raise ValueError(f"buffer.tls_ca_file={ca_file!r}: there is no such file")
-    for task in config.task.by_name.values():
-        for name, reward in task.rewards.items():
-            if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
-                raise ValueError(
-                    f"task.rewards.{name}.api_key_env={reward.api_key_env!r}: there is no such "
-                    "environment variable; set it before the run is launched"
-                )
+    rewards = {f"task.rewards.{name}": one for name, one in config.task.rewards.items()}
+    for task, mixed in config.task.tasks.items():
+        rewards |= {f"task.tasks.{task}.rewards.{n}": one for n, one in mixed.rewards.items()}
+    for setting, reward in rewards.items():
+        if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
+            raise ValueError(
+                f"{setting}.api_key_env={reward.api_key_env!r}: there is no such environment "
+                "variable; set it before the run is launched"
+            )
     has_teacher = any(r.kind is RewardKind.teacher for r in config.task.rewards.values())
     check_algorithm(config.full_algorithm, has_teacher=has_teacher)
     if config.rollout.trace_endpoint is not None:

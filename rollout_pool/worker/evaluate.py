@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig
@@ -131,9 +132,8 @@ class Evaluator:
             if (enough := [some for some in is_right if len(some) >= k])
         }
         by_task: dict[str, list[bool]] = {}
-        for answer in every:
-            is_full = answer.score >= self._full_score
-            by_task.setdefault(answer.task, []).append(is_full)
+        for answer, right in zip(every, chain.from_iterable(is_right), strict=True):
+            by_task.setdefault(answer.task, []).append(right)
         return EvalReport(
             version_min=min(versions),
             version_max=max(versions),

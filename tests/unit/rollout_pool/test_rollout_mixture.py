@@ -11,7 +11,7 @@ import pytest
 from configs.choices import RewardKind, TaskKind
 from configs.load import load_config
 from configs.rollout_schema import MixedTask, RewardConfig, TaskConfig
-from controller.start.preflight import check_first_words, check_task
+from controller.start.preflight import check_first_words, check_plan, check_task
 from controller.start.warm_start import supervised_examples
 from rollout_pool.episodes.env import Message
 from rollout_pool.episodes.episode import Episode
@@ -188,6 +188,16 @@ def test_error_of_one_task_names_its_own_setting(task, message):
     config = load_config(["task.kind=mixture", f"task.tasks={tasks}"])
     with pytest.raises(ValueError, match=message):
         check_task(config.task)
+
+
+@pytest.mark.parametrize("section", ["task.rewards.j", "task.tasks.sums.rewards.j"])
+def test_missing_key_names_the_setting_that_asks_for_it(section):
+    judge = "{kind: judge, url: 'http://127.0.0.1:1/v1', model: m, api_key_env: NO_SUCH_KEY}"
+    config = load_config(["task=mixed", f"{section}={judge}"])
+    with pytest.raises(
+        ValueError, match=rf"^{section}\.api_key_env='NO_SUCH_KEY': there is no such"
+    ):
+        check_plan(config)
 
 
 def test_prompts_of_every_task_are_checked_before_the_start():

@@ -96,7 +96,7 @@ def test_longest_answer_and_parts_of_rewards_by_staleness_are_those_of_all_group
     stats = StepAccumulator(torch.device("cpu"), 3).total(
         ranks,
         groups=groups,
-        group_ids=["a", "b", "c"],
+        group_ids=["c", "b", "a"],  # the batch's order, which is not the rank's
         version=4,
         num_minibatches=1,
         updates=[Update(0.5)],
