@@ -197,7 +197,14 @@ class Training:
                 if lost is not None:
                     await self._restart_trainer(store, lost)
                 self._training = self._pools.trainer.train()
-                return (await self._results(self._training))[0]
+                report = (await self._results(self._training))[0]
+                if report.was_stopped:  # for a controller that was killed while it ended the run
+                    self._panel.say(
+                        f"the ranks stopped after step {report.num_steps}: "
+                        "an earlier controller had asked them to"
+                    )
+                    raise Stopped
+                return report
             except RunFailed:
                 # The others fail in a collective, maybe before the death is reported.
                 lost = await self._first_of(self._trainer_deaths, DEATH_GRACE_S)

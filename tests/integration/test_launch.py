@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -341,8 +342,7 @@ def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     process = start(tmp_path, RUN, "trainer.num_steps=1000")
     wait_for_line(process, line)
     run = tmp_path / RUN
-    process.kill()  # its guard, which would clear up by itself
-    os.kill(json.loads((run / "run.json").read_text())["pid"], signal.SIGKILL)
+    kill_controller(run, guard=process)  # which would clear up by itself
     finish(process, timeout_s=30)
     command_on(tmp_path, "stop")
     assert json.loads((run / "run.json").read_text())["state"] == "stopped"
@@ -381,8 +381,7 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
     assert "leash: the controller died (exit code -9); another one goes on" in output
     assert pools_of(tmp_path) == pools
 
-    process.kill()  # its guard
-    kill_controller(run)
+    kill_controller(run, guard=process)
     finish(process, timeout_s=30)
     version = served_version(run)
     process = attach(tmp_path)
@@ -427,8 +426,7 @@ def test_run_that_nobody_attaches_to_ends_in_time_and_leaves_nothing(tmp_path: P
     run = tmp_path / RUN
     process = start(tmp_path, RUN, "run.attach_timeout_s=1")
     wait_for_line(process, "✓ placement")
-    process.kill()
-    kill_controller(run)
+    kill_controller(run, guard=process)
     finish(process, timeout_s=30)
     deadline = time.monotonic() + 90
     while processes_of(tmp_path):
@@ -452,8 +450,13 @@ def pools_of(runs: Path) -> set[int]:
     return {int(line.split()[0]) for line in lines}
 
 
-def kill_controller(run: Path) -> None:
+def kill_controller(run: Path, *, guard: subprocess.Popen[str] | None = None) -> None:
+    """With its guard, if it is given: neither has time to react to the other's end."""
+    if guard is not None:
+        guard.send_signal(signal.SIGSTOP)
     os.kill(json.loads((run / "run.json").read_text())["pid"], signal.SIGKILL)
+    if guard is not None:
+        guard.kill()
 
 
 def served_version(run: Path) -> int:

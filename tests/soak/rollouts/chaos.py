@@ -269,10 +269,11 @@ class Chaos:
 
     def _kill_controller(self, struck: Struck) -> None:
         controller = json.loads((self.run / "run.json").read_text())["pid"]
-        if struck.blow.at == GUARD:  # it would start another one
-            self.process.kill()
+        if struck.blow.at == GUARD:  # neither has time to react to the other's end
+            self.process.send_signal(signal.SIGSTOP)
         os.kill(controller, signal.SIGKILL)
         if struck.blow.at == GUARD:
+            self.process.kill()
             self.process.wait()
             self.process = self.go_on()
         # It resumes if what was struck before was just being replaced.

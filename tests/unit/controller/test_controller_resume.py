@@ -33,7 +33,7 @@ from controller.report.result import summarize
 from controller.report.state import RunView
 from controller.run import launch, resume
 from controller.run_dir import RunDir, RunDirError
-from controller.signals import StopRequest
+from controller.signals import Stopped, StopRequest
 from controller.start.resume import FIXED, find_resumption
 from controller.training import Pools, Training
 from rollout_pool.pool import RolloutPool
@@ -435,6 +435,14 @@ async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again
     assert len(resumed_from) == 2
     assert "trainer-0 does not answer within 0.1 s: the ranks start again" in said
     assert "trainer-0 died: the ranks start again" in said
+
+
+async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_a_run(
+    run_dir: RunDir, config: Config, redis_url: str, run_name: str
+) -> None:
+    address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
+    with pytest.raises(Stopped):
+        await _train(run_dir, config, address, [Ranks(replace(REPORT, was_stopped=True))])
 
 
 async def _train(
