@@ -527,6 +527,9 @@ class TaskConfig(TaskSource):
     """The most answers of the model in one episode."""
     max_turn_tokens: int | None = field(default=None, metadata=at_least(1))
     """The most tokens of one answer; None: limited by rollout.max_response_tokens only."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, special tokens by their text included; the answer keeps them. An
+    agent's request may name others."""
     turn_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that the environment or a tool may take over one step."""
     episode_timeout_s: float = field(default=7200.0, metadata=SECONDS)
@@ -557,6 +560,9 @@ class TaskConfig(TaskSource):
             self.agent is None or self.env is None,
             "agent",
             "an agent has its own environment: do not set task.env",
+        )
+        yield Rule(
+            all(self.stop), "stop", "a text that ends an answer must not be empty", self.stop
         )
         is_mixture = self.kind is TaskKind.mixture
         yield Rule(

@@ -174,6 +174,8 @@ class ChatModel:
             asked["tools"] = tools
         if sample.max_new_tokens < NO_LIMIT // 2:  # task.max_turn_tokens
             asked["max_tokens"] = sample.max_new_tokens
+        if sample.stop:
+            asked["stop"] = list(sample.stop)
         try:
             reply = await self._client.chat.completions.create(**asked)
             choice = reply.choices[0]

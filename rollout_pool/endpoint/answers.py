@@ -43,9 +43,9 @@ class Answer:
         """On the monotonic clock."""
         self.num_readers = 0
         self.delivered = asyncio.Event()
+        self.news: set[asyncio.Event] = set()
+        """Set at each arrival, and at the end."""
         self._grace_s = grace_s
-        self._news = asyncio.Event()
-        """Replaced at each arrival, so that waiters wait for the next one."""
         self._leave: asyncio.TimerHandle | None = None
         sample.on_tokens = self._arrived
         self.task = asyncio.create_task(complete(sample))
@@ -88,20 +88,9 @@ class Answer:
         """Returns when it has ended, in whatever way."""
         await asyncio.wait([self.task])
 
-    async def wait_news(self, seen: int, timeout_s: float) -> bool:
-        """Waits for more than `seen` tokens or its end. False after `timeout_s`."""
-        if len(self.sample.output_ids) > seen or not self.is_running:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            return False
-        return True
-
     def _arrived(self, sample: Sample) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        for event in self.news:
+            event.set()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self.ended_at = time.monotonic()

@@ -19,7 +19,8 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -149,24 +150,34 @@ class _Api:
 
         with session.activity():
             turn, fingerprint = await self._room.read(body, read)
-            answer = self._first_answer(request, fingerprint)
-            if answer is None:
+            fingerprints = [fingerprint + index.to_bytes() for index in range(turn.n)]
+            answers = self._first_answers(request, fingerprints)
+            if None in answers:
                 prompt = await self._room.read(body, turn.render)
-                answer = self._first_answer(request, fingerprint) or turn.begin(prompt, fingerprint)
+                answers = self._first_answers(request, fingerprints)
+            whole = [
+                known or turn.begin(prompt, one)
+                for known, one in zip(answers, fingerprints, strict=True)
+            ]
             if turn.is_streamed:
-                return Stream(turn, answer)
-            async with answer.reading():
-                await unless_gone(request.receive, answer.wait())
-                if answer.is_running:  # its client disconnected
+                return Stream(turn, whole)
+            async with AsyncExitStack() as reading:
+                for answer in whole:
+                    await reading.enter_async_context(answer.reading())
+                await unless_gone(request.receive, asyncio.wait([one.task for one in whole]))
+                if any(answer.is_running for answer in whole):  # its client disconnected
                     return Response(status_code=499)
-                await ended(answer, session)
-                return JSONResponse(turn.result(answer))
+                for answer in whole:
+                    await ended(answer, session)
+                return JSONResponse(turn.result(whole))
 
-    def _first_answer(self, request: Request, fingerprint: bytes) -> Answer | None:
-        """For a retry, the answer to the original request. Raises ApiError if the session has
+    def _first_answers(
+        self, request: Request, fingerprints: Sequence[bytes]
+    ) -> Sequence[Answer | None]:
+        """For a retry, the answers to the original request. Raises ApiError if the session has
         ended meanwhile."""
-        session = self._session(request)
-        return session.again(fingerprint) if _is_retry(request) else None
+        session, is_retry = self._session(request), _is_retry(request)
+        return [session.again(one) if is_retry else None for one in fingerprints]
 
     async def models(self, request: Request) -> Response:
         if not self._is_admin(request):

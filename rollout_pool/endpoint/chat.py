@@ -11,6 +11,7 @@ from rollout_pool.endpoint.schema import Fields, calls_json, message_json, read_
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import ContentStream, TextStream, Turn, logprob_entries
 from rollout_pool.episodes.env import Message
+from rollout_pool.sampling.stop import before_stop
 
 _FIELDS = (
     "messages",
@@ -32,10 +33,17 @@ class ChatTurn(Turn):
     def __init__(self, session: Session, fields: Fields) -> None:
         super().__init__(session, fields, *_FIELDS)
         fields.must_be(
-            "response_format", [{"type": "text"}], "constrained output is not available; use text"
+            "response_format",
+            [{"type": "text"}],
+            "engines get token ids and no grammar; describe the form in a message, and let the "
+            "reward judge it",
         )
         fields.must_be("modalities", [["text"]], "the model only writes text")
-        fields.must_be("tool_choice", ["auto", "none"], "tool calls cannot be forced")
+        fields.must_be(
+            "tool_choice",
+            ["auto", "none"],
+            "a call that is forced is not the policy's own; let the reward judge whether it calls",
+        )
         fields.must_be("parallel_tool_calls", [True], "the model chooses how many tools it calls")
         fields.must_be(
             "top_logprobs", [0], "only the log-probability of the token itself is recorded"
@@ -51,8 +59,12 @@ class ChatTurn(Turn):
             if (limit := fields.optional_count(key, at_least=1)) is not None
         ]
         self.max_tokens = min(limits, default=None)
-        tokenizer, parser = session.serving.tokenizer, session.serving.task.tool_parser
-        self.texts = ContentStream(tokenizer, parser) if self._may_call else TextStream(tokenizer)
+
+    def new_texts(self) -> TextStream | ContentStream:
+        tokenizer = self.session.serving.tokenizer
+        if not self._may_call:
+            return TextStream(tokenizer)
+        return ContentStream(tokenizer, self.session.serving.task.tool_parser)
 
     def render(self) -> list[int]:
         calls = [call for message in self._messages for call in message.tool_calls]
@@ -87,31 +99,32 @@ class ChatTurn(Turn):
         assert sample.finish_reason is not None
         completion = self.session.serving.chat.parse(sample.output_ids, sample.finish_reason)
         if not self._may_call or not completion.tool_calls:
-            return Message(role="assistant", content=completion.text)
+            return Message(role="assistant", content=before_stop(completion.text, self.stop))
         calls = tuple(
             dataclasses.replace(call, call_id=f"call_{sample.sample_id}.{place}")
             for place, call in enumerate(completion.tool_calls)
         )
-        return Message(role="assistant", content=completion.content, tool_calls=calls)
+        content = before_stop(completion.content, self.stop)
+        return Message(role="assistant", content=content, tool_calls=calls)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         message = self._deliver(answer)
         return {
-            "index": 0,
+            "index": self.index,
             "message": message_json(message),
             "logprobs": self._logprobs(answer, 0),
             "finish_reason": _finish_reason(answer, message),
         }
 
     def opening(self) -> list[dict[str, Any]]:
-        return [_choice({"role": "assistant", "content": ""})]
+        return [self._choice({"role": "assistant", "content": ""})]
 
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         content = self.feed(answer, is_end=False)
         logprobs = self._logprobs(answer, start)
         if not content and not logprobs:
             return []
-        return [_choice({"content": content}, logprobs)]
+        return [self._choice({"content": content}, logprobs)]
 
     def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         message = self._deliver(answer)
@@ -125,23 +138,26 @@ class ChatTurn(Turn):
             # Invalid UTF-8 can decode differently in pieces.
             self._note(answer, dataclasses.replace(message, content=self.streamed))
         if rest:
-            choices.append(_choice({"content": rest}))
+            choices.append(self._choice({"content": rest}))
         for index, call in enumerate(calls_json(message.tool_calls)):
-            choices.append(_choice({"tool_calls": [{"index": index, **call}]}))
+            choices.append(self._choice({"tool_calls": [{"index": index, **call}]}))
         reason = _finish_reason(answer, message)
-        return [*choices, _choice({}, self._logprobs(answer, start), reason)]
+        return [*choices, self._choice({}, self._logprobs(answer, start), reason)]
 
     def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
-        if not self._wants_logprobs or start >= len(answer.sample.output_ids):
+        if not self._wants_logprobs or start >= answer.sample.num_ready:
             return None
         entries = logprob_entries(answer.sample, self.session.serving.tokenizer, start)
         return {"content": entries, "refusal": None}
 
-
-def _choice(
-    delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _choice(
+        self,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        body = {"index": self.index, "delta": delta, "logprobs": logprobs}
+        return {**body, "finish_reason": finish_reason}
 
 
 def _finish_reason(answer: Answer, message: Message) -> str | None:

@@ -10,6 +10,7 @@ from rollout_pool.endpoint.schema import Fields, shown
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import TextStream, Turn, logprob_entries
 from rollout_pool.episodes.env import Message
+from rollout_pool.sampling.stop import before_stop
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this endpoint."""
@@ -30,9 +31,11 @@ class CompletionTurn(Turn):
         self._wants_logprobs = fields.has("logprobs")
         self._prompt = _read_prompt(fields, session.serving.num_embeddings)
         self.max_tokens = fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1)
-        self.texts = TextStream(session.serving.tokenizer)
         self._offset = 0
         """Position of the next token's text, among those whose log-probabilities were sent."""
+
+    def new_texts(self) -> TextStream:
+        return TextStream(self.session.serving.tokenizer)
 
     def render(self) -> list[int]:
         """Text that the session knows keeps its original tokens."""
@@ -50,7 +53,7 @@ class CompletionTurn(Turn):
     def _deliver(self, answer: Answer) -> str:
         sample = answer.sample
         decode = self.session.serving.tokenizer.decode
-        text = decode(sample.output_ids, skip_special_tokens=True)
+        text = before_stop(decode(sample.output_ids, skip_special_tokens=True), self.stop)
         prompt = self._prompt
         shown = prompt if isinstance(prompt, str) else decode(prompt)
         messages = (
@@ -68,13 +71,9 @@ class CompletionTurn(Turn):
             self.session.texts.note(self._prompt + text, tokens)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        return self._choice(answer, self._deliver(answer), 0, answer.sample.finish_reason)
-
-    def result(self, answer: Answer) -> dict[str, Any]:
-        """With its tokens: a client that sends tokens needs them."""
-        body = super().result(answer)
-        body["leash"]["token_ids"] = list(answer.sample.output_ids)
-        return body
+        choice = self._choice(answer, self._deliver(answer), 0, answer.sample.finish_reason)
+        # A client that sends tokens needs them.
+        return {**choice, "token_ids": list(answer.sample.output_ids)}
 
     def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         return [self._choice(answer, self.feed(answer, is_end=False), start, None)]
@@ -90,7 +89,7 @@ class CompletionTurn(Turn):
         self, answer: Answer, text: str, start: int, finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if self._wants_logprobs and start < len(answer.sample.output_ids):
+        if self._wants_logprobs and start < answer.sample.num_ready:
             tokenizer = self.session.serving.tokenizer
             entries = logprob_entries(answer.sample, tokenizer, start)
             logprobs = {
@@ -99,7 +98,8 @@ class CompletionTurn(Turn):
                 "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in entries],
                 "text_offset": self._offsets([entry["token"] for entry in entries]),
             }
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        body = {"index": self.index, "text": text, "logprobs": logprobs}
+        return {**body, "finish_reason": finish_reason}
 
     def _offsets(self, tokens: list[str]) -> list[int]:
         offsets = []

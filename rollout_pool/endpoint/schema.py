@@ -136,15 +136,15 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier")
-"""Fields, such as OpenAI's bookkeeping, that do not affect the answer."""
+WITHOUT_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "seed")
+"""Fields, such as OpenAI's bookkeeping, that do not affect the distribution of answers. A seed is
+best effort in OpenAI's API too; here the weights change between two requests."""
 CACHE_HINTS = ("prompt_cache_key", "prompt_cache_retention")
 SHARED = (
     "model",
     "max_tokens",
     "n",
     "stop",
-    "seed",
     "stream",
     "stream_options",
     "logprobs",
@@ -153,6 +153,12 @@ SHARED = (
     *CACHE_HINTS,
     *SamplingParams.__dataclass_fields__,
 )
+
+
+MAX_ANSWERS = 128
+"""OpenAI's limit of `n`."""
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
 
 
 def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
@@ -174,10 +180,38 @@ def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
                 "tokens are trained on, so they are sampled as the run is configured "
                 "(rollout.sampling); leave the field out",
             )
-    fields.must_be("n", [1], "one answer per request; send another request")
-    fields.must_be("stop", [[]], "the model decides where an answer ends; leave the field out")
-    fields.must_be("logit_bias", [{}], "the policy is trained as it is sampled")
-    fields.must_be("seed", [], "sampling is not reproducible; leave the field out")
+    fields.must_be(
+        "logit_bias", [{}], "the policy is trained as it is sampled; leave the field out"
+    )
+    if fields.has("seed") and type(fields.raw("seed")) is not int:
+        raise refuse("seed", f"must be a whole number, not {shown(fields.raw('seed'))}")
+
+
+def read_n(fields: Fields) -> int:
+    """The number of answers."""
+    number = fields.count("n", 1, at_least=1)
+    if number > MAX_ANSWERS:
+        raise refuse("n", f"may be {MAX_ANSWERS} at most, not {number}; send several requests")
+    return number
+
+
+def read_stop(fields: Fields) -> tuple[str, ...] | None:
+    """The texts that end an answer; None if the request leaves that to the run."""
+    value = fields.raw("stop")
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(texts, list)
+        or len(texts) > MAX_STOPS
+        or not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in texts)
+    ):
+        problem = (
+            f"must be a text or a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} "
+            f"characters, not {shown(value)}"
+        )
+        raise refuse("stop", problem)
+    return tuple(texts)
 
 
 def read_stream(fields: Fields) -> tuple[bool, bool]:

@@ -183,8 +183,11 @@ class Session:
         ]
         return min(same, key=lambda one: (one.is_delivered, one.num_readers), default=None)
 
-    def begin(self, prompt: list[int], max_tokens: int | None, fingerprint: bytes) -> Answer:
-        """Starts an answer of at most `max_tokens`. Raises ApiError if the prompt is too long."""
+    def begin(
+        self, prompt: list[int], max_tokens: int | None, stop: Sequence[str], fingerprint: bytes
+    ) -> Answer:
+        """Starts an answer of at most `max_tokens`, to the first text of `stop`. Raises ApiError if
+        the prompt is too long."""
         if self._is_cut:
             why = f"session {self.session_id} is over: its time is up"
             raise ApiError(410, why, code="session_over", should_retry=False)
@@ -193,7 +196,7 @@ class Session:
             raise self._no_room("messages", f"{len(prompt)}, so there is no room for an answer")
         limits = (room, max_tokens, self.serving.task.max_turn_tokens)
         max_new_tokens = min(limit for limit in limits if limit is not None)
-        sample = self.request.new_sample(self._num_begun, prompt, max_new_tokens, self.clock)
+        sample = self.request.new_sample(self._num_begun, prompt, max_new_tokens, self.clock, stop)
         self._num_begun += 1
         answer = Answer(
             sample, self._complete, fingerprint=fingerprint, grace_s=self.serving.grace_s

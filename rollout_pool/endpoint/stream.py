@@ -7,10 +7,11 @@ happens to the answer.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -20,11 +21,19 @@ from configs.choices import ToolParser
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.endpoint.schema import SHARED, Fields, check_shared, read_stream
+from rollout_pool.endpoint.schema import (
+    SHARED,
+    Fields,
+    check_shared,
+    read_n,
+    read_stop,
+    read_stream,
+)
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.stop import first_stop, safe_length
 
 T = TypeVar("T")
 
@@ -50,13 +59,14 @@ async def ended(answer: Answer, session: Session) -> None:
 
 
 class Stream(Response):
-    """An answer as server-sent events."""
+    """The answers of one request as server-sent events."""
 
-    def __init__(self, turn: Turn, answer: Answer) -> None:
+    def __init__(self, turn: Turn, answers: Sequence[Answer]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._turn = turn
-        self._answer = answer
+        self._answers = answers
+        self._news = asyncio.Event()
         self._request_id = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,39 +78,61 @@ class Stream(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        async with self._answer.reading(), aclosing(self._events()) as events:
+        async with AsyncExitStack() as reading:
+            for answer in self._answers:
+                await reading.enter_async_context(answer.reading())
+                answer.news.add(self._news)
+                reading.callback(answer.news.discard, self._news)
+            events = await reading.enter_async_context(aclosing(self._events()))
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes]:
-        turn, answer = self._turn, self._answer
-        sent = 0
-        for choice in turn.opening():
-            yield self._chunk(choice)
-        while answer.is_running:
-            if not await answer.wait_news(sent, turn.session.serving.keep_alive_s):
-                yield b": the model has nothing new yet\n\n"
-            elif len(answer.sample.output_ids) > sent:
-                for choice in turn.piece(answer, sent):
+        turn = self._turn
+        running = dict(enumerate(zip(turn.each(), self._answers, strict=True)))
+        sent = dict.fromkeys(running, 0)
+        for writer, _ in running.values():
+            for choice in writer.opening():
+                yield self._chunk(choice)
+        while running:
+            self._news.clear()
+            for index, (writer, answer) in list(running.items()):
+                if not answer.is_running:
+                    try:
+                        await ended(answer, turn.session)
+                    except ApiError as error:
+                        yield _event(error.body(self._request_id))
+                        return
+                    choices = writer.ending(answer, sent[index])
+                    del running[index]
+                elif answer.sample.num_ready > sent[index]:
+                    choices = writer.piece(answer, sent[index])
+                    sent[index] = answer.sample.num_ready
+                else:
+                    continue
+                for choice in choices:
                     yield self._chunk(choice)
-                sent = len(answer.sample.output_ids)
-        try:
-            await ended(answer, turn.session)
-        except ApiError as error:
-            yield _event(error.body(self._request_id))
-            return
-        for choice in turn.ending(answer, sent):
-            yield self._chunk(choice)
+            if running and not await _is_set(self._news, turn.session.serving.keep_alive_s):
+                yield b": the model has nothing new yet\n\n"
         if turn.wants_usage:
-            yield self._chunk(usage=usage(answer))
+            yield self._chunk(usage=usage(self._answers))
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         # Usage, if requested, is null in all chunks but the last.
         extra = {"usage": usage} if self._turn.wants_usage else {}
-        body = self._turn.about(self._answer, self._turn.chunk_kind)
+        body = self._turn.about(self._answers, self._turn.chunk_kind)
         return _event({**body, "choices": choices, **extra})
+
+
+async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+    """Waits for it; False after `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -137,14 +169,32 @@ class Turn(ABC):
     """Prefix of its id."""
     max_tokens: int | None
     texts: TextStream | ContentStream
+    """Of the answer that it writes; set by `each`."""
 
     def __init__(self, session: Session, fields: Fields, *allowed: str) -> None:
         fields.only(*SHARED, *allowed)
         check_shared(fields, session.serving.model, session.request.sampling)
         self.session = session
         self.is_streamed, self.wants_usage = read_stream(fields)
+        self.n = read_n(fields)
+        stop = read_stop(fields)
+        self.stop = tuple(session.serving.task.stop) if stop is None else stop
+        self.index = 0
+        """Of the answer that it writes, among the n of the request."""
         self.streamed = ""
         """Text that was streamed."""
+        self._held = ""
+        """Text that may be the beginning of one that ends the answer."""
+
+    def each(self) -> Iterator[Turn]:
+        """One for each of the request's answers, to write them side by side."""
+        for index in range(self.n):
+            turn = copy.copy(self)
+            turn.index, turn.texts = index, turn.new_texts()
+            yield turn
+
+    @abstractmethod
+    def new_texts(self) -> TextStream | ContentStream: ...
 
     @abstractmethod
     def render(self) -> list[int]:
@@ -167,38 +217,44 @@ class Turn(ABC):
         """Choices of the last chunks; marks the answer as delivered."""
 
     def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
-        """Starts the answer to a rendered `prompt`. Raises ApiError."""
-        return self.session.begin(prompt, self.max_tokens, fingerprint)
+        """Starts an answer to a rendered `prompt`. Raises ApiError."""
+        return self.session.begin(prompt, self.max_tokens, self.stop, fingerprint)
 
     def feed(self, answer: Answer, *, is_end: bool) -> str:
-        """The text of the tokens that arrived since the last call."""
-        text = self.texts.feed(answer.sample.output_ids, is_end=is_end)
+        """The text of the tokens that arrived since the last call, up to one of `stop`."""
+        sample = answer.sample
+        text = self._held + self.texts.feed(sample.output_ids[: sample.num_ready], is_end=is_end)
+        if self.stop:
+            end = safe_length(text, self.stop)
+            is_last = is_end and first_stop(text, self.stop) is None
+            text, self._held = (text, "") if is_last else (text[:end], text[end:])
         self.streamed += text
         return text
 
-    def result(self, answer: Answer) -> dict[str, Any]:
+    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The response in one piece."""
-        choice = self.whole(answer)
-        return {**self.about(answer, self.kind), "choices": [choice], "usage": usage(answer)}
+        choices = [turn.whole(answer) for turn, answer in zip(self.each(), answers, strict=True)]
+        return {**self.about(answers, self.kind), "choices": choices, "usage": usage(answers)}
 
-    def about(self, answer: Answer, kind: str) -> dict[str, Any]:
+    def about(self, answers: Sequence[Answer], kind: str) -> dict[str, Any]:
         """Fields that all responses share; `leash` holds what OpenAI's API has no field for."""
-        sample = answer.sample
+        versions = [span.version for one in answers for span in one.sample.version_spans]
         return {
-            "id": f"{self.prefix}-{sample.sample_id}",
+            "id": f"{self.prefix}-{answers[0].sample.sample_id}",
             "object": kind,
-            "created": answer.created,
+            "created": answers[0].created,
             "model": self.session.serving.model,
             "leash": {
                 "session": self.session.session_id,
-                "version_min": sample.oldest_version,
-                "version_max": max((span.version for span in sample.version_spans), default=None),
+                "version_min": min(versions, default=None),
+                "version_max": max(versions, default=None),
             },
         }
 
 
-def usage(answer: Answer) -> dict[str, Any]:
-    given, written = len(answer.sample.prompt), len(answer.sample.output_ids)
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    given = len(answers[0].sample.prompt)
+    written = sum(len(answer.sample.output_ids) for answer in answers)
     return {
         "prompt_tokens": given,
         "completion_tokens": written,
@@ -209,7 +265,8 @@ def usage(answer: Answer) -> dict[str, Any]:
 def logprob_entries(sample: Sample, tokenizer: Tokenizer, start: int) -> list[dict[str, Any]]:
     """Log-probabilities of the tokens from `start` on, including the one that ends the answer."""
     entries = []
-    for token, logprob in zip(sample.output_ids[start:], sample.logprobs[start:], strict=True):
+    ready = slice(start, sample.num_ready)
+    for token, logprob in zip(sample.output_ids[ready], sample.logprobs[ready], strict=True):
         text = tokenizer.decode([token])
         is_whole = "\ufffd" not in text
         entries.append(

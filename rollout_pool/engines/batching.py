@@ -35,6 +35,7 @@ from buffer.types import VersionSpan
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
 from rollout_pool.sampling.sample import Sample, merge_spans
+from rollout_pool.sampling.stop import STREAM_INTERVAL as STOP_INTERVAL
 
 ROUNDING = 1e-3
 """Log-probabilities may exceed 0 by this much through rounding."""
@@ -585,7 +586,9 @@ def generate_body(
             {
                 **asdict(sample.sampling),
                 "max_new_tokens": sample.num_left,
-                "stream_interval": stream_interval,
+                "stream_interval": (
+                    min(stream_interval, STOP_INTERVAL) if sample.stop else stream_interval
+                ),
             }
             for sample in samples.values()
         ],

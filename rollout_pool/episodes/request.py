@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -123,7 +123,12 @@ class EpisodeRequest:
     it is while a sample waits for a slot at an engine."""
 
     def new_sample(
-        self, number: int, prompt: list[int], max_new_tokens: int, clock: EpisodeClock
+        self,
+        number: int,
+        prompt: list[int],
+        max_new_tokens: int,
+        clock: EpisodeClock,
+        stop: Sequence[str] = (),
     ) -> Sample:
         """Makes the episode's sample `number` and calls `on_sample`."""
         sample = Sample(
@@ -131,6 +136,7 @@ class EpisodeRequest:
             prompt=prompt,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
+            stop=tuple(stop),
             session=self.session,
             group=self.group,
             priority=self.priority,

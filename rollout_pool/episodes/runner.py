@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeRunner:
-    """Settings: task.max_turns, max_turn_tokens, turn_timeout_s and episode_timeout_s;
+    """Settings: task.max_turns, max_turn_tokens, stop, turn_timeout_s and episode_timeout_s;
     rollout.max_prompt_tokens, max_response_tokens and on_long_prompt."""
 
     def __init__(
@@ -130,7 +130,9 @@ class EpisodeRunner:
         """Samples the model's next answer and adds it to the episode."""
         request, num_left = progress.request, progress.limit - len(turn.prompt)
         max_tokens = min(num_left, self._task.max_turn_tokens or num_left)
-        sample = request.new_sample(progress.num_turns, turn.prompt, max_tokens, progress.clock)
+        sample = request.new_sample(
+            progress.num_turns, turn.prompt, max_tokens, progress.clock, self._task.stop
+        )
         try:
             has_ended = await self._complete(progress, sample)
         finally:

@@ -42,6 +42,8 @@ class Sample:
     sampling: SamplingParams
     max_new_tokens: int
     """Limit of the whole completion, over all engines."""
+    stop: tuple[str, ...] = ()
+    """Texts that end it, the model's own end aside; see stop.py."""
     session: str = ""
     """Samples of one session go to the engine with their common prefix, unless it is overloaded."""
     group: str = ""
@@ -68,7 +70,10 @@ class Sample:
     version_spans: list[VersionSpan] = field(default_factory=list)
     """Cover [0, len(output_ids)) without gaps, counted from the first output token."""
     finish_reason: str | None = None
-    """"stop" at an end-of-sequence token, "length" at the limit; None before the end."""
+    """"stop" at an end-of-sequence token or a text of `stop`, "length" at the limit; else None."""
+    ends_at: int | None = None
+    """Number of tokens up to the end of a text of `stop`, once it was found. Until the engine has
+    ended the request there may be more."""
     num_attempts: int = 0
     num_failures: int = 0
     """Failed requests; interruptions do not count."""
@@ -87,14 +92,34 @@ class Sample:
         return self.sampling.is_truncated and self.priority is Priority.rollout
 
     @property
+    def num_ready(self) -> int:
+        """Tokens so far that are part of the completion."""
+        return len(self.output_ids) if self.ends_at is None else self.ends_at
+
+    @property
     def num_left(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
 
     def drop_tokens(self) -> None:
         """Loses its tokens, which count as wasted; the next request begins at its prompt."""
-        self.num_wasted += len(self.output_ids)
-        for column in (self.output_ids, self.logprobs, self.candidates, self.version_spans):
-            column.clear()
+        self._cut(0)
+        self.ends_at = None
+
+    def end_at_stop(self) -> None:
+        """Ends it at `ends_at`; the tokens behind count as wasted."""
+        assert self.ends_at is not None
+        self._cut(self.ends_at)
+        self.finish_reason = "stop"
+
+    def _cut(self, length: int) -> None:
+        self.num_wasted += len(self.output_ids) - length
+        for column in (self.output_ids, self.logprobs, self.candidates):
+            del column[length:]
+        self.version_spans[:] = [
+            VersionSpan(version=span.version, start=span.start, end=min(span.end, length))
+            for span in self.version_spans
+            if span.start < length
+        ]
 
 
 def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:

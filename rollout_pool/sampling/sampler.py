@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, Sample
 from rollout_pool.sampling.engine_state import Slot
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.stop import find_stop
 from rollout_pool.sampling.tracing import describe_request, tracer
 
 TIME_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"))
@@ -44,9 +46,16 @@ class Sampler:
     Setting: rollout.max_request_retries.
     """
 
-    def __init__(self, router: Router, max_retries: int) -> None:
+    def __init__(
+        self,
+        router: Router,
+        max_retries: int,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        """`decode`: the text of tokens, special ones included; needed for `Sample.stop`."""
         self._router = router
         self._max_retries = max_retries
+        self._decode = decode
         self._runs: dict[Sample, _Run] = {}
         self.counted: Counter[str] = Counter()
         """Totals over all requests so far, as counters of the run: their number, the tokens that
@@ -59,6 +68,7 @@ class Sampler:
         run = self._runs[sample] = _Run()
         with _span("sample", sample) as span:
             try:
+                self._look_for_stop(sample, 0)  # a worker before may have found it
                 while not self._has_ended(sample):
                     await self._attempt(sample, run)
             finally:
@@ -78,9 +88,12 @@ class Sampler:
             slot.engine.stop(request_id)
 
     def _has_ended(self, sample: Sample) -> bool:
-        if sample.finish_reason is None and sample.num_left <= 0:
+        if sample.finish_reason is None and (sample.ends_at is not None or sample.num_left <= 0):
             # The engine died after the last token, before the end.
-            sample.finish_reason = "length"
+            if sample.ends_at is not None:
+                sample.end_at_stop()
+            else:
+                sample.finish_reason = "length"
             self._router.note_end(sample)
             self._report(sample)
         return sample.finish_reason is not None
@@ -100,6 +113,8 @@ class Sampler:
                 slot.release()
                 times = (began, slot.begun, run.first_token_at)
                 describe_request(span, sample, name, num_before, times)
+        if sample.ends_at is not None:
+            sample.end_at_stop()
         if sample.finish_reason is not None:
             self._router.note_end(sample)
         elif run.is_interrupted:
@@ -129,6 +144,9 @@ class Sampler:
         def on_arrival() -> None:
             nonlocal num_arrived
             self.counted["tokens_arrived"] += len(sample.output_ids) - num_arrived
+            self._look_for_stop(sample, num_arrived)
+            if sample.ends_at is not None and sample.finish_reason is None:
+                slot.engine.stop(request_id)
             num_arrived = len(sample.output_ids)
             if run.first_token_at is None:
                 run.first_token_at = time.monotonic()
@@ -149,6 +167,12 @@ class Sampler:
             self._note_failure(sample, run, slot, error)
         finally:
             run.in_flight = None
+
+    def _look_for_stop(self, sample: Sample, num_seen: int) -> None:
+        if not sample.stop or sample.ends_at is not None or len(sample.output_ids) <= num_seen:
+            return
+        assert self._decode is not None, "this sampler cannot read tokens"
+        sample.ends_at = find_stop(sample.output_ids, num_seen, sample.stop, self._decode)
 
     def _count_time(self, what: str, engine: str, seconds: float) -> None:
         bound = next(bound for bound in TIME_BOUNDS_S if seconds <= bound)

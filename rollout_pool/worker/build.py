@@ -122,7 +122,7 @@ class WorkerParts:
             max_running_requests=config.engine.max_running_requests,
             num_workers=config.num_workers,
         )
-        sampler = Sampler(router, config.max_request_retries)
+        sampler = Sampler(router, config.max_request_retries, self._tokenizer.decode)
         chat = ChatFormat(
             self._tokenizer,
             chat_template=spec.task.chat_template,

@@ -57,7 +57,7 @@ class Policy:
         tokenizer.chat_template = TEMPLATE
         chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
         serving = Serving(
-            completer=Sampler(self.router, max_retries=1),
+            completer=Sampler(self.router, max_retries=1, decode=tokenizer.decode),
             chat=chat,
             tokenizer=tokenizer,
             model="policy",
@@ -172,3 +172,39 @@ async def test_many_conversations_at_once_do_not_mix(policy, play):
         assert episode.end == "done", episode.error
         check_recorded(episode, samples, 3)
     assert worst_difference(policy.model, [s for _, samples in played for s in samples], 0.8) < 1e-4
+
+
+async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_sampled(policy, play):
+    """A random model says any letter soon: each ends an answer at another place."""
+
+    async def agent(session, prompt):
+        client, messages = session.client(), [{"role": "user", "content": prompt.text}]
+        for stop in (["e", "a"], ["i", "o", "u", "?"]):
+            answer = await client.chat.completions.create(
+                model=session.model, messages=messages, n=3, stop=stop
+            )
+            texts = [choice.message.content for choice in answer.choices]
+            stream = await client.chat.completions.create(
+                model=session.model, messages=messages, n=2, stop=stop, stream=True
+            )
+            streamed = ["", ""]
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    streamed[choice.index] += choice.delta.content or ""
+            assert not any(one in text for one in stop for text in [*texts, *streamed])
+            messages = [*messages, {"role": "assistant", "content": texts[1]}]
+            messages.append({"role": "user", "content": "Go on."})
+        return 1.0
+
+    episode, samples = await play(agent)
+    assert episode.end == "done", episode.error
+    assert len(samples) == episode.num_turns == 10
+    # The second answer to the first request goes on; all others are branches of their own.
+    assert len(episode.branches) == 9
+    ended = [sample for sample in samples if sample.ends_at is not None]
+    assert ended and all(len(one.output_ids) == one.ends_at for one in ended)
+    assert all(sample.finish_reason == "stop" for sample in ended)
+    assert any(sample.num_wasted for sample in samples), "the engine is told only at an arrival"
+    for sample in samples:
+        assert sum(s.end - s.start for s in sample.version_spans) == len(sample.output_ids)
+    assert worst_difference(policy.model, samples, 0.8) < 1e-4

@@ -116,7 +116,7 @@ async def test_question_with_one_answer():
         order=3, priority=Priority.evaluation, min_version=2, engine="e", on_sample=seen.append
     )
     env = SingleTurn("3+4=", "Add. ")
-    episode = await runner(model).run(env, asked)
+    episode = await runner(model, stop=["; "]).run(env, asked)
     [branch] = episode.branches
     assert text_of(branch) == "Add. 3+4=[7|]" and branch.prompt_length == 9
     assert branch.version_spans == [VersionSpan(version=4, start=9, end=11)]
@@ -127,7 +127,7 @@ async def test_question_with_one_answer():
     assert (sample.order, sample.priority, sample.min_version, sample.engine, sample.session) == (
         (3, Priority.evaluation, 2, "e", "s")
     )
-    assert sample.sampling.temperature == 0.7
+    assert sample.sampling.temperature == 0.7 and sample.stop == ("; ",)
     assert sample.max_new_tokens == RolloutConfig().max_response_tokens
 
 

@@ -17,6 +17,7 @@ from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.sample import Interrupted
+from rollout_pool.sampling.stop import find_stop
 from tests.support.rollout import merging_tokenizer
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -129,6 +130,13 @@ class Author:
                 sample.output_ids.append(token)
                 sample.logprobs.append(-len(sample.output_ids) / 100)
             self._stamp(sample, place, upto)
+            if sample.stop and sample.ends_at is None:
+                sample.ends_at = find_stop(sample.output_ids, place, sample.stop, TOKENIZER.decode)
+            if sample.ends_at is not None:
+                sample.on_tokens(sample)  # more than are part of it, as from an engine
+                sample.end_at_stop()
+                self.ended.append((sample, list(sample.output_ids)))
+                return
             if upto == len(tokens):
                 sample.finish_reason = "stop" if tokens[-1] == END_TOKEN else "length"
                 self.ended.append((sample, list(tokens)))

@@ -36,13 +36,18 @@ REFUSED = [
     (body(temperature=True), "temperature", "must be a number"),
     (body(temperature=10**400), "temperature", "must be a number, not the number 1000"),
     (body(top_k=-(10**400)), "top_k", "must be a number"),
-    (body(n=2), "n", "one answer"),
-    (body(stop=["\n"]), "stop", "leave the field out"),
-    (body(stop="Observation"), "stop", "leave the field out"),
-    (body(seed=1), "seed", "leave the field out"),
+    (body(n=129), "n", "128 at most"),
+    (body(stop=["x"] * 17), "stop", "at most 16 texts"),
+    (body(stop=["x", ""]), "stop", "1 to 256"),
+    (body(stop=5), "stop", "must be a text or a list"),
+    (body(seed=1.5), "seed", "whole number"),
     (body(logit_bias={"5": 1}), "logit_bias", "trained as it is sampled"),
-    (body(response_format={"type": "json_object"}), "response_format", "use text"),
-    (body(tool_choice="required", tools=[WEATHER]), "tool_choice", "cannot be forced"),
+    (
+        body(response_format={"type": "json_object"}),
+        "response_format",
+        "describe the form in a message",
+    ),
+    (body(tool_choice="required", tools=[WEATHER]), "tool_choice", "let the reward judge"),
     (body(parallel_tool_calls=False), "parallel_tool_calls", "chooses"),
     (body(logprobs=True, top_logprobs=2), "top_logprobs", "recorded"),
     (body(max_tokens=0), "max_tokens", "at least 1"),
@@ -131,7 +136,7 @@ async def test_field_without_effect_is_accepted(scene):
             n=1,
             stop=None,
             logit_bias={},
-            seed=None,
+            seed=7,
             user="me",
             metadata={"a": "b"},
             response_format={"type": "text"},
@@ -244,7 +249,7 @@ async def test_plain_completions_continue_the_tokens_as_sampled(scene):
     assert first.choices[0].text == " hello too" and first.choices[0].finish_reason == "length"
     assert first.choices[0].logprobs.token_logprobs == scene.author.samples[0].logprobs
     assert first.choices[0].logprobs.text_offset == list(range(10))
-    assert first.leash["token_ids"] == scene.author.ended[0][1]
+    assert first.choices[0].token_ids == scene.author.ended[0][1]
     stream = await client.completions.create(
         model=MODEL, prompt="hell in hello too, hello", max_tokens=8, stream=True
     )
@@ -459,7 +464,7 @@ async def test_commas_inside_a_string_do_not_count_as_values(make_scene):
 async def test_every_response_has_the_id_of_its_request_and_so_do_errors(scene):
     session = scene.session()
     http = scene.http(session.key)
-    for asked, status in ((body(), 200), (body(stream=True), 200), (body(n=2), 400)):
+    for asked, status in ((body(), 200), (body(stream=True), 200), (body(n=0), 400)):
         answer = await http.post(CHAT, json=asked, headers={"x-request-id": "mine-7"})
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, "mine-7")
     assert answer.json()["error"]["request_id"] == "mine-7"
@@ -470,7 +475,7 @@ async def test_every_response_has_the_id_of_its_request_and_so_do_errors(scene):
         assert answer.json()["error"]["request_id"] in made
     assert len(made) == 3 and all(one.startswith("req-") for one in made)
     with pytest.raises(openai.BadRequestError) as refused:
-        await scene.client(session).chat.completions.create(model=MODEL, messages=[USER], n=2)
+        await scene.client(session).chat.completions.create(model=MODEL, messages=[USER], n=0)
     assert refused.value.request_id == refused.value.body["request_id"]
 
 
