@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack, plan_micro_batches
+from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.model.zero3 import Zero3Engine
 from trainer_pool.types import SupervisedExample, WarmStartReport
 
@@ -65,14 +65,15 @@ def _supervised_step(
     config: TrainerConfig,
 ) -> Tensor:
     """One update; returns this rank's share of the loss, still on the device."""
-    shares = [batch[rank :: ranks.num_ranks] for rank in range(ranks.num_ranks)]
-    # Every rank knows all shares, and thus the number of passes that the others need.
-    budget = config.micro_batch_tokens
-    num_passes = max(len(plan_micro_batches(_lengths(share), budget)) for share in shares)
     num_tokens = sum(int(example.loss_mask.sum()) for example in batch)
-    micro_batches = fill_up(
-        pack([_row(e) for e in shares[ranks.rank]], budget, engine.cost), num_passes
+    mine = pack(
+        [_row(example) for example in batch[ranks.rank :: ranks.num_ranks]],
+        config.micro_batch_tokens,
+        engine.cost,
+        should_share_prefixes=config.share_prefixes,
     )
+    num_passes = int(ranks.gather(torch.tensor([float(len(mine))])).max())
+    micro_batches = fill_up(mine, num_passes)
     losses = [_accumulate(engine, part.to(engine.device), num_tokens) for part in micro_batches]
     engine.step(config.warm_start.learning_rate)
     return torch.stack(losses).sum()
@@ -83,10 +84,6 @@ def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tens
     loss = -logprobs_N.masked_fill(batch.mask_N == 0, 0.0).sum() / num_tokens
     engine.backward(loss)
     return loss.detach()
-
-
-def _lengths(examples: Sequence[SupervisedExample]) -> list[int]:
-    return [len(example.tokens) for example in examples]
 
 
 def _row(example: SupervisedExample) -> Row:

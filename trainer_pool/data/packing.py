@@ -179,9 +179,11 @@ def _moved(record: PackedRow | MicroBatch, device: torch.device) -> dict[str, An
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], max_tokens: int, cost: PassCost | None = None
+    lengths: Sequence[int], costs: Sequence[float], max_tokens: int
 ) -> list[list[int]]:
     """Indices of the sequences in each micro-batch of at most `max_tokens`; the costliest first.
+
+    `costs`: of each sequence, in the unit of `PassCost`.
 
     First-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, plus 1) gives their
     number. If the sequences also fit when each, from the longest on, goes to the cheapest
@@ -189,11 +191,6 @@ def plan_micro_batches(
     of their costs, the passes of the ranks, which wait for each other, take about the same time.
     Raises ValueError if a single sequence is longer than `max_tokens`.
     """
-    cost = cost or PassCost()
-    return _plan(lengths, [cost.of(length) for length in lengths], max_tokens)
-
-
-def _plan(lengths: Sequence[int], costs: Sequence[float], max_tokens: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if lengths and lengths[order[0]] > max_tokens:
         raise ValueError(
@@ -262,7 +259,7 @@ def pack(
     forest = share_prefixes(tokens) if should_share_prefixes else separate(tokens)
     pieces = list(forest.pieces(max_tokens))
     spans = [[forest.spans[i] for i in forest.spans_of(piece)] for piece in pieces]
-    plan = _plan(
+    plan = plan_micro_batches(
         [sum(len(span) for span in each) for each in spans],
         [sum(cost.of(span.stop, span.start) for span in each) for each in spans],
         max_tokens,

@@ -41,9 +41,13 @@ def make_row(
     )
 
 
+def plan_of(lengths: list[int], budget: int, cost: PassCost) -> list[list[int]]:
+    return plan_micro_batches(lengths, [cost.of(length) for length in lengths], budget)
+
+
 @given(LENGTHS, st.integers(50, 400))
 def test_every_row_is_in_one_micro_batch_within_the_budget(lengths: list[int], budget: int) -> None:
-    plan = plan_micro_batches(lengths, budget, COST)
+    plan = plan_of(lengths, budget, COST)
     assert sorted(i for part in plan for i in part) == list(range(len(lengths)))
     for part in plan:
         assert part and sum(lengths[i] for i in part) <= budget
@@ -55,17 +59,17 @@ def test_micro_batches_are_no_more_than_first_fit_decreasing_promises(
 ) -> None:
     """No fewer than the tokens need; all but one are more than half full on average, as no two of
     first-fit's could be one."""
-    count = len(plan_micro_batches(lengths, budget, COST))
+    count = len(plan_of(lengths, budget, COST))
     assert -(-sum(lengths) // budget) <= count
     assert count <= 1 or count * budget < 2 * sum(lengths)
-    assert count == len(plan_micro_batches(lengths, budget))  # whatever a pass costs
+    assert count == len(plan_of(lengths, budget, PassCost()))  # whatever a pass costs
 
 
 @given(LENGTHS, st.integers(50, 400))
 def test_costliest_micro_batches_come_first_and_cost_no_more_than_those_of_first_fit(
     lengths: list[int], budget: int
 ) -> None:
-    plan = plan_micro_batches(lengths, budget, COST)
+    plan = plan_of(lengths, budget, COST)
     costs = [sum(COST.of(lengths[i]) for i in part) for part in plan]
     assert costs == sorted(costs, reverse=True)
     room: list[int] = []
@@ -83,7 +87,7 @@ def test_costliest_micro_batches_come_first_and_cost_no_more_than_those_of_first
 
 def test_passes_of_equal_tokens_are_balanced_by_what_attention_costs() -> None:
     """By tokens alone the long row could lie with any two of the short ones."""
-    plan = plan_micro_batches([40, 20, 20, 20, 10, 10], 80, PassCost(per_token=1, per_pair=1))
+    plan = plan_of([40, 20, 20, 20, 10, 10], 80, PassCost(per_token=1, per_pair=1))
     assert [sorted(part) for part in plan] == [[0], [1, 2, 3, 4, 5]]
 
 
