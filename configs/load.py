@@ -237,7 +237,7 @@ def differences(before: Config, after: Config) -> dict[str, tuple[object, object
 
 
 def options(group: str) -> dict[str, str]:
-    """The files of a group, e.g. the experiments, with the first sentence of each."""
+    """The files of a group, e.g. the experiments, with the first comment of each, if any."""
     return {
         path.stem: _opening_sentence(path) for path in sorted((CONFIG_DIR / group).glob("*.yaml"))
     }
@@ -245,7 +245,7 @@ def options(group: str) -> dict[str, str]:
 
 def _opening_sentence(path: Path) -> str:
     comments = [line for line in path.read_text().splitlines() if line.startswith("# ")]
-    return next(c.removeprefix("# ") for c in comments if not c.startswith("# @package"))
+    return next((c.removeprefix("# ") for c in comments if not c.startswith("# @package")), "")
 
 
 def _split(override: str) -> tuple[str, str]:

@@ -419,6 +419,14 @@ def test_written_settings_read_back_the_same(experiment: str, tmp_path: Path) ->
     assert read_config(tmp_path / "config.yaml") == config
 
 
+def test_file_of_a_user_needs_no_comment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("configs.load.CONFIG_DIR", tmp_path)
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "mine.yaml").write_text("kind: questions\n")
+    (tmp_path / "task" / "other.yaml").write_text("# Words.\n# More.\nkind: questions\n")
+    assert options("task") == {"mine": "", "other": "Words."}
+
+
 def test_config_file_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "missing.yaml")
