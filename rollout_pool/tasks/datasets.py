@@ -125,7 +125,9 @@ def _record(line: str, place: str, form: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: not JSON: {error}; {form}") from error
+        raise ValueError(
+            f"{place}: not JSON: {error.msg} at column {error.colno}; {form}"
+        ) from error
     if not isinstance(record, dict):
         raise ValueError(f"{place}: not an object; {form}")
     return record

@@ -245,7 +245,7 @@ def test_missing_column_is_named_with_those_that_exist(tmp_path, column):
     [
         ("", r"words.jsonl: the file is empty"),
         ("\n\n", r"words.jsonl: the file is empty"),
-        ('{"question": "a", "answer": "#### 1"}\n{oops\n', r"words.jsonl, line 2: not JSON"),
+        ('{"question": "a", "answer": "#### 1"}\n{oops\n', r"line 2: not JSON: .* at column 2; "),
         ('\n["a"]', r"line 2: not an object"),
         ('{"question": "a"}', r'line 1: "answer" must be a non-empty string'),
         ('{"question": "", "answer": "#### 1"}', r'line 1: "question" must be a non-empty string'),
