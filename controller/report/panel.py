@@ -20,7 +20,7 @@ from controller.metrics.counters import panel_line
 from controller.metrics.records import Record, series
 from controller.metrics.weights import median
 from controller.report.state import RunView
-from controller.units import format_count, format_duration
+from controller.units import format_count, format_duration, format_number_of
 from controller.watch.bottleneck import MUCH, bottleneck_sentence
 from controller.watch.remarks import (
     buffer_remarks,
@@ -138,6 +138,9 @@ def step_line(view: RunView) -> str:
         parts.append(f"{format_count(view.tokens_per_s)} tokens/s")
     if view.eta_s is not None:
         parts.append(f"{format_duration(view.eta_s)} left")
+    if failed := view.counters.get("rewards_failed"):
+        episodes = format_number_of(int(failed), "episode")
+        parts.append(f"{episodes} without full reward, logs/worker-*.log say why")
     parts += [alarm.words for alarm in view.alarms]
     return " | ".join(parts)
 

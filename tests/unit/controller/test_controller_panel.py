@@ -195,6 +195,8 @@ def test_step_line_says_the_essentials() -> None:
     view = trained_view()
     del view.evals[1:]
     assert "| eval 31% (at version 0) |" in step_line(view)
+    view.counters = {"rewards_failed": 3.0}
+    assert step_line(view).endswith("| 3 episodes without full reward, logs/worker-*.log say why")
 
 
 def test_step_of_the_start_prints_one_line_with_its_detail_or_its_failure() -> None:
