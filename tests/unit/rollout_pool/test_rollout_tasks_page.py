@@ -127,9 +127,9 @@ def test_lines_of_the_page_are_read(tmp_path):
     found = [line for line in lines if '"messages"' not in line]  # that one is for a service
     kinds = {"question": "gsm8k", "problem": "math", "prompt": "code"}
     plain = [
-        line for line in found if "Santiago" in line or "plum" in line
+        line for line in found if "Santiago" in line or "What do " in line
     ]  # other tests read them
-    assert (len(found), len(plain)) == (6, 2)
+    assert (len(found), len(plain)) == (7, 3)
     for line in [line for line in found if line not in plain]:
         [key] = [key for key in kinds if line.startswith(f'{{"{key}"')]
         path = tmp_path / f"{key}.jsonl"
@@ -287,19 +287,18 @@ async def test_task_of_the_page_with_its_tool_is_played(apples, chat_tokenizer):
 @pytest.fixture
 def fruit(tmp_path):
     (tmp_path / "fruit.py").write_text(block_with("class SecondTry"))
-    [line] = re.findall(r'^    (\{"question".*plum.*)$', PAGE, re.MULTILINE)
-    other = {"question": "What does a pear cost?", "answer": "5"}
-    (tmp_path / "fruit.jsonl").write_text(f"{json.dumps(other)}\n" + 128 * f"{line}\n")
+    lines = re.findall(r'^    (\{"question": "What do .*)$', PAGE, re.MULTILINE)
+    (tmp_path / "fruit.jsonl").write_text("\n".join(lines))
     settings = settings_with("fruit.py")
     return [one.replace("fruit.", f"{tmp_path}/fruit.") for one in settings]
 
 
-@pytest.mark.parametrize(("tries", "reward"), [(["5"], 1.0), (["7", "5"], 0.5), (["7", "8"], 0.0)])
+@pytest.mark.parametrize(("tries", "reward"), [(["8"], 1.0), (["7", "8"], 0.5), (["7", "9"], 0.0)])
 async def test_environment_with_a_tool_of_the_page_is_played(fruit, chat_tokenizer, tries, reward):
     check_task(load_config(fruit).task)
     call = '<tool_call>{"name": "price", "arguments": {"fruit": "pear"}}</tool_call>'
     held_out = build_task(load_config(fruit).task).eval_prompts()
-    assert {one.text for one in held_out} == {"What do 2 apples and a plum cost?"}
+    assert [one.text for one in held_out] == ["What do 3 pears cost?"]
     _, prompt, episode = await play(fruit, call, *tries, tokenizer=chat_tokenizer)
     assert (episode.end, episode.env_reward) == ("done", reward), episode.error
     assert dict(episode.env_parts) == {"tool_calls": 1, "tool_errors": 0}
