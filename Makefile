@@ -54,7 +54,7 @@ attach: install ## be the controller of a run whose own controller and guard wer
 dry-run: install ## print the resolved config and the plan, start nothing
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)
 
-try: install ## run a few episodes of a task without training: make try TASK=capitals URL=http://host/v1 MODEL=name [EPISODES=4] [KEY_ENV=...] [ARGS=...]
+try: install ## run a few episodes of a task without training: make try TASK=capitals [MODEL=folder | URL=http://host/v1 MODEL=name [KEY_ENV=...]] [EPISODES=4] [ARGS=...]
 	@$(LEASH) try $(EXPERIMENT_FLAG) $(if $(URL),--url '$(URL)') $(if $(MODEL),--model '$(MODEL)') $(if $(EPISODES),--episodes $(EPISODES)) $(if $(KEY_ENV),--key-env $(KEY_ENV)) $(if $(TASK),task=$(TASK)) $(ARGS)
 
 status: install ## what a run is doing, and its bottleneck (RUN=name; default: the newest)

@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     for verb, what in (
         ("launch", "train"),
         ("dry-run", "print config and plan, start nothing"),
-        ("try", "run a few episodes of a task against any model, without training"),
+        ("try", "run a few episodes of a task with any model, without training"),
     ):
         sub = verbs.add_parser(verb, help=what)
         sub.add_argument(
@@ -58,8 +58,11 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
 
     trial = verbs.choices["try"]
-    trial.add_argument("--url", required=True, help="OpenAI-compatible, as http://host:port/v1")
-    trial.add_argument("--model", required=True, help="name of the model there")
+    trial.add_argument("--url", help="OpenAI-compatible, as http://host:port/v1 (default: none)")
+    trial.add_argument(
+        "--model",
+        help="name of the model there; without a URL a folder to serve (default: the launch's)",
+    )
     trial.add_argument("--key-env", help="environment variable of the key (OPENAI_API_KEY)")
     trial.add_argument("--episodes", type=int, default=4, help="how many (default: %(default)s)")
 
@@ -159,11 +162,17 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
         return _dry_run(load_config(arguments.overrides, arguments.experiment))
     if arguments.verb == "try":
-        from configs.load import load_config
+        _prepare_deepspeed()
         from controller.commands.try_task import try_task
 
-        config = load_config(arguments.overrides, arguments.experiment)
-        try_task(config, arguments.url, arguments.model, arguments.key_env, arguments.episodes)
+        try_task(
+            arguments.overrides,
+            arguments.experiment,
+            url=arguments.url,
+            model=arguments.model,
+            key_env=arguments.key_env,
+            num_episodes=arguments.episodes,
+        )
         return 0
     return _on_existing_run(arguments)
 
@@ -195,10 +204,7 @@ def _launch(
             config = resumption.config
         password_of_environment()  # removes it: no child process may inherit it
         prepare_environment(config.cluster)
-        import torch
-
-        if not torch.cuda.is_available():
-            os.environ["DS_ACCELERATOR"] = "cpu"  # or DeepSpeed warns that it found nothing else
+        _prepare_deepspeed()
         from controller.run import attach, launch, resume
         from controller.start.attach import NotAttachableError, find_attachment
 
@@ -215,6 +221,14 @@ def _launch(
     else:
         resume(run_dir, resumption, stop, announce_folder)
     return 0
+
+
+def _prepare_deepspeed() -> None:
+    """Call it before DeepSpeed is imported, by whatever library."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"  # or it warns that it found nothing else
 
 
 def _end_dead(run_dir: RunDir) -> None:

@@ -20,6 +20,7 @@ SHARED = {
     "test_launch.py": "launches",
     "test_ray_of_a_run.py": "launches",
     "test_rollout_faults.py": "launches",
+    "test_try.py": "launches",
     "test_two_hosts.py": "launches",
     "test_openai_client.py": "servers",
     "test_sglang_engine.py": "servers",

@@ -1,10 +1,13 @@
 """`make try TASK=...`: runs a few episodes of a task without a trainer and prints them.
 
-    environment, tools ──► EpisodeRunner ──► ChatModel ──► any OpenAI-compatible URL
-                                 └──► scorer ──► reward and its parts
+                                     ┌──► ChatModel ────► any OpenAI-compatible URL
+    environment, tools ──► EpisodeRunner
+                               │     └──► ServedModel ──► an SGLang server, started for them
+                               └──► scorer ──► reward and its parts
 
-Environments, tools, bounds and rewards are those of a run. Only the model is not: it is asked for
-whole messages, so nothing is tokenized, and the run's limits in tokens do not apply.
+Environments, tools, bounds and rewards are those of a run. With a model that is served here prompts
+and answers are too, token by token. A model behind a URL is asked for whole messages: nothing is
+tokenized, and the run's limits in tokens do not apply.
 """
 
 from __future__ import annotations
@@ -14,22 +17,33 @@ import itertools
 import json
 import logging
 import os
+import secrets
+import signal
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
 
 from buffer.types import SamplingParams, VersionSpan
-from configs.choices import RewardKind
+from configs.choices import PauseMode, RewardKind
+from configs.load import load_config
 from configs.printable import printable
 from configs.schema import Config
-from controller.start.preflight import check_task
+from controller.ray_environment import LOOPBACK
+from controller.signals import Stopped
+from controller.start.plan import Plan
+from controller.start.preflight import check_model, check_task, plan_here, tokenizer_of
+from controller.units import format_count
+from processes.leftovers import list_path
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.agents import find_agent
-from rollout_pool.episodes.chat import as_template_message, as_template_tool
+from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+from rollout_pool.episodes.chat import ChatFormat, as_template_message, as_template_tool
 from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
@@ -37,71 +51,174 @@ from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import Score
-from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
+from rollout_pool.sampling.engine_client import BadLogprobs, EngineError
+from rollout_pool.sampling.sample import Interrupted, Priority, Sample, SampleFailed
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.task import Task, TaskStream
+from trainer_pool.model.scratch import build_scratch_model
 
 DEFAULT_KEY = "OPENAI_API_KEY"
+ENGINE = "engine"
 NO_LIMIT = 10**9
 """Of tokens: there are none."""
+STOP_S = 30.0
+"""Time to end the server after a signal, before the wait for it is cancelled too."""
 
 
-def try_task(config: Config, url: str, model: str, key_env: str | None, num_episodes: int) -> None:
+Opened = AbstractAsyncContextManager[EpisodeRunner]
+
+
+def try_task(
+    overrides: Sequence[str],
+    experiment: str,
+    *,
+    url: str | None,
+    model: str | None,
+    key_env: str | None,
+    num_episodes: int,
+) -> None:
     """Prints `num_episodes` episodes of the first training prompts, answered by `model` at `url`.
 
-    Raises ValueError for a bad task or key, and RuntimeError if an episode has no answer.
+    Without `url` the policy that a launch would begin with answers, or the one in the folder
+    `model`; it is served here meanwhile. Raises ValueError for a bad task, model or key,
+    RuntimeError if an episode has no answer or the server does not start, and Stopped after a
+    signal.
     """
     if num_episodes < 1:
         raise ValueError(f"--episodes={num_episodes}: must be at least 1")
+    if url is not None and model is None:
+        raise ValueError(f"--url={url!r}: name the model there, --model=NAME (make: MODEL=NAME)")
+    if url is None and key_env is not None:
+        raise ValueError(f"--key-env={key_env!r}: is for a server, give --url (make: URL=...) too")
+    if url is None and model is not None:
+        overrides = [*overrides, "model=pretrained", f"model.path={model}"]
     key = os.environ.get(key_env or DEFAULT_KEY)
     if key_env is not None and not key:
         raise ValueError(f"--key-env={key_env!r}: there is no such environment variable; set it")
+    config = load_config(overrides, experiment)
     task = check_task(config.task)
-    _refuse_what_needs_tokens(config, task)
+    _refuse_what_needs_a_run(config, task)
     # The runner logs what an environment raises, with its traceback.
     logging.basicConfig(format="%(message)s")
     logging.getLogger(EpisodeRunner.__module__).setLevel(logging.INFO)
-    asyncio.run(_run(config, task, ChatModel(url, model, key), num_episodes))
+    open_model: Callable[[Path], Opened]
+    if url is not None and model is not None:
+        open_model = partial(_behind_url, config, ChatModel(url, model, key))
+    else:
+        plan = plan_here(config)
+        check_model(config)
+        chat = ChatFormat(
+            tokenizer_of(config),
+            chat_template=config.task.chat_template,
+            tool_parser=config.task.tool_parser,
+        )
+        open_model = partial(_served_here, plan, chat)
+    asyncio.run(_until_signal(_run(config, task, open_model, num_episodes)))
 
 
-def _refuse_what_needs_tokens(config: Config, task: Task) -> None:
+async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Raises Stopped after a signal, once `work` has ended all that it started."""
+    loop, asked = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+            loop.add_signal_handler(number, asked.set)
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(asked.wait())
+    await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not working.done():
+        await end_tasks({working}, again_s=STOP_S)
+        raise Stopped
+    working.result()
+
+
+@asynccontextmanager
+async def _behind_url(config: Config, chat: ChatModel, _: Path) -> AsyncIterator[EpisodeRunner]:
+    limits = replace(config.rollout, max_prompt_tokens=NO_LIMIT, max_response_tokens=NO_LIMIT)
+    try:
+        # A request cannot be interrupted: at the episode's timeout it is cancelled at once.
+        yield EpisodeRunner(chat, chat, config.task, limits, heeds_interrupt_s=0)
+    finally:
+        await chat.close()
+
+
+@asynccontextmanager
+async def _served_here(plan: Plan, chat: ChatFormat, folder: Path) -> AsyncIterator[EpisodeRunner]:
+    """Serves the policy as a run's engine is served, with its files in `folder`."""
+    config, uses_gpu = plan.config, plan.devices.engine_gpus > 0
+    where = "the GPU" if uses_gpu else "the CPU"
+    print(f"starting an SGLang server of {plan.model.label} on {where}", flush=True)
+    if config.model.scratch is not None:
+        build_scratch_model(config.model.scratch, folder / "model", config.run.seed)
+    engine = config.rollout.engine
+    # As if a trainer had published it.
+    engine = replace(engine, extra_args=[*engine.extra_args, "--weight-version", "0"])
+    served = SGLangEngine(
+        EngineSpec(
+            name=ENGINE,
+            config=engine,
+            pause_mode=PauseMode.resubmit,
+            model_path=config.model.path or str(folder / "model"),
+            trust_remote_code=config.model.trust_remote_code,
+            host=LOOPBACK,
+            log_path=folder / f"{ENGINE}.log",
+            leftovers_path=list_path(folder, ENGINE),
+            num_threads=plan.threads_per_process,
+            uses_gpu=uses_gpu,
+            seed=config.run.seed,
+            key=secrets.token_urlsafe(32),
+        )
+    )
+    try:
+        await served.start()
+        if config.model.scratch is not None:
+            size = format_count(plan.model.num_params or 0)
+            print(
+                f"an untrained model of {size} parameters: its answers are random; the rewards "
+                "show that the task works",
+                flush=True,
+            )
+        yield EpisodeRunner(ServedModel(served), chat, config.task, config.rollout)
+    finally:
+        await served.stop()
+
+
+def _refuse_what_needs_a_run(config: Config, task: Task) -> None:
     if find_agent(config.task, task) is not None:
         raise ValueError(
             f"task.agent={config.task.agent!r}: an agent calls the model by itself; run it against "
-            "the URL without make try"
+            "a URL without make try"
         )
     for name, reward in config.task.rewards.items():
         if reward.kind is RewardKind.teacher:
             raise ValueError(
-                f"task.rewards.{name}.kind=teacher: needs the tokens of a policy, and a model "
-                "behind a URL gives text; leave it out"
+                f"task.rewards.{name}.kind=teacher: gives no score but a column for the trainer, "
+                "and here is none; leave it out"
             )
 
 
-async def _run(config: Config, task: Task, chat: ChatModel, num_episodes: int) -> None:
+async def _run(
+    config: Config, task: Task, open_model: Callable[[Path], Opened], num_episodes: int
+) -> None:
     rewards = []
     async with AsyncExitStack() as closing:
-        closing.push_async_callback(chat.close)
-        folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="leash-try-"))
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="leash-try-")))
         pool = RewardPool(
             config.task,
             num_processes=int(needs_processes(config.task)),
             timeout_s=config.rollout.reward_timeout_s,
-            log_path=Path(folder) / "rewards.log",
+            log_path=folder / "rewards.log",
         )
         closing.push_async_callback(pool.close)
         await pool.start()
         scorer = make_scorer(config.task, task, pool)
         closing.push_async_callback(scorer.close)
-        limits = replace(config.rollout, max_prompt_tokens=NO_LIMIT, max_response_tokens=NO_LIMIT)
-        # A request cannot be interrupted: at the episode's timeout it is cancelled at once.
-        runner = EpisodeRunner(chat, chat, config.task, limits, heeds_interrupt_s=0)
+        runner = await closing.enter_async_context(open_model(folder))
         source = EnvEpisodes(runner, environment_factory(config.task, task))
         prompts = itertools.islice(TaskStream(task, 0, 1), num_episodes)
         for number, prompt in enumerate(prompts, start=1):
             request = EpisodeRequest(
                 session=f"episode {number}",
-                sampling=SamplingParams(temperature=config.rollout.sampling.temperature),
+                sampling=SamplingParams(**asdict(config.rollout.sampling)),
                 priority=Priority.evaluation,
             )
             episode = await source.run(prompt, request)
@@ -128,6 +245,31 @@ def episode_lines(episode: Episode, score: Score) -> list[str]:
 def _said(message: Message) -> str:
     calls = [f"{call.name}({json.dumps(dict(call.arguments))})" for call in message.tool_calls]
     return "\n    ".join([*message.content.splitlines(), *calls])
+
+
+class ServedModel:
+    """The runner's `Completer` at one server: what it does not answer has no other to go to."""
+
+    def __init__(self, engine: SGLangEngine) -> None:
+        self._engine = engine
+
+    async def complete(self, sample: Sample) -> None:
+        """Raises SampleFailed with the end of the server's log if it gives no answer."""
+        try:
+            await self._engine.client.generate(sample, self._request_id(sample))
+        except (EngineError, BadLogprobs) as error:
+            raise SampleFailed(
+                f"{error}; the last lines of its log:\n{self._engine.log_tail()}"
+            ) from error
+        if sample.finish_reason is None:
+            raise Interrupted(sample.sample_id)
+
+    def interrupt(self, sample: Sample) -> None:
+        self._engine.client.stop(self._request_id(sample))
+
+    @staticmethod
+    def _request_id(sample: Sample) -> str:
+        return f"{sample.sample_id}!"  # no id is the beginning of another
 
 
 class ChatModel:

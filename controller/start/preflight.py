@@ -82,7 +82,7 @@ def check_inputs(config: Config) -> None:
     if config.cluster.ray_address is None:
         check_shared_memory(plan.config, plan)
     _check_ports(config)
-    task, tokenizer = check_task(config.task), _tokenizer(config)
+    task, tokenizer = check_task(config.task), tokenizer_of(config)
     check_first_words(config, task, tokenizer)
     uses_gpu = plan.devices.engine_gpus > 0
     check_served_teacher(config, uses_gpu=uses_gpu, student=tokenizer)
@@ -109,7 +109,7 @@ def check_plan(config: Config) -> list[str]:
     if model is not None and not model.startswith("/"):  # a local folder is absolute by now
         skipped.append(f"the model {model}")
     elif task is not None:
-        check_first_words(config, task, _tokenizer(config))
+        check_first_words(config, task, tokenizer_of(config))
     return skipped
 
 
@@ -146,11 +146,11 @@ def _check_here(config: Config) -> Plan:
     check_algorithm(config.full_algorithm, has_teacher=has_teacher)
     if config.rollout.trace_endpoint is not None:
         make_exporter(config.rollout.trace_endpoint).shutdown()
-    _check_model(config)
+    check_model(config)
     return plan
 
 
-def _check_model(config: Config) -> None:
+def check_model(config: Config) -> None:
     """Checks against the model's own config, if it is known."""
     model, tp_size = config.model, config.rollout.engine.tp_size
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -232,7 +232,7 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _tokenizer(config: Config) -> Tokenizer:
+def tokenizer_of(config: Config) -> Tokenizer:
     if config.model.path is not None:
         return load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     return cast(Tokenizer, byte_tokenizer())

@@ -59,6 +59,11 @@ def attach(runs: Path) -> subprocess.Popen[str]:
     return _start([sys.executable, "-m", "controller.main", "attach", "--dir", str(runs)])
 
 
+def try_task(*words: str) -> subprocess.Popen[str]:
+    """`leash try` with these words."""
+    return _start([sys.executable, "-m", "controller.main", "try", *words])
+
+
 def _start(command: list[str]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         command,

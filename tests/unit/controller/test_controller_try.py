@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from controller.commands.try_task import _until_signal
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, main
+from controller.signals import Stopped
 
 FRUIT = '''
 from rollout_pool import Env, Observation, Step
@@ -215,7 +220,7 @@ def test_prompts_are_those_of_a_launch_and_the_key_is_of_the_environment(
         (["task=capitals", "task.agent=asyncio:sleep"], "task.agent='asyncio:sleep': an agent"),
         (
             ["--experiment=distill-quickstart"],
-            "task.rewards.teacher.kind=teacher: needs the tokens",
+            "task.rewards.teacher.kind=teacher: gives no score",
         ),
     ],
 )
@@ -224,6 +229,41 @@ def test_what_cannot_be_tried_is_bad_input(
 ) -> None:
     assert try_it(server, *arguments) == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err and not server.asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url=http://host/v1"], "--url='http://host/v1': name the model there, --model=NAME"),
+        (["--key-env=PATH"], "--key-env='PATH': is for a server, give --url"),
+        (["--model=/no/such/folder"], "model.path='/no/such/folder': there is no tokenizer"),
+        (["--model=tests"], "tests': neither a folder with a Hugging Face model"),
+    ],
+)
+def test_model_that_is_only_half_named_is_bad_input(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["try", "task=capitals", *arguments]) == EXIT_BAD_INPUT
+    assert message in capsys.readouterr().err
+
+
+async def test_second_signal_does_not_hurry_the_end_of_what_was_started() -> None:
+    began, ended = asyncio.Event(), []
+
+    async def work() -> None:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.to_thread(ended.append, "all")
+
+    trying = asyncio.create_task(_until_signal(work()))
+    await began.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Stopped):
+        await trying
+    assert ended == ["all"]
 
 
 def test_server_that_refuses_or_is_not_there_is_named(
