@@ -1,38 +1,41 @@
-"""The official client against the endpoint and a real SGLang server."""
+"""The official client and LangChain against the endpoint and a real SGLang server."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 
 import pytest
 import pytest_asyncio
+import torch
+from langchain.agents import create_agent
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_openai import ChatOpenAI
 from sglang_model import worst_difference
 
 from buffer.types import SamplingParams
 from configs.choices import ToolParser
+from configs.dotted import load_callable
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.endpoint.agents import AgentRunner
+from controller.start.warm_start import imitate
+from rollout_pool.endpoint.agents import AgentRunner, load_agent
 from rollout_pool.endpoint.app import Endpoint
+from rollout_pool.endpoint.schema import Fields, read_tool
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.env import Message, ToolCall
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.task import Prompt
+from tests.support.openai_page import langchain_example
 from trainer_pool.model.scratch import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT = Prompt(index=0, is_held_out=False, text="How warm is it?")
-TURN_TOKENS = 48
-TEMPLATE = """
-{%- for tool in tools or [] -%}{{ (tool | tojson) + '\n' }}{%- endfor -%}
-{%- for message in messages -%}
-{{ message.role + ': ' + message.content + '\n' }}
-{%- endfor -%}
-{{ 'assistant: ' if add_generation_prompt }}
-"""
+TURN_TOKENS = 80
 WEATHER = {
     "type": "function",
     "function": {
@@ -54,11 +57,10 @@ class Policy:
         self.router = Router([self.client], 60.0, max_running_requests=32)
         await self.publish()
         tokenizer = byte_tokenizer()
-        tokenizer.chat_template = TEMPLATE
-        chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
+        self.chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
         serving = Serving(
             completer=Sampler(self.router, max_retries=1, decode=tokenizer.decode),
-            chat=chat,
+            chat=self.chat,
             tokenizer=tokenizer,
             model="policy",
             task=TaskConfig(chat_template=True, max_turn_tokens=TURN_TOKENS),
@@ -67,9 +69,9 @@ class Policy:
         self.endpoint = Endpoint(serving, host="127.0.0.1")
         await self.endpoint.start()
 
-    async def publish(self):
-        """The same weights under the next number."""
-        await self.server.publish(self.model)
+    async def publish(self, model=None):
+        """The same weights, or those of `model`, under the next number."""
+        await self.server.publish(model or self.model)
         self.router.follow({self.client.name: self.server.newest}, self.server.newest, 9)
 
     async def close(self):
@@ -90,7 +92,7 @@ async def play(policy):
     """Runs one episode of an agent: the episode, and its samples as the engine gave them."""
     numbers = itertools.count()
 
-    async def play(agent):
+    async def play(agent, prompt=PROMPT):
         samples = []
         ask = EpisodeRequest(
             session=f"group-{next(numbers)}.0",
@@ -100,7 +102,7 @@ async def play(policy):
         async with asyncio.timeout(60):
             endpoint = policy.endpoint
             runner = AgentRunner(agent, endpoint.sessions, endpoint.url)
-            return await runner.run(PROMPT, ask), samples
+            return await runner.run(prompt, ask), samples
 
     return play
 
@@ -208,3 +210,101 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
     for sample in samples:
         assert sum(s.end - s.start for s in sample.version_spans) == len(sample.output_ids)
     assert worst_difference(policy.model, samples, 0.8) < 1e-4
+
+
+# LangChain ----------------------------------------------------------------------------------------
+
+SUM = Prompt(index=0, is_held_out=False, text="3 + 4 =")
+CALL = ToolCall(call_id="c00000001", name="add", arguments={"a": 3, "b": 4})
+
+
+def rescored(model, branch, temperature):
+    """Largest difference between the recorded log-probabilities of the model's tokens and those
+    that Hugging Face gives them in the whole sequence."""
+    tokens = torch.tensor([branch.tokens])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, :-1] / temperature
+    logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    is_own = torch.tensor(branch.loss_mask[1:], dtype=torch.bool)
+    return (logprobs - torch.tensor(branch.logprobs[1:]))[is_own].abs().max().item()
+
+
+def learn(model, tokens, loss_mask):
+    """Trains until it says exactly this more often than not."""
+    labels = tokens.masked_fill(loss_mask == 0, -100)[None]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, betas=(0.9, 0.95))
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more would wait for each other at every step of so small a model
+    for _ in range(300):
+        loss = model(tokens[None], labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if loss < 5e-3:
+            break
+    torch.set_num_threads(num_threads)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def page_agent(tmp_path):
+    """The agent of docs/openai.md, and its tool."""
+    place = langchain_example(tmp_path).task.agent
+    add = load_callable(place.replace(":solve", ":add"), "task.agent")
+    return load_agent(place), add
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def taught(policy, play, page_agent):
+    """A policy that has learnt by heart how the agent of the page adds 3 and 4."""
+    agent, add = page_agent
+    first, _ = await play(agent, SUM)
+    tool = read_tool(Fields(convert_to_openai_tool(add)))
+    conversation = [
+        *first.messages[:2],
+        Message(role="assistant", content="", tool_calls=(CALL,)),
+        Message(role="tool", content="7", tool_call_id=CALL.call_id, name=CALL.name),
+        Message(role="assistant", content="7"),
+    ]
+    example = imitate(policy.chat, conversation, [tool])
+    model = copy.deepcopy(policy.model)
+    learn(model, torch.from_numpy(example.tokens).long(), torch.from_numpy(example.loss_mask))
+    await policy.publish(model)
+    yield model
+    await policy.publish()
+
+
+async def test_langchain_agent_of_the_page_calls_its_tool_and_its_tokens_rescore(
+    play, page_agent, taught
+):
+    agent, _ = page_agent
+    played = await asyncio.gather(*(play(agent, SUM) for _ in range(8)))
+    with_call = 0
+    for episode, samples in played:
+        assert episode.end == "done", episode.error
+        # The conversation was sent again for each answer, and is one sequence nevertheless.
+        check_recorded(episode, samples, episode.num_turns)
+        assert rescored(taught, episode.branches[0], 0.8) < 1e-3
+        results = [m.content for m in episode.messages if m.role == "tool"]
+        with_call += results == ["7"] and episode.env_parts == {"calls": 1.0}
+    assert with_call > 0
+
+
+async def test_langchain_sends_back_streamed_garbage_that_is_recognised(policy, play, page_agent):
+    _, add = page_agent
+
+    async def agent(session, prompt):
+        client = session.client()
+        model = ChatOpenAI(
+            model=session.model, async_client=client.chat.completions, streaming=True
+        )
+        graph = create_agent(model, tools=[add])
+        messages = [("user", prompt.text)]
+        for _ in range(3):
+            state = await graph.ainvoke({"messages": messages})
+            messages = [*state["messages"], ("user", "And?")]
+        return 1.0
+
+    for episode, samples in await asyncio.gather(*(play(agent) for _ in range(4))):
+        assert episode.end == "done", episode.error
+        check_recorded(episode, samples, 3)
+        assert rescored(policy.model, episode.branches[0], 0.8) < 1e-3
