@@ -115,6 +115,17 @@ class OpenAIConfig(Section):
     the run's folder); None starts none unless an agent needs one."""
     session_timeout_s: float = field(default=3600.0, metadata=SECONDS)
     """A session without a request for this long is closed."""
+    idle_timeout_s: float = field(default=300.0, metadata=SECONDS)
+    """A group of an external program without a request for this long is given up as soon as its
+    credit is needed: another group waits for one, and no full batch is ready."""
+    max_groups: int = field(default=128, metadata=at_least(1))
+    """Groups of external programs in progress at one worker. Further requests for groups wait."""
+    max_requests: int = field(default=64, metadata=at_least(1))
+    """Requests in progress in one session. A further one gets 429."""
+    max_answers: int = field(default=1000, metadata=at_least(1))
+    """Answers that the model begins in one session. A further request gets 400."""
+    max_session_tokens: int = field(default=1_000_000, metadata=at_least(1))
+    """Tokens of all answers of one session. Once there are so many, a further request gets 400."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -78,6 +78,16 @@ COUNTED_BY = {
     "mean_rewards": ("rollout_task_rewards", "Sum of the mean rewards of these groups.", "task"),
     "zero_variance": ("rollout_task_zero_variance", "Those whose rewards are all equal.", "task"),
     "passed_over": ("rollout_task_passed_over", "Prompts passed over by task.curriculum.", "task"),
+    "external_ended": (
+        "rollout_external_groups",
+        "Groups of external programs, by how they ended.",
+        "end",
+    ),
+    "requests_refused": (
+        "rollout_requests_refused",
+        "Requests of agents and external programs that a limit of rollout.openai refused.",
+        "limit",
+    ),
     "episodes_ended": ("rollout_episodes", "Episodes, by how they ended.", "end"),
     "prompt_tokens": (
         "rollout_prompt_tokens",

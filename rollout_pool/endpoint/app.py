@@ -3,7 +3,7 @@
 POST /v1/chat/completions   /v1/completions      GET /v1/models     with a session's key
 the same under /sessions/KEY/v1, for clients that can't send a key
 POST /sessions/ID/reward                                            with its key or the admin key
-POST /groups                                                        with the admin key
+POST /groups      GET /groups/ID                                    with the admin key
 GET  /health                                                        with none
 """
 
@@ -38,6 +38,7 @@ from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.chat import ChatTurn
 from rollout_pool.endpoint.completions import CompletionTurn
 from rollout_pool.endpoint.errors import ApiError, refuse
+from rollout_pool.endpoint.group_stream import GroupStream
 from rollout_pool.endpoint.groups import ExternalGroups
 from rollout_pool.endpoint.room import RequestRoom
 from rollout_pool.endpoint.schema import Fields, check_whole, shown
@@ -118,6 +119,7 @@ class _Api:
         for page, endpoint, method in (
             ("health", self.health, "GET"),
             ("groups", self.open_group, "POST"),
+            ("groups/{group_id}", self.group, "GET"),
             ("sessions/{session_id}/reward", self.reward, "POST"),
         ):
             routes.append(Route(f"/{page}", endpoint, methods=[method]))
@@ -143,18 +145,22 @@ class _Api:
         body = await read_body(request, self._room.max_body_bytes)
         page = request.url.path.rpartition("/v1/")[2]
 
+        def fingerprint_of() -> bytes:
+            return hashlib.sha256(page.encode() + b"\n" + body).digest()
+
         def read() -> tuple[Turn, bytes]:
             self._room.check_values(body)
-            fingerprint = hashlib.sha256(page.encode() + b"\n" + body).digest()
-            return turn_of(session, Fields(_as_json(body))), fingerprint
+            return turn_of(session, Fields(_as_json(body))), fingerprint_of()
 
+        session.check_requests(fingerprint_of)
         with session.activity():
             turn, fingerprint = await self._room.read(body, read)
+            is_retry = _is_retry(request) and not session.was_refused(fingerprint)
             fingerprints = [fingerprint + index.to_bytes() for index in range(turn.n)]
-            answers = self._first_answers(request, fingerprints)
+            answers = self._first_answers(request, fingerprints, is_retry)
             if None in answers:
                 prompt = await self._room.read(body, turn.render)
-                answers = self._first_answers(request, fingerprints)
+                answers = self._first_answers(request, fingerprints, is_retry)
             whole = [
                 known or turn.begin(prompt, one)
                 for known, one in zip(answers, fingerprints, strict=True)
@@ -172,11 +178,11 @@ class _Api:
                 return JSONResponse(turn.result(whole))
 
     def _first_answers(
-        self, request: Request, fingerprints: Sequence[bytes]
+        self, request: Request, fingerprints: Sequence[bytes], is_retry: bool
     ) -> Sequence[Answer | None]:
         """For a retry, the answers to the original request. Raises ApiError if the session has
         ended meanwhile."""
-        session, is_retry = self._session(request), _is_retry(request)
+        session = self._session(request)
         return [session.again(one) if is_retry else None for one in fingerprints]
 
     async def models(self, request: Request) -> Response:
@@ -197,7 +203,8 @@ class _Api:
         """A credit and the next prompt; waits until there is one."""
         self._check_admin(request)
         fields = Fields(_as_json(await read_body(request, MAX_SMALL_BODY_BYTES) or b"{}"))
-        fields.only("timeout_s")
+        fields.only("timeout_s", "stream")
+        is_streamed = fields.flag("stream", False)
         timeout_s = fields.number("timeout_s", GROUP_TIMEOUT_S)
         if not 0 <= timeout_s <= MAX_GROUP_TIMEOUT_S:
             problem = f"{timeout_s:g} must be between 0 and {MAX_GROUP_TIMEOUT_S:g}"
@@ -214,15 +221,25 @@ class _Api:
         except TimeoutError as error:
             raise ApiError(
                 503,
-                f"no group could be admitted within {timeout_s:g} s: the trainer has not yet "
-                "taken the earlier ones",
+                f"no group could be admitted within {timeout_s:g} s: {self._groups.waits_for}",
                 code="no_credit",
                 should_retry=False,
             ) from error
         finally:
             if not is_told:
                 group.withdraw()
-        return JSONResponse(group.describe(str(request.base_url).rstrip("/")))
+        about = group.describe(str(request.base_url).rstrip("/"))
+        if is_streamed:
+            return GroupStream(group, about, self._sessions.serving.keep_alive_s)
+        return JSONResponse(about)
+
+    async def group(self, request: Request) -> Response:
+        """Where a group stands, or how it ended."""
+        self._check_admin(request)
+        group_id = request.path_params["group_id"]
+        if (group := self._groups.find(group_id)) is None:
+            raise ApiError(404, f"there is no group {group_id!r}", code="no_such_group")
+        return JSONResponse(group.status())
 
     async def reward(self, request: Request) -> Response:
         """Ends a session. Posting the same reward again is allowed."""
@@ -233,7 +250,7 @@ class _Api:
             session = self._session_named(request, session_id)
         except SessionOver as over:
             if over.closed.outcome == outcome:
-                return JSONResponse({"session": session_id, "reward": outcome.reward})
+                return self._rewarded(session_id, outcome)
             raise
         if session.num_turns == 0:
             raise ApiError(409, "the model was never called in this session", should_retry=False)
@@ -241,7 +258,12 @@ class _Api:
             session.outcome.set_result(outcome)
         elif session.outcome.result() != outcome:
             raise ApiError(409, "a different reward was already posted", should_retry=False)
-        return JSONResponse({"session": session_id, "reward": outcome.reward})
+        return self._rewarded(session_id, outcome)
+
+    def _rewarded(self, session_id: str, outcome: Outcome) -> Response:
+        group = self._groups.find(session_id.rpartition(".")[0])
+        about = None if group is None else group.status()
+        return JSONResponse({"session": session_id, "reward": outcome.reward, "group": about})
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "num_sessions": len(self._sessions)})
@@ -385,6 +407,7 @@ class Endpoint:
         """Ends every session and stops listening. May be called twice."""
         self.groups.close()
         await self.sessions.close_all("the run has ended")
+        self.groups.end_all("the run has ended")
         if self._server is None or self.serving is None:
             return
         self._server.should_exit = True

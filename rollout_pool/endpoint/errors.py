@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -20,17 +19,22 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         should_retry: bool | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
-        """`should_retry` overrides what the official clients infer from the status."""
+        """`should_retry` overrides what the official clients infer from the status, and
+        `retry_after_s` their delay."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.should_retry = should_retry
+        self.retry_after_s = retry_after_s
 
     def body(self, request_id: str) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         return {
             "error": {
                 "message": self.message,
@@ -42,11 +46,11 @@ class ApiError(Exception):
         }
 
     def response(self, request: Request) -> JSONResponse:
-        headers: Mapping[str, str] = (
-            {}
-            if self.should_retry is None
-            else {"x-should-retry": "true" if self.should_retry else "false"}
-        )
+        headers: dict[str, str] = {}
+        if self.should_retry is not None:
+            headers["x-should-retry"] = "true" if self.should_retry else "false"
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(self.retry_after_s)
         return JSONResponse(self.body(request.state.request_id), self.status, headers=headers)
 
 

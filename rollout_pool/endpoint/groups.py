@@ -5,24 +5,34 @@ POST /groups ─────────────────► ExternalGrou
                                      ─── take() ───────────────► GroupRun
              ◄─ n sessions ──── opened ◄─ run(prompt, request) ─ n times
 requests, POST /sessions/ID/reward ─► outcome ─► Episode ──► score, push
+GET /groups/ID ──────────────► status ◄─ ended(end, why) ───────┘
+
+A program that stays connected (group_stream.py) is missed at once when it dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.endpoint.sessions import Session, SessionLost, Sessions
+from rollout_pool.endpoint.sessions import (
+    NUM_REMEMBERED,
+    Session,
+    SessionLost,
+    Sessions,
+)
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
-from rollout_pool.tasks.source import EpisodeSource
+from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt
 
 MAX_WAITING = 1024
 """Most requests for groups that may wait; further ones are refused."""
+RETRY_AFTER_S = 10
+"""When a program whose request for a group was refused may ask again."""
 
 
 class ExternalGroup(EpisodeSource):
@@ -31,14 +41,20 @@ class ExternalGroup(EpisodeSource):
 
     is_external = True
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, groups: ExternalGroups) -> None:
         self._sessions = sessions
+        self._groups = groups
         self._group_size = sessions.serving.rollout.group_size
         self._members: list[Session] = []
         self._prompt: Prompt | None = None
         self._withdrawn = asyncio.Event()
         self._why: str | None = None
         """Why it was given up."""
+        self._num_rewarded = 0
+        self.group_id = ""
+        """Known once a worker has taken it."""
+        self.end: GroupEnd | None = None
+        self.has_ended = asyncio.Event()
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when all its sessions are open."""
 
@@ -58,7 +74,8 @@ class ExternalGroup(EpisodeSource):
             self.opened.exception()  # mark as retrieved: the program may have disconnected
 
     def withdraw(self) -> None:
-        """The program disconnected: the worker skips the group or gives it up."""
+        """The program disconnected: the worker skips the group, or gives it up unless all its
+        rewards are posted."""
         self._withdrawn.set()
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
@@ -73,6 +90,8 @@ class ExternalGroup(EpisodeSource):
         try:
             self._prompt = prompt
             self._members.append(session)
+            self.group_id = session.session_id.rpartition(".")[0]
+            self._groups.note_start(self)
             if len(self._members) == self._group_size and not self.opened.done():
                 self.opened.set_result(None)
             await self._wait_outcome(session)
@@ -115,11 +134,13 @@ class ExternalGroup(EpisodeSource):
 
     def describe(self, url: str) -> dict[str, Any]:
         """The response to the program: the prompt, and how to reach each session."""
+        if self.end is not None:
+            raise ApiError(503, f"there is no group: {self._why}", code="no_group")
         assert self._prompt is not None
         system = self._sessions.serving.task.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
         return {
-            "group_id": self._members[0].request.session.rpartition(".")[0],
+            "group_id": self.group_id,
             "prompt": {
                 "index": self._prompt.index,
                 "text": self._prompt.text,
@@ -130,13 +151,49 @@ class ExternalGroup(EpisodeSource):
             ],
         }
 
+    # The end --------------------------------------------------------------------------------------
+
+    def ended(self, end: GroupEnd, why: str | None) -> None:
+        self._num_rewarded = self._count_rewarded()
+        self.end, self._why = end, why
+        self._members.clear()  # with all their tokens
+        self._prompt = None
+        self._groups.note_end(self)
+        self.has_ended.set()
+
+    def status(self) -> dict[str, Any]:
+        """The response to the program that asks where its group stands."""
+        num_rewarded = self._count_rewarded()
+        if self.end is not None:
+            state = self.end.value
+        elif self._why is not None:
+            state = GroupEnd.given_up.value
+        else:
+            state = "scoring" if num_rewarded == self._group_size else "open"
+        return {
+            "group_id": self.group_id,
+            "state": state,
+            "reason": self._why,
+            "num_sessions": self._group_size,
+            "num_rewarded": num_rewarded,
+        }
+
+    def _count_rewarded(self) -> int:
+        if self.end is not None:
+            return self._num_rewarded
+        return sum(session.outcome.done() for session in self._members)
+
 
 class ExternalGroups:
-    """The requested groups that no worker has taken yet."""
+    """The groups that external programs request, and how the last ones ended."""
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self._waiting: deque[ExternalGroup] = deque()
+        """No worker has taken them yet."""
+        self._running: set[ExternalGroup] = set()
+        self._known: OrderedDict[str, ExternalGroup] = OrderedDict()
+        self._max_groups = sessions.serving.rollout.openai.max_groups
         self._is_closed = False
 
     def request(self) -> ExternalGroup:
@@ -145,21 +202,60 @@ class ExternalGroups:
             self._waiting = deque(group for group in self._waiting if not group.is_withdrawn)
         if len(self._waiting) >= MAX_WAITING:
             why = f"{MAX_WAITING} requests for groups are already waiting"
-            raise ApiError(429, why, code="too_many_groups", should_retry=True)
-        group = ExternalGroup(self._sessions)
+            self._sessions.serving.count("requests_refused:groups")
+            raise ApiError(
+                429,
+                why,
+                code="too_many_groups",
+                should_retry=True,
+                retry_after_s=RETRY_AFTER_S,
+            )
+        group = ExternalGroup(self._sessions, self)
         self._waiting.append(group)
         if self._is_closed:
             self.close()
         return group
 
     def take(self) -> ExternalGroup | None:
-        """The longest-waiting one that is still wanted; None if there is none. The worker must have
-        a credit and a prompt for it."""
-        while self._waiting:
+        """The longest-waiting one that is still wanted; None if there is none, or if as many are
+        in progress as may be. The worker must have a credit and a prompt for it."""
+        while self._waiting and not self._is_full:
             group = self._waiting.popleft()
             if not group.is_withdrawn:
+                self._running.add(group)
                 return group
         return None
+
+    def find(self, group_id: str) -> ExternalGroup | None:
+        """One in progress, or of the last that ended."""
+        return self._known.get(group_id)
+
+    def note_start(self, group: ExternalGroup) -> None:
+        self._known[group.group_id] = group
+
+    def note_end(self, group: ExternalGroup) -> None:
+        self._running.discard(group)
+        if len(self._known) > NUM_REMEMBERED:
+            ended = (one.group_id for one in self._known.values() if one.end is not None)
+            self._known.pop(next(ended, ""), None)
+
+    @property
+    def waits_for(self) -> str:
+        """What a request for a group waits for."""
+        if self._is_full:
+            most = self._max_groups
+            return f"{most} are in progress at this worker (rollout.openai.max_groups={most})"
+        return "the trainer has not yet taken the earlier ones"
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._running) >= self._max_groups
+
+    def end_all(self, why: str) -> None:
+        """The worker has ended; what it has not ended yet never will."""
+        for group in list(self._running):
+            group.give_up(why)
+            group.ended(GroupEnd.stopped, why)
 
     def close(self) -> None:
         """Refuses the waiting requests and all later ones."""

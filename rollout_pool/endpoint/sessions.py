@@ -14,8 +14,8 @@ import logging
 import math
 import secrets
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,10 @@ NUM_REMEMBERED = 10_000
 """Closed sessions that are remembered, so that late requests get the reason."""
 
 
+RETRY_AFTER_S = 1
+"""When a session with too many requests in progress may ask again."""
+
+
 class SessionLost(EpisodeFailed):
     """An episode that cannot be scored: it has no answer, or its program disconnected."""
 
@@ -66,6 +70,10 @@ class Outcome:
                 raise ValueError(f"{name}={value}: a reward must be a finite number")
 
 
+def _count_nothing(name: str) -> None:
+    return
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Serving:
     """The parts and settings that all sessions of an endpoint share."""
@@ -79,6 +87,8 @@ class Serving:
     grace_s: float = RETRY_GRACE_S
     """How long an answer whose client disconnected waits for a retry."""
     keep_alive_s: float = KEEP_ALIVE_S
+    count: Callable[[str], None] = _count_nothing
+    """Counts a request that a limit refused."""
     vocab_size: int | None = None
     """Tokens that the model has embeddings for; None: as many as its tokenizer has."""
 
@@ -108,7 +118,7 @@ class Session:
         """Paused while any of its samples waits for a slot or may not go on."""
         self.num_turns = 0
         self.is_full = False
-        """Whether a request was too long for the remaining context."""
+        """Whether a request was too long for the remaining context, or one answer too many."""
         self.failure: SampleFailed | TimeoutError | None = None
         """Why sampling failed; the engines' fault, not the agent's."""
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -119,7 +129,11 @@ class Session:
         self._answers: list[Answer] = []
         self._is_cut = False
         """Whether its time is over."""
+        self._refused: deque[bytes] = deque(maxlen=NUM_REMEMBERED)
+        """Fingerprints of requests that were one too many and have not been retried."""
         self._num_begun = 0
+        self._num_old_tokens = 0
+        """Of answers too old for a retry."""
         self._num_active = 0
         self._last_active = time.monotonic()
 
@@ -138,10 +152,12 @@ class Session:
     def activity(self) -> Iterator[None]:
         """Marks the session as active while a request is served."""
         self._num_active += 1
+        self.request.activity.note(requests=1)
         try:
             yield
         finally:
             self._num_active -= 1
+            self.request.activity.note(requests=-1)
             self._last_active = time.monotonic()
 
     async def wait_idle(self, timeout_s: float) -> None:
@@ -166,6 +182,50 @@ class Session:
             await end_tasks([idle, late])
         return is_late.is_set()
 
+    def check_requests(self, fingerprint: Callable[[], bytes]) -> None:
+        """Raises ApiError if as many requests are in progress as may be."""
+        most = self.serving.rollout.openai.max_requests
+        if self._num_active < most:
+            return
+        self._refused.append(fingerprint())
+        self.serving.count("requests_refused:in_progress")
+        raise ApiError(
+            429,
+            f"session {self.session_id} has {self._num_active} requests in progress "
+            f"(rollout.openai.max_requests={most})",
+            code="rate_limit_exceeded",
+            should_retry=True,
+            retry_after_s=RETRY_AFTER_S,
+        )
+
+    def was_refused(self, fingerprint: bytes) -> bool:
+        """Whether the first attempt of this retry was refused, so that no answer is its own: one
+        to a request like it is not."""
+        with contextlib.suppress(ValueError):
+            self._refused.remove(fingerprint)
+            return True
+        return False
+
+    def _check_spent(self) -> None:
+        """Raises ApiError if the session has had as many answers, or tokens, as it may."""
+        limits = self.serving.rollout.openai
+        num_tokens = self._num_old_tokens + sum(len(a.sample.output_ids) for a in self._answers)
+        for what, spent, most, setting in (
+            ("answers", self._num_begun, limits.max_answers, "max_answers"),
+            ("tokens", num_tokens, limits.max_session_tokens, "max_session_tokens"),
+        ):
+            if spent < most:
+                continue
+            self.is_full = True
+            self.serving.count(f"requests_refused:{what}")
+            raise ApiError(
+                400,
+                f"session {self.session_id} has had {spent} {what} of the model, as many as it may "
+                f"(rollout.openai.{setting}={most}); end it with its reward",
+                code="session_limit_reached",
+                should_retry=False,
+            )
+
     def again(self, fingerprint: bytes) -> Answer | None:
         """The answer that a retry of this request wants, of several the one most likely missed;
         None if there is none."""
@@ -174,7 +234,9 @@ class Session:
         for answer in known:
             if answer.ended_at is None or now - answer.ended_at < RETRY_WINDOW_S:
                 self._answers.append(answer)
-            elif answer.has_failed:
+                continue
+            self._num_old_tokens += len(answer.sample.output_ids)
+            if answer.has_failed:
                 self.request.on_end(answer.sample)
         same = [
             answer
@@ -191,6 +253,7 @@ class Session:
         if self._is_cut:
             why = f"session {self.session_id} is over: its time is up"
             raise ApiError(410, why, code="session_over", should_retry=False)
+        self._check_spent()
         room = self.serving.max_tokens - len(prompt)
         if room < 1:
             raise self._no_room("messages", f"{len(prompt)}, so there is no room for an answer")
@@ -326,6 +389,7 @@ class Sessions:
         key = f"sk-leash-{secrets.token_urlsafe(24)}"
         request = replace(request, session=f"{request.session}-{secrets.token_hex(3)}")
         session = self._open[_digest(key)] = Session(key, request, self.serving)
+        request.activity.note(sessions=1)
         return session
 
     def find(self, key: str) -> Session:
@@ -353,6 +417,7 @@ class Sessions:
         if self._open.pop(digest, None) is None:
             return
         session.over_because = why
+        session.request.activity.note(sessions=-1)
         outcome = session.outcome.result() if session.outcome.done() else None
         self._closed[digest] = Closed(session_id=session.session_id, why=why, outcome=outcome)
         while len(self._closed) > NUM_REMEMBERED:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
 
@@ -89,6 +89,31 @@ class EpisodeFailed(RuntimeError):
     """An episode without a sampled token; the message says why."""
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class Activity:
+    """Whether the programs that run the episodes of one group call the model."""
+
+    _num_sessions: int = 0
+    """Open ones."""
+    _num_requests: int = 0
+    """In progress."""
+    _since: float = field(default_factory=time.monotonic)
+    """Of the last change."""
+
+    def note(self, *, sessions: int = 0, requests: int = 0) -> None:
+        """So many more, or fewer, are open or in progress."""
+        self._num_sessions += sessions
+        self._num_requests += requests
+        self._since = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """Time for which its open sessions have had no request; 0 if none is open."""
+        if self._num_requests or not self._num_sessions:
+            return 0.0
+        return time.monotonic() - self._since
+
+
 def _note_nothing(sample: Sample) -> None:
     return
 
@@ -118,6 +143,8 @@ class EpisodeRequest:
     on_end: Callable[[Sample], None] = _note_nothing
     """Called for a sample that has ended, when its numbers are final; not always called for one
     that failed or was cancelled."""
+    activity: Activity = field(default_factory=Activity)
+    """Of all episodes of its group."""
     may_go_on: Callable[[Sample], Awaitable[None]] = go_on
     """Awaited before an interrupted sample continues. Meanwhile the episode's clock is paused, as
     it is while a sample waits for a slot at an engine."""

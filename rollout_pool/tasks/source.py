@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Protocol
 
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.tasks.task import Prompt
+
+
+class GroupEnd(Enum):
+    """How a group ended."""
+
+    pushed = "pushed"
+    """It is in the buffer."""
+    filtered = "filtered"
+    """Its rewards are all equal (rollout.filter_zero_variance)."""
+    dropped = "dropped"
+    """The buffer refused it: too old, or sampled from weights that a rollback discarded."""
+    too_old = "too_old"
+    idle = "idle"
+    """No request came while other groups needed its credit."""
+    given_up = "given_up"
+    """An episode failed, or its program left."""
+    stopped = "stopped"
+    """The run, or its worker, ended."""
 
 
 class EpisodeSource(Protocol):
@@ -24,4 +43,8 @@ class EpisodeSource(Protocol):
 
     def give_up(self, why: str) -> None:
         """Called before the episodes are cancelled because their group is given up."""
+        return
+
+    def ended(self, end: GroupEnd, why: str | None) -> None:
+        """Called once the group has ended, with the reason if it is not in the buffer."""
         return

@@ -34,6 +34,7 @@ from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.evaluate import Evaluator
+from rollout_pool.worker.group_run import Counters
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from rollout_pool.worker.record import RolloutLog
 from rollout_pool.worker.report import WorkerReporter
@@ -128,7 +129,8 @@ class WorkerParts:
             chat_template=spec.task.chat_template,
             tool_parser=spec.task.tool_parser,
         )
-        endpoint = await self._open_endpoint(sampler, chat, num_tokens)
+        counters = Counters(self._state)
+        endpoint = await self._open_endpoint(sampler, chat, num_tokens, counters)
         source = self._make_source(sampler, chat)
         scorer = make_scorer(spec.task, self._task, self._scoring)
         self._closing.push_async_callback(scorer.close)
@@ -176,6 +178,7 @@ class WorkerParts:
             state=self._state,
             watching=[*watching, *([endpoint.serving] if endpoint and endpoint.serving else [])],
             interrupter=sampler,
+            counters=counters,
             group_log=RolloutLog(
                 Path(spec.run_dir), f"worker-{self._index}", config.log_rate, spec.seed
             ),
@@ -198,7 +201,7 @@ class WorkerParts:
         )
 
     async def _open_endpoint(
-        self, sampler: Sampler, chat: ChatFormat, num_tokens: int
+        self, sampler: Sampler, chat: ChatFormat, num_tokens: int, counters: Counters
     ) -> Endpoint | None:
         """Starts the OpenAI-compatible endpoint, if the settings or an agent need it."""
         spec, port = self._spec, self._spec.config.openai.port
@@ -212,6 +215,7 @@ class WorkerParts:
             task=spec.task,
             rollout=spec.config,
             vocab_size=num_tokens,
+            count=counters.add,
         )
         endpoint = Endpoint(serving, host=self._host, port=port + self._index if port else 0)
         self._closing.push_async_callback(endpoint.close)

@@ -5,9 +5,10 @@
     failed    ──► its prompt runs again, until it has failed too often
               └─► external: its prompt runs again, and the failure does not count against it
     cancelled ──► too old: its prompt runs again as that of a stale group
+              ├─► external and idle, while others wait for a credit: its prompt runs again
               └─► stopped with the run
 
-In each case the group's credit is free afterwards.
+In each case the group's credit is free afterwards, and its source knows how it ended.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.sampling.tracing import tracer
+from rollout_pool.tasks.source import GroupEnd
 from rollout_pool.worker.curriculum import Curriculum
 from rollout_pool.worker.group_run import Counters, GroupRun, Verdict, length_bucket
 
@@ -124,7 +126,7 @@ class GroupFinisher:
         if self._filter is not None:
             run.verdict = self._filter.judge(group, run.num_unscored)
         if run.verdict is not Verdict.leave_out:
-            await self.state.while_moving(lambda: self.buffer.push(group))
+            run.pushed = await self.state.while_moving(lambda: self.buffer.push(group))
 
     def _note_rewards(self, group: TrajectoryGroup) -> None:
         task, all_equal = group.prompt.task, has_zero_variance(group)
@@ -160,7 +162,17 @@ class GroupFinisher:
             if not is_done:
                 run.give_up("its group was given up")
             self._count(run, is_done=is_done, was_stopped=run.work.cancelled())
+            self._report_end(run, is_done=is_done)
         return is_done
+
+    def _report_end(self, run: GroupRun, *, is_done: bool) -> None:
+        end, why = run.how_ended(is_done=is_done)
+        run.source.ended(end, why)
+        if run.source.is_external:
+            self.counters.add(f"external_ended:{end.value}")
+            if end is not GroupEnd.pushed:
+                index = run.ref.index
+                log.info("group %s of prompt %d: %s: %s", run.group_id, index, end.value, why)
 
     def _count(self, run: GroupRun, *, is_done: bool, was_stopped: bool) -> None:
         count, spent = self.counters.add, run.spent
@@ -170,7 +182,7 @@ class GroupFinisher:
         count("samples_retried", spent.num_failures)
         count("logprobs_refused", spent.num_refused)
         count("rewards_failed", run.num_unscored)
-        if was_stopped and not is_done and not run.is_too_old:  # by the end of the run
+        if was_stopped and not is_done and run.stopped_for is None:  # by the end of the run
             count("groups_stopped")
             count("tokens_stopped", spent.num_tokens)
             return
@@ -233,10 +245,12 @@ class GroupFinisher:
 
     async def _settle_cancelled(self, run: GroupRun) -> bool:
         """Whether the group is in the buffer nevertheless."""
-        if run.is_too_old:
+        if run.stopped_for is GroupEnd.too_old:
             was_running = await self.buffer.abandon(
                 run.group_id, "too_old", Rerun.as_stale, run.ref
             )
+        elif run.stopped_for is GroupEnd.idle:
+            was_running = await self.buffer.abandon(run.group_id, "idle", Rerun.always, run.ref)
         else:
             # A resumed run takes the prompt again, with the tokens that it has.
             await self.keep_tokens(run)
@@ -244,7 +258,7 @@ class GroupFinisher:
         if run.group is not None and not was_running:  # its push had completed
             await self._settle_whole(run)
             return True
-        self.num_too_old += run.is_too_old
+        self.num_too_old += run.stopped_for is GroupEnd.too_old
         return False
 
 
@@ -295,6 +309,7 @@ async def _member(
             sampling=sampling,
             group=run.group_id,
             order=run.order,
+            activity=run.activity,
             span_context=set_span_in_context(span),
             on_sample=run.note_sample,
             on_end=run.note_end,

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
+from buffer.results import PushResult
 from buffer.types import PromptRef, TrajectoryGroup
-from rollout_pool.episodes.request import go_on
+from rollout_pool.episodes.request import Activity, go_on
 from rollout_pool.sampling.sample import Sample
-from rollout_pool.tasks.source import EpisodeSource
+from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.keep import GroupTokens
 
@@ -85,15 +86,20 @@ class GroupRun:
     """Samples in progress. Of an ended one only the sums are kept, because prompts are long."""
     group: TrajectoryGroup | None = None
     verdict: Verdict = Verdict.keep
-    is_too_old: bool = False
-    """Its oldest token is too stale for any later step."""
+    pushed: PushResult | None = None
+    """What the buffer said to it."""
+    stopped_for: GroupEnd | None = None
+    """Why it was cancelled although the run goes on: too_old or idle."""
+    activity: Activity = field(default_factory=Activity)
+    """Of the programs that run its episodes, if any do."""
     num_unscored: int = 0
     """Number of episodes with an unscored reward part."""
     num_turns: int = 0
     """Of its ended episodes, as `num_branches`."""
     num_branches: int = 0
     _ended: Spent = field(default_factory=Spent, init=False)
-    _is_given_up: bool = field(default=False, init=False)
+    given_up_because: str | None = field(default=None, init=False)
+    """The first reason."""
 
     async def wait_to_go_on(self, sample: Sample) -> None:
         await self.may_go_on(sample)
@@ -115,9 +121,23 @@ class GroupRun:
 
     def give_up(self, why: str) -> None:
         """The group will not be finished; its source gets the first reason."""
-        if not self._is_given_up:
-            self._is_given_up = True
+        if self.given_up_because is None:
+            self.given_up_because = why
             self.source.give_up(why)
+
+    def how_ended(self, *, is_done: bool) -> tuple[GroupEnd, str | None]:
+        """Once it is settled: how it ended, and the reason if it is not in the buffer."""
+        assert self.work is not None
+        if not is_done:
+            was_stopped = GroupEnd.stopped if self.work.cancelled() else GroupEnd.given_up
+            return self.stopped_for or was_stopped, self.given_up_because
+        if self.verdict is Verdict.leave_out:
+            return GroupEnd.filtered, "its rewards are all equal (rollout.filter_zero_variance)"
+        if self.pushed is PushResult.stale:
+            return GroupEnd.dropped, "its oldest token was too old for every later step"
+        if self.pushed is PushResult.abandoned_lineage:
+            return GroupEnd.dropped, "a rollback discarded the weights that sampled it"
+        return GroupEnd.pushed, None
 
     @property
     def num_restored(self) -> int:

@@ -4,6 +4,7 @@
       ▲        retries first, then the stream                         │
       └───────────────── credit returns  ◄──── trainer ◄──────────────┘
     publish ──► groups in flight that became too old are cancelled, their prompts run again
+    idle    ──► external groups without a request are cancelled while their credits are needed
     failure ──► the prompt runs again, until it is put into quarantine (finish.py)
     restart ──► the new worker reclaims the groups that ran; each prompt runs again, and after a
                 second death alone, so that a third one tells which prompt is at fault. Its samples
@@ -45,7 +46,7 @@ from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import opening
 from rollout_pool.rewards.types import Scorer
 from rollout_pool.sampling.sample import Completer
-from rollout_pool.tasks.source import EpisodeSource
+from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 from rollout_pool.worker.curriculum import Curriculum
@@ -61,6 +62,8 @@ WATCH_TIMEOUT_S = 60.0
 DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
 """Under other policies a stale group is used: old tokens are masked, or the trainer waits."""
 FLUSH_TIMEOUT_S = 5.0
+LOOK_AT_IDLE_S = 0.5
+"""An admission that has waited from one look to the next lacks a credit."""
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are just the round trip."""
 STOP_AGAIN_S = 10.0
@@ -110,11 +113,13 @@ class RolloutWorker:
         watching: Sequence[asyncio.Future[Any]],
         interrupter: Completer,
         group_log: GroupLog | None = None,
+        counters: Counters | None = None,
         stop_again_s: float = STOP_AGAIN_S,
     ) -> None:
         """`task_of`: name of the task that a prompt is from. `watching` keeps the router informed
         of the engines; the worker ends if any of it does. `interrupter` completes the samples of
-        `source`, which runs all groups but `external` ones, requested by external programs."""
+        `source`, which runs all groups but `external` ones, requested by external programs.
+        `counters` may be shared; the worker sends them."""
         self._index = index
         self._spec = spec
         self._task = task
@@ -152,7 +157,7 @@ class RolloutWorker:
         self._next_order = 0
         self._in_hand: tuple[PromptRef, Prompt] | None = None
         """Taken from the stream, not yet given to a group."""
-        self._counters = Counters(state)
+        self._counters = counters or Counters(state)
         self._finisher = GroupFinisher(
             config=spec.config,
             scorer=scorer,
@@ -244,6 +249,8 @@ class RolloutWorker:
             work.append(self._keep_tokens())
         if self._spec.buffer.on_stale in DROPPED_WHEN_STALE:
             work.append(self._watch_age())
+        if self._external is not None:
+            work.append(self._watch_idle())
         tasks = [asyncio.create_task(one) for one in work]
         for task in (*tasks, *self._watching):
             self._observe(task)
@@ -446,14 +453,48 @@ class RolloutWorker:
                 oldest = run.spent.oldest_version
                 if oldest is None or leash.is_fresh(version, oldest):
                     continue
-                assert run.work is not None
-                if not (run.is_too_old or run.work.done()):
-                    run.is_too_old = True
-                    run.give_up(
-                        f"its oldest token is of version {oldest}, which at version {version} "
-                        f"is too old to be trained (max_staleness={leash.max_staleness})"
-                    )
-                    self._see_through(end_tasks([run.work], self._stop_again_s))
+                self._cut_short(
+                    run,
+                    GroupEnd.too_old,
+                    f"its oldest token is of version {oldest}, which at version {version} "
+                    f"is too old to be trained (max_staleness={leash.max_staleness})",
+                )
+
+    async def _watch_idle(self) -> None:
+        """Gives up external groups without a request while their credits are needed, the one that
+        has idled longest first."""
+        limit_s = self._spec.config.openai.idle_timeout_s
+        seen: asyncio.Task[None] | None = None
+        while True:
+            await asyncio.sleep(LOOK_AT_IDLE_S)  # groups become idle by time alone
+            is_waiting = self._admission is not None and self._admission is seen
+            is_full = len(self._runs) >= self._spec.config.max_groups_in_flight
+            seen = self._admission
+            if not (is_waiting or is_full) or not self._idle_since(limit_s):
+                continue
+            if not await self._is_batch_ready() and (idle := self._idle_since(limit_s)):
+                self._cut_short(
+                    max(idle, key=lambda run: run.activity.idle_s),
+                    GroupEnd.idle,
+                    f"no request came for {limit_s:g} s (rollout.openai.idle_timeout_s), and other "
+                    "groups needed its credit",
+                )
+
+    def _idle_since(self, limit_s: float) -> list[GroupRun]:
+        """External groups that could be given up for that reason."""
+        return [
+            run
+            for run in self._runs
+            if run.source.is_external and run.stopped_for is None and run.activity.idle_s > limit_s
+        ]
+
+    def _cut_short(self, run: GroupRun, end: GroupEnd, why: str) -> None:
+        """Cancels a group although the run goes on."""
+        assert run.work is not None
+        if run.stopped_for is None and not run.work.done():
+            run.stopped_for = end
+            run.give_up(why)
+            self._see_through(end_tasks([run.work], self._stop_again_s))
 
     async def _keep_tokens(self) -> None:
         """Keeps the tokens of groups whose samples have grown."""

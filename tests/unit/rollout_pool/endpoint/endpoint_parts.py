@@ -172,6 +172,7 @@ class Scene:
         grace_s=0.3,
         keep_alive_s=15.0,
         vocab_size=None,
+        count=lambda name: None,
         **settings,
     ):
         """`settings`: of the Endpoint."""
@@ -194,6 +195,7 @@ class Scene:
             grace_s=grace_s,
             keep_alive_s=keep_alive_s,
             vocab_size=vocab_size,
+            count=count,
         )
         self.endpoint = Endpoint(serving, host="127.0.0.1", admin_key=ADMIN_KEY, **settings)
         self.sessions = self.endpoint.sessions

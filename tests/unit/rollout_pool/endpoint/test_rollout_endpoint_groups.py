@@ -200,6 +200,7 @@ async def test_waiting_group_requests_are_limited_without_those_that_left(scene)
     requested = [groups.request() for _ in range(MAX_WAITING)]
     refused = await scene.http(ADMIN_KEY).post("/groups", json={})
     assert refused.status_code == 429 and refused.headers["x-should-retry"] == "true"
+    assert refused.headers["retry-after"] == "10"
     requested[0].withdraw()
     late = groups.request()
     assert groups.take() is requested[1]
