@@ -9,7 +9,7 @@ import pytest
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.env import SingleTurn
-from rollout_pool.episodes.request import EpisodeClock, EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.request import Activity, EpisodeClock, EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
@@ -102,3 +102,19 @@ async def test_clock_without_an_alarm_does_not_ring() -> None:
     with clock.alarm(lambda: rung.append(1)):
         await asyncio.sleep(0.05)
     assert rung == [1]
+
+
+def test_group_idles_only_while_open_sessions_have_no_request():
+    activity = Activity()
+    assert activity.idle_s == 0  # no session is open
+    activity.note(sessions=2)
+    assert activity.idle_s > 0
+    activity.note(requests=1)
+    activity.note(requests=1)
+    activity.note(requests=-1)
+    assert activity.idle_s == 0  # the other request
+    activity.note(requests=-1)
+    activity.note(sessions=-1)
+    assert activity.idle_s > 0
+    activity.note(sessions=-1)
+    assert activity.idle_s == 0  # scored and pushed meanwhile

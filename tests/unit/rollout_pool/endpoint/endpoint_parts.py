@@ -44,6 +44,7 @@ CHATML = r"""
 {%- endfor -%}
 {{ '<|im_start|>assistant\n' if add_generation_prompt }}
 """
+HELLO = [{"role": "user", "content": "hello"}]
 WEATHER = {
     "type": "function",
     "function": {
