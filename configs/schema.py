@@ -414,6 +414,13 @@ class Config(Section):
             "a step must take a short batch before it gives up: set less than "
             f"buffer.wait_timeout_s={self.buffer.wait_timeout_s:g}",
         )
+        yield Rule(
+            self.rollout.openai.port is None
+            or self.rollout.openai.idle_timeout_s < self.buffer.wait_timeout_s,
+            "rollout.openai.idle_timeout_s",
+            "idle programs that hold all credits must make way before the run gives up: set less "
+            f"than buffer.wait_timeout_s={self.buffer.wait_timeout_s:g}",
+        )
         yield from self._task_rules()
         yield from self._algorithm_rules()
         if self.cluster.gpus_per_rank == 0:

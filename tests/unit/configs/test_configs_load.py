@@ -282,6 +282,10 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
         (["task.kind=code"], "task.rewards=[]"),
         (["task.kind=code", "task.rewards={a: {kind: task}}"], "task.rewards=['task']"),
         (["rollout.openai.port=65534", "rollout.num_workers=3"], "rollout.openai.port=65534"),
+        (
+            ["rollout.openai.port=0", "rollout.openai.idle_timeout_s=600"],
+            "rollout.openai.idle_timeout_s=600.0: idle programs",
+        ),
         (["task.tools=[python]", "task.max_turns=4"], "task.tools=['python']"),
         (["rollout.openai.port=99999"], "rollout.openai.port=99999: must be 0 to 65535"),
         (["run.name=a/b"], "run.name='a/b': must be up to 100 letters"),
@@ -356,6 +360,7 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
         ["task=code"],
         ["task=code", "task.rewards.tests.wall_time_s=48", "rollout.reward_timeout_s=60"],
         ["rollout.openai.port=0"],
+        ["rollout.openai.idle_timeout_s=600"],
         ["rollout.openai.port=65533", "rollout.num_workers=3"],
         ["task.tools=[python]", "task.chat_template=true", "task.max_turns=4"],
     ],
