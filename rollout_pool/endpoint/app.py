@@ -157,33 +157,33 @@ class _Api:
             turn, fingerprint = await self._room.read(body, read)
             is_retry = _is_retry(request) and not session.was_refused(fingerprint)
             fingerprints = [fingerprint + index.to_bytes() for index in range(turn.n)]
-            answers = self._first_answers(request, fingerprints, is_retry)
-            if None in answers:
+            known = self._first_answers(request, fingerprints, is_retry)
+            if len(known) < turn.n:
                 prompt = await self._room.read(body, turn.render)
-                answers = self._first_answers(request, fingerprints, is_retry)
-            whole = [
-                known or turn.begin(prompt, one)
-                for known, one in zip(answers, fingerprints, strict=True)
-            ]
+                known = self._first_answers(request, fingerprints, is_retry)
+                missing = [one for one in fingerprints if one not in known]
+                known |= zip(missing, turn.begin(prompt, missing), strict=True)
+            answers = [known[one] for one in fingerprints]
             if turn.is_streamed:
-                return Stream(turn, whole)
+                return Stream(turn, answers)
             async with AsyncExitStack() as reading:
-                for answer in whole:
+                for answer in answers:
                     await reading.enter_async_context(answer.reading())
-                await unless_gone(request.receive, asyncio.wait([one.task for one in whole]))
-                if any(answer.is_running for answer in whole):  # its client disconnected
+                await unless_gone(request.receive, asyncio.wait([one.task for one in answers]))
+                if any(answer.is_running for answer in answers):  # its client disconnected
                     return Response(status_code=499)
-                for answer in whole:
+                for answer in answers:
                     await ended(answer, session)
-                return JSONResponse(turn.result(whole))
+                return JSONResponse(turn.result(answers))
 
     def _first_answers(
         self, request: Request, fingerprints: Sequence[bytes], is_retry: bool
-    ) -> Sequence[Answer | None]:
+    ) -> dict[bytes, Answer]:
         """For a retry, the answers to the original request. Raises ApiError if the session has
         ended meanwhile."""
         session = self._session(request)
-        return [session.again(one) if is_retry else None for one in fingerprints]
+        found = {one: session.again(one) for one in fingerprints} if is_retry else {}
+        return {one: answer for one, answer in found.items() if answer is not None}
 
     async def models(self, request: Request) -> Response:
         if not self._is_admin(request):

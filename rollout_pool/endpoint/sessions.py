@@ -206,22 +206,23 @@ class Session:
             return True
         return False
 
-    def _check_spent(self) -> None:
-        """Raises ApiError if the session has had as many answers, or tokens, as it may."""
+    def _check_spent(self, num_more: int) -> None:
+        """Raises ApiError if the session may not have `num_more` answers, or has had all its
+        tokens."""
         limits = self.serving.rollout.openai
         num_tokens = self._num_old_tokens + sum(len(a.sample.output_ids) for a in self._answers)
-        for what, spent, most, setting in (
-            ("answers", self._num_begun, limits.max_answers, "max_answers"),
-            ("tokens", num_tokens, limits.max_session_tokens, "max_session_tokens"),
+        for what, spent, more, most, setting in (
+            ("answers", self._num_begun, num_more, limits.max_answers, "max_answers"),
+            ("tokens", num_tokens, 1, limits.max_session_tokens, "max_session_tokens"),
         ):
-            if spent < most:
+            if spent + more <= most:
                 continue
             self.is_full = True
             self.serving.count(f"requests_refused:{what}")
             raise ApiError(
                 400,
-                f"session {self.session_id} has had {spent} {what} of the model, as many as it may "
-                f"(rollout.openai.{setting}={most}); end it with its reward",
+                f"session {self.session_id} has had {spent} {what} of the model, and may have "
+                f"{most} (rollout.openai.{setting}); end it with its reward",
                 code="session_limit_reached",
                 should_retry=False,
             )
@@ -246,26 +247,38 @@ class Session:
         return min(same, key=lambda one: (one.is_delivered, one.num_readers), default=None)
 
     def begin(
-        self, prompt: list[int], max_tokens: int | None, stop: Sequence[str], fingerprint: bytes
-    ) -> Answer:
-        """Starts an answer of at most `max_tokens`, to the first text of `stop`. Raises ApiError if
-        the prompt is too long."""
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        stop: Sequence[str],
+        fingerprints: Sequence[bytes],
+    ) -> list[Answer]:
+        """Starts answers of at most `max_tokens`, each to the first text of `stop`; all or none.
+
+        Raises ApiError if the prompt is too long, or the session has had what it may.
+        """
         if self._is_cut:
             why = f"session {self.session_id} is over: its time is up"
             raise ApiError(410, why, code="session_over", should_retry=False)
-        self._check_spent()
+        self._check_spent(len(fingerprints))
         room = self.serving.max_tokens - len(prompt)
         if room < 1:
             raise self._no_room("messages", f"{len(prompt)}, so there is no room for an answer")
         limits = (room, max_tokens, self.serving.task.max_turn_tokens)
         max_new_tokens = min(limit for limit in limits if limit is not None)
-        sample = self.request.new_sample(self._num_begun, prompt, max_new_tokens, self.clock, stop)
-        self._num_begun += 1
-        answer = Answer(
-            sample, self._complete, fingerprint=fingerprint, grace_s=self.serving.grace_s
-        )
-        self._answers.append(answer)
-        return answer
+        begun = []
+        for fingerprint in fingerprints:
+            sample = self.request.new_sample(
+                self._num_begun, prompt, max_new_tokens, self.clock, stop
+            )
+            self._num_begun += 1
+            begun.append(
+                Answer(
+                    sample, self._complete, fingerprint=fingerprint, grace_s=self.serving.grace_s
+                )
+            )
+        self._answers += begun
+        return begun
 
     def check_size(self, param: str, num_characters: int, num_parts: int = 0) -> None:
         """Raises ApiError for a conversation that is too long however it is tokenized. Each of its

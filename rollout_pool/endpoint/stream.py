@@ -216,9 +216,9 @@ class Turn(ABC):
     def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
         """Choices of the last chunks; marks the answer as delivered."""
 
-    def begin(self, prompt: list[int], fingerprint: bytes) -> Answer:
-        """Starts an answer to a rendered `prompt`. Raises ApiError."""
-        return self.session.begin(prompt, self.max_tokens, self.stop, fingerprint)
+    def begin(self, prompt: list[int], fingerprints: Sequence[bytes]) -> list[Answer]:
+        """Starts answers to a rendered `prompt`. Raises ApiError."""
+        return self.session.begin(prompt, self.max_tokens, self.stop, fingerprints)
 
     def feed(self, answer: Answer, *, is_end: bool) -> str:
         """The text of the tokens that arrived since the last call, up to one of `stop`."""
