@@ -206,7 +206,7 @@ async def consume(buffer, step):
 async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_not_idle(
     make_run, state
 ):
-    scene = await make_run(idle_timeout_s=0.4)
+    scene = await make_run(idle_timeout_s=1.0)
     gate = asyncio.Event()
     scene.author.gates = {0: gate}
     idle, slow, busy = [await request_group(scene, place) for place in range(3)]
@@ -214,6 +214,7 @@ async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_no
     idle, slow = (await idle).json(), (await slow).json()
     saying = [asyncio.create_task(say(scene, member)) for member in slow["sessions"]]
     busy = (await busy).json()  # once the idle one has made way: there are two credits
+    saying += [asyncio.create_task(say(scene, member)) for member in busy["sessions"]]
     told = await ended(scene, idle, "idle")
     assert "rollout.openai.idle_timeout_s" in told["reason"] and told["num_rewarded"] == 0
     late = await post_reward(scene, idle["sessions"][0], 1)
@@ -222,9 +223,9 @@ async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_no
     assert (await status(scene, slow))["state"] == "open"  # its requests are in progress
     gate.set()
     await asyncio.gather(*saying)
-    for reward, member in enumerate(slow["sessions"]):
-        await post_reward(scene, member, reward)
-    await play(scene, busy)
+    for group in (slow, busy):
+        for reward, member in enumerate(group["sessions"]):
+            await post_reward(scene, member, reward)
     lease = await consume(scene.buffer, 0)
     assert {group.group_id for group in lease.groups} == {busy["group_id"], slow["group_id"]}
     assert {group.prompt.index for group in lease.groups} == {0, 1}
@@ -236,7 +237,7 @@ async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_no
 
 
 async def test_idle_group_stays_while_a_batch_is_ready(make_run):
-    scene = await make_run(max_staleness=1, idle_timeout_s=0.1)
+    scene = await make_run(max_staleness=1, idle_timeout_s=1.0)
     asked = await request_group(scene, 0)
     scene.go.set()
     scene.start()
