@@ -22,14 +22,17 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock check-lock launch resume attach dry-run try status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run try status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 install: ## make .venv (does nothing when it is up to date)
 	@deploy/install.sh
+
+install-verifiers: install ## make .venv-verifiers, for environments of the verifiers library
+	@deploy/install-verifiers.sh
 
 lock: install ## write the lock files after a change of pyproject.toml (ARGS=--upgrade: newer versions too)
 	@deploy/lock.sh $(ARGS)
@@ -109,7 +112,7 @@ test-unit: install
 test-machine: install
 	@$(PYTHON_BIN) -m pytest $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m machine
 
-test-servers: install
+test-servers: install install-verifiers
 	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit -m "not machine" --durations=40
 
 test-fast: install ## the fast unit tests
@@ -184,5 +187,5 @@ typecheck: install ## mypy, strict
 docs: install ## rewrite docs/configuration.md from the schema
 	@$(PYTHON_BIN) -m configs.reference
 
-clean: ## remove .venv and caches; runs/ stays
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache *.egg-info
+clean: ## remove the environments and caches; runs/ stays
+	@rm -rf .venv .venv-verifiers .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Writes deploy/requirements-{cpu,gpu}.lock: one version of every package for Linux on Python 3.11 and 3.12,
-# with the hashes of its files. Versions that are there already stay; `--upgrade` looks for newer ones.
+# Writes deploy/requirements-{cpu,gpu,verifiers}.lock: one version of every package for Linux on Python 3.11
+# and 3.12, with the hashes of its files. Versions that are there already stay; `--upgrade` looks for newer ones.
 #   deploy/lock.sh [--check | --upgrade]      (--check: asks no index, fails when the requirements of
-#   pyproject.toml or of this file are others than those that the locks were made from)
+#   pyproject.toml, deploy/verifiers.in or this file are others than those that the locks were made from)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-}
@@ -10,10 +10,10 @@ wanted="# made from: $(
     { .venv/bin/python -c 'import json, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(json.dumps([project[k] for k in ("requires-python", "dependencies", "optional-dependencies")]))
-' && grep '^cpu=' deploy/lock.sh; } | sha256sum | cut -d' ' -f1
+' && grep '^cpu=' deploy/lock.sh && cat deploy/verifiers.in; } | sha256sum | cut -d' ' -f1
 )"
 if [ "$mode" = --check ]; then
-    for lock in deploy/requirements-{cpu,gpu}.lock; do
+    for lock in deploy/requirements-{cpu,gpu,verifiers}.lock; do
         if [ "$(head -n 1 "$lock")" != "$wanted" ]; then
             echo "lock: $lock was made from other requirements than pyproject.toml has; run 'make lock'" >&2
             exit 1
@@ -35,16 +35,17 @@ printf '%s\n' "${cpu[@]}" >"$work/cpu.in"
 : >"$work/gpu.in"
 : >"$work/gpu.toml"
 
-compile() { # cpu|gpu, then options of uv
+compile() { # cpu|gpu|verifiers, then options of uv
+    local of=(pyproject.toml "$work/$1.in" --extra "$1" --extra server --extra dev --config-file "$work/$1.toml")
+    [ "$1" != verifiers ] || of=(deploy/verifiers.in)
     # The main index alone: further ones may lack the files of other platforms, or hold a CPU build for "gpu".
     [ "$1" = cpu ] || local -x UV_FIND_LINKS=""
-    UV_INDEX="" deploy/uv.sh pip compile pyproject.toml "$work/$1.in" --extra "$1" --extra server --extra dev \
-        --config-file "$work/$1.toml" --universal --python-version 3.11 --fork-strategy fewest \
+    UV_INDEX="" deploy/uv.sh pip compile "${of[@]}" --universal --python-version 3.11 --fork-strategy fewest \
         --generate-hashes --no-annotate --custom-compile-command "make lock" \
         --output-file "$work/$1.lock" --quiet $([ "$mode" = --upgrade ] && echo --upgrade) "${@:2}"
 }
 
-for kind in cpu gpu; do
+for kind in cpu gpu verifiers; do
     lock=deploy/requirements-$kind.lock
     if [ -f "$lock" ]; then cp "$lock" "$work/$kind.lock"; fi
     compile "$kind" 2>"$work/errors" ||
