@@ -100,7 +100,7 @@ def _forget_other_task(composed: DictConfig, values: Sequence[tuple[str, object]
     if wanted.get("task.kind", kind) != kind:
         kept = OF_ANY_TASK
     elif kind in NAMED_KINDS and wanted.get("task.name", name_before) != name_before:
-        kept = (*OF_ANY_TASK, "kind", "eval_size", "max_turns", "max_turn_tokens")
+        kept = (*OF_ANY_TASK, "kind", "python", "eval_size", "max_turns", "max_turn_tokens")
     else:
         return
     for setting in list(composed.task):
@@ -361,6 +361,7 @@ def _anchor_task(task: TaskSource) -> None:
         task.name = _absolute_or_hub(task.name)
     task.path = task.path and _absolute(task.path)
     task.eval_path = task.eval_path and _absolute(task.eval_path)
+    task.python = task.python and _absolute(task.python)
     task.factory = task.factory and _absolute_code(task.factory)
     task.env = task.env and _absolute_code(task.env)
     task.tools = [_absolute_code(tool) for tool in task.tools]

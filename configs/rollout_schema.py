@@ -446,11 +446,16 @@ class TaskSource(Section):
     kind: TaskKind = TaskKind.reasoning_gym
     name: str = field(default=DEFAULT_NAME, metadata=NOT_EMPTY)
     """reasoning_gym: the task's name. questions, gsm8k, math: the Hugging Face data set, or the
-    folder of one (unless `path` is set). verifiers: the environment's name."""
+    folder of one (unless `path` is set). verifiers: the environment's package (its taskset)."""
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; free for a custom task."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """questions, gsm8k, math, code: a JSONL file; docs/tasks.md describes its lines."""
+    """questions, gsm8k, math, code: a JSONL file; docs/tasks.md describes its lines. verifiers: a
+    folder with the environment's package, if that is not installed."""
+    python: str | None = field(default=None, metadata=NOT_EMPTY)
+    """verifiers: the interpreter of an environment, as env/bin/python, that has the library and the
+    packages of its environments; None: that of .venv-verifiers, which `make install-verifiers`
+    makes beside .venv."""
     eval_path: str | None = field(default=None, metadata=NOT_EMPTY)
     """JSONL of held-out prompts; None holds out the last `eval_size` lines of `path`."""
     prompt_pattern: str | None = None
@@ -481,6 +486,11 @@ class TaskSource(Section):
             "factory",
             "task.kind=custom needs module:name or file.py:name, and no other kind has one",
         )
+        yield Rule(
+            self.python is None or self.kind is TaskKind.verifiers,
+            "python",
+            "runs the environments of task.kind=verifiers only; leave it out",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -500,12 +510,6 @@ class MixedTask(TaskSource):
             self.kind is not TaskKind.mixture,
             "kind",
             "a mixture has no mixtures in it; name their tasks one by one",
-        )
-        yield Rule(
-            self.kind is not TaskKind.verifiers,
-            "kind",
-            "an environment of the verifiers library calls the model by itself, and cannot be mixed"
-            " with tasks whose episodes the run leads",
         )
         teachers = [n for n, reward in self.rewards.items() if reward.kind is RewardKind.teacher]
         yield Rule(
@@ -587,6 +591,15 @@ class TaskConfig(TaskSource):
             "tasks",
             "a name has letters, digits, _, - and . only, as in easy-sums",
             wrong,
+        )
+        kinds = {name: task.kind.name for name, task in self.tasks.items()}
+        num_verifiers = list(kinds.values()).count(TaskKind.verifiers.name)
+        yield Rule(
+            num_verifiers in (0, len(kinds)),
+            "tasks.*.kind",
+            "environments of the verifiers library call the model by themselves, and cannot be "
+            "mixed with tasks whose episodes the run leads; choose either",
+            kinds,
         )
         weights = {name: task.weight for name, task in self.tasks.items()}
         yield Rule(

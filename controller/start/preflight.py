@@ -102,8 +102,8 @@ def check_plan(config: Config) -> list[str]:
     tasks = config.task.by_name.values()
     if remote := [t.name for t in tasks if t.is_from_hub and not t.name.startswith("/")]:
         skipped += [f"the data set {name}" for name in remote]
-    elif config.task.kind is TaskKind.verifiers:
-        skipped.append(f"the environment {config.task.name}")
+    elif named := [t.name for t in tasks if t.kind is TaskKind.verifiers]:
+        skipped += [f"the environment {name}" for name in named]
     else:
         task = check_task(config.task)
     if model is not None and not model.startswith("/"):  # a local folder is absolute by now

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any, cast
 
 from configs.rollout_schema import MixedTask, TaskConfig, TaskSource
 from rollout_pool.episodes.env import Env, Message
@@ -130,6 +131,18 @@ class Mixture:
             f"task.tasks.{name}.eval_size: the held-out prompts are all the prompts that there "
             "are, nothing is left to train on; hold fewer back"
         )
+
+
+class AgentMixture(Mixture):
+    """A mixture of tasks that all bring their own agent."""
+
+    async def run_agent(self, session: Any, prompt: Prompt) -> Any:
+        member, own = self.of(prompt)
+        return await cast(Any, member.task).run_agent(session, own)
+
+    async def close(self) -> None:
+        for member in self.members.values():
+            await cast(Any, member.task).close()
 
 
 def task_name(task: Task, prompt: Prompt) -> str:

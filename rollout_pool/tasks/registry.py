@@ -44,9 +44,10 @@ def build_task(config: TaskConfig) -> Task:
 
             return VerifiersTask(config)
         case TaskKind.mixture:
-            from rollout_pool.tasks.mixture import Mixture
+            from rollout_pool.tasks.mixture import AgentMixture, Mixture
 
-            return Mixture(config, build_task)
+            kinds = {task.kind for task in config.tasks.values()}
+            return (AgentMixture if kinds == {TaskKind.verifiers} else Mixture)(config, build_task)
         case TaskKind.custom:
             return custom_task(config)
 

@@ -1,29 +1,26 @@
 """Environments of the verifiers library as tasks.
 
-    row of its data set ──► its own rollout ──► our endpoint ──► engines
-                                 └──► its rubric ──► reward, metrics
+    worker                                  process of the environment
+    row of its data set ──► session ──►     the environment's own rollout and rewards
+                            endpoint   ◄──  calls of the model
+    reward, metrics                    ◄──
 
-Such an environment calls an OpenAI-compatible server by itself, so it runs as an agent.
+Such an environment calls an OpenAI-compatible server by itself, so it runs as an agent; in a
+process of its own, because the library needs other versions of packages than a run.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from signal import SIGINT, SIGTERM, default_int_handler
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env, Message
 from rollout_pool.tasks.datasets import ProblemTask
 from rollout_pool.tasks.task import Prompt
-
-if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+from rollout_pool.tasks.verifiers_process import EnvironmentProcess, Program, load_rows
 
 
 class Session(Protocol):
@@ -31,33 +28,31 @@ class Session(Protocol):
 
     @property
     def model(self) -> str: ...
-    def client(self) -> AsyncOpenAI: ...
+    @property
+    def keyed_url(self) -> str: ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
     question: str
     """The initial conversation, as text."""
+    opening: tuple[Message, ...]
     content: Mapping[str, Any]
+    """The library's task."""
 
 
 class VerifiersTask(ProblemTask[Row]):
-    """The environment `task.name`, loaded with `task.params`."""
+    """The environment of the package `task.name`, with the settings `task.params`."""
 
-    def __init__(self, config: TaskConfig, library: Library | None = None) -> None:
-        """`library`: by default the installed one."""
-        setting = f"task.name={config.name!r}"
+    def __init__(self, config: TaskConfig) -> None:
+        """Loads the rows. Raises ValueError naming the setting at fault."""
         _refuse_what_is_ignored(config)
         self.name = config.name
-        library = library or InstalledLibrary(setting)
-        try:
-            self._environment = library.load_environment(config.name, **config.params)
-        except Exception as error:  # environments are third-party packages
-            raise ValueError(
-                f"{setting}: the verifiers library loaded no such environment with "
-                f"task.params={config.params}: {error}"
-            ) from error
-        super().__init__(config, *_split(self._environment, config))
+        program = Program(
+            python=config.python, folder=config.path, environment=_environment(config)
+        )
+        super().__init__(config, *_split(load_rows(program), config))
+        self._process = EnvironmentProcess(program)
 
     def solution(self, prompt: Prompt) -> str:
         return str(self.problem(prompt).content.get("answer", ""))
@@ -66,15 +61,14 @@ class VerifiersTask(ProblemTask[Row]):
         answer = self.solution(prompt)
         if not answer:
             raise ValueError(
-                f"task.name={self.name!r}: its rows have no answer to learn from; set "
+                f"task.name={self.name!r}: its tasks have no answer to learn from; set "
                 "trainer.warm_start.num_steps=0"
             )
-        opening = _messages(self.problem(prompt).content["prompt"])
-        return (*opening, Message(role="assistant", content=answer))
+        return (*self.problem(prompt).opening, Message(role="assistant", content=answer))
 
     def score(self, prompt: Prompt, completion: str) -> float:
         raise ValueError(
-            "task.rewards: the rubric of a verifiers environment scores whole episodes; leave "
+            "task.rewards: a verifiers environment scores whole episodes itself; leave "
             "task.rewards out, or use kind: env"
         )
 
@@ -87,15 +81,14 @@ class VerifiersTask(ProblemTask[Row]):
     async def run_agent(self, session: Session, prompt: Prompt) -> tuple[float, dict[str, float]]:
         """Runs one episode. Returns its reward and metrics.
 
-        Raises RuntimeError if the environment could not finish it.
+        Raises RuntimeError if the environment could not finish it or its process ended.
         """
-        row = dict(self.problem(prompt).content)
-        async with session.client() as client:
-            output = await self._environment.run_rollout(row, client, session.model, {})
-        if output.get("error") is not None:
-            raise RuntimeError(f"the environment {self.name} failed: {output['error']}")
-        metrics = output.get("metrics") or {}
-        return float(output["reward"]), {name: float(value) for name, value in metrics.items()}
+        content = self.problem(prompt).content
+        outcome = await self._process.run(content, session.keyed_url, session.model)
+        return float(outcome["reward"]), outcome["metrics"]
+
+    async def close(self) -> None:
+        await self._process.close()
 
 
 def _refuse_what_is_ignored(config: TaskConfig) -> None:
@@ -103,7 +96,7 @@ def _refuse_what_is_ignored(config: TaskConfig) -> None:
         ("prompt_pattern", config.prompt_pattern),
         ("instruction", config.instruction),
         ("system_prompt", config.system_prompt),
-        ("path", config.path),
+        ("eval_path", config.eval_path),
         ("tools", config.tools),
         ("env", config.env),
         ("agent", config.agent),
@@ -111,103 +104,40 @@ def _refuse_what_is_ignored(config: TaskConfig) -> None:
         if value:
             raise ValueError(
                 f"task.{name}={value!r}: an environment of the verifiers library brings its own; "
-                "leave it out, and see which arguments it takes (task.params)"
+                "leave it out, and see which settings it has (task.params)"
             )
 
 
-def _split(environment: Environment, config: TaskConfig) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows; without evaluation rows the last training rows are held out."""
-    training = [_row(row) for row in environment.get_dataset()]
-    held_out = [_row(row) for row in environment.get_eval_dataset()]
-    if [row.question for row in held_out] != [row.question for row in training]:
-        return training, held_out[: config.eval_size]
-    if config.eval_size >= len(training):
+def _environment(config: TaskConfig) -> dict[str, Any]:
+    taskset = config.params.get("taskset", {})
+    if not isinstance(taskset, dict) or "id" in taskset:
         raise ValueError(
-            f"task.eval_size={config.eval_size}: {config.name} has only {len(training)} rows, and "
-            "none of its own for evaluation; hold fewer back"
+            f"task.params.taskset={taskset!r}: must be the settings of the taskset by name, without"
+            " its id, which is task.name"
         )
-    return training[: -config.eval_size], training[-config.eval_size :]
+    return {**config.params, "taskset": {**taskset, "id": config.name}}
 
 
-def _row(row: Mapping[str, Any]) -> Row:
-    opening = _messages(row["prompt"])
-    return Row(question="\n".join(message.content for message in opening), content=row)
+def _split(found: list[dict[str, Any]], config: TaskConfig) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows: the last ones."""
+    if config.eval_size >= len(found):
+        raise ValueError(
+            f"task.eval_size={config.eval_size}: {config.name} has only {len(found)} tasks; hold "
+            "fewer back, or let it load more (task.params)"
+        )
+    rows = [_row(one) for one in found]
+    return rows[: -config.eval_size], rows[-config.eval_size :]
 
 
-def _messages(prompt: object) -> tuple[Message, ...]:
-    if isinstance(prompt, str):
-        return (Message(role="user", content=prompt),)
-    assert isinstance(prompt, list)  # OpenAI's messages
-    return tuple(
-        Message(role=message["role"], content=_text(message.get("content"))) for message in prompt
+def _row(found: Mapping[str, Any]) -> Row:
+    opening = tuple(
+        Message(role=message["role"], content=_text(message.get("content")))
+        for message in found["opening"]
     )
+    # Where a simulated user opens the conversation, there is no text yet.
+    question = "\n".join(message.content for message in opening) or json.dumps(found["task"])
+    return Row(question=question, opening=opening, content=found["task"])
 
 
 def _text(content: object) -> str:
     return content if isinstance(content, str) else json.dumps(content)
-
-
-INSTALL = "pip install 'leash-rl[verifiers]'"
-
-
-class Environment(Protocol):
-    def get_dataset(self) -> Iterable[Mapping[str, Any]]:
-        """Rows with `prompt` and whatever else run_rollout needs."""
-        ...
-
-    def get_eval_dataset(self) -> Iterable[Mapping[str, Any]]:
-        """Rows for evaluation; the training rows if there are no others."""
-        ...
-
-    async def run_rollout(
-        self, input: Mapping[str, Any], client: Any, model: str, sampling_args: dict[str, Any]
-    ) -> Mapping[str, Any]:
-        """Runs and scores one row with `client`, an AsyncOpenAI: reward, metrics, error."""
-        ...
-
-
-class Library(Protocol):
-    def load_environment(self, env_id: str, **arguments: Any) -> Environment: ...
-
-
-class InstalledLibrary:
-    """The library itself. Raises ValueError if it is not installed."""
-
-    def __init__(self, setting: str) -> None:
-        try:
-            self._library = importlib.import_module("verifiers")
-            self._base = importlib.import_module("verifiers.envs.environment")
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"{setting}: needs the verifiers library, version 0.1.10 ({error}); {INSTALL}"
-            ) from error
-
-    def load_environment(self, env_id: str, **arguments: Any) -> Environment:
-        with _no_signal_handlers(self._base):
-            return cast(Environment, self._library.load_environment(env_id, **arguments))
-
-
-class _Signals:
-    """Replaces the module `signal` and ignores handlers."""
-
-    SIGINT, SIGTERM = SIGINT, SIGTERM
-    default_int_handler = staticmethod(default_int_handler)
-
-    @staticmethod
-    def signal(number: int, handler: object) -> None:
-        return
-
-
-_loading = threading.Lock()
-
-
-@contextlib.contextmanager
-def _no_signal_handlers(module: Any) -> Iterator[None]:
-    """Keeps an environment from replacing our handlers of SIGINT and SIGTERM when it is created,
-    which would also fail outside the main thread, where tasks are built."""
-    with _loading:
-        signals, module.signal = module.signal, _Signals
-        try:
-            yield
-        finally:
-            module.signal = signals

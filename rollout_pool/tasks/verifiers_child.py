@@ -47,6 +47,7 @@ try:
     import httpx
     import verifiers.v1 as vf
     from openai import APIStatusError, AsyncOpenAI
+    from pydantic import ValidationError
     from verifiers.v1.clients.eval import EvalClient
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.harnesses.utils.compaction import is_context_overflow
@@ -90,9 +91,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             tools, *called = await connect_mcp({"mcpServers": servers}, stack)
             transport = httpx.AsyncClient(timeout=None, trust_env=False)  # it is on this machine
             client = await stack.enter_async_context(
-                AsyncOpenAI(
-                    base_url=endpoint, api_key=secret, max_retries=0, http_client=transport
-                )
+                AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=transport)
             )
             more = {"tools": tools} if tools else {}
             try:
@@ -135,8 +134,8 @@ class _SessionClient(EvalClient):  # type: ignore[misc]
     """Forwards to the endpoint of the run. All share one pool of connections."""
 
     def __init__(self, config: Any, client: httpx.AsyncClient) -> None:
-        self.base_url, self.api_key, self.headers = config.base_url, "none", {}
-        self.client = client
+        self.base_url, self.api_key, self.client = config.base_url, "none", client
+        self.headers: dict[str, str] = {}
 
 
 def _share_connections(client: httpx.AsyncClient) -> None:
@@ -181,9 +180,9 @@ def _complete(role: str, settings: dict[str, Any], default: Any, own_harness: st
         harness = {"id": default.harness.id}
     if vf.load_harness(vf.harness_config_type(harness["id"])(**harness)).EXECUTES_CODE:
         raise ValueError(
-            f"the harness {harness['id']!r} of {role!r} runs programs for the model; say where with "
-            f"task.params.{role}.runtime, as {{type: docker}}, or {{type: subprocess}} to run them "
-            "unprotected on this machine"
+            f"the harness {harness['id']!r} of {role!r} runs programs for the model; say where with"
+            f" task.params.{role}.runtime, as {{type: docker}}, or {{type: subprocess}} to run them"
+            " unprotected on this machine"
         )
     settings["runtime"] = {"type": "subprocess"}
 
@@ -299,6 +298,13 @@ async def _serve(environment: Any) -> None:
     writer.close()
 
 
+def _words(error: BaseException) -> str:
+    if isinstance(error, ValidationError):  # its own text has several lines
+        places = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
+        return "; ".join(f"{place}: {words}" for place, words in places)
+    return f"{type(error).__name__}: {error}"
+
+
 def main() -> None:
     # Environments may print, and httpx would log addresses with keys in them.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -314,7 +320,7 @@ def main() -> None:
                 replies.write(_line({"is_ready": True}))
             return
     except (Exception, SystemExit) as error:  # environments are third-party packages
-        _socket.sendall(_line({"error": f"{type(error).__name__}: {error}"}))
+        _socket.sendall(_line({"error": _words(error)}))
         return
     asyncio.run(_serve(environment))
 

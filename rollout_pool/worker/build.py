@@ -13,7 +13,7 @@ from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
 from configs.choices import PauseMode
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.agents import AgentRunner, find_agent
+from rollout_pool.endpoint.agents import AgentRunner, AgentTask, find_agent
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.engines.client import SGLangClient
@@ -221,6 +221,8 @@ class WorkerParts:
         self._closing.push_async_callback(endpoint.close)
         await endpoint.start()
         endpoint.write_address(Path(spec.run_dir) / "openai" / f"worker-{self._index}.json")
+        if isinstance(self._task, AgentTask):
+            self._closing.push_async_callback(self._task.close)
         if agent is not None:
             self._agents = AgentRunner(agent, endpoint.sessions, endpoint.url)
             self._closing.push_async_callback(self._agents.close)

@@ -1,0 +1,289 @@
+"""The process of an environment of the verifiers library, with an interpreter that has the library.
+
+Its program and its messages are described in `verifiers_child.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE
+from processes.child import Child
+from processes.logs import last_lines
+from rollout_pool.cancelling import end_tasks
+
+PROGRAM = Path(__file__).with_name("verifiers_child.py")
+START_TIMEOUT_S = 600.0
+"""Environments may download their data."""
+CANCEL_TIMEOUT_S = 30.0
+"""A process that does not confirm a cancellation within this time hangs, and is replaced."""
+END_TIMEOUT_S = 10.0
+LINE_LIMIT = 2**28
+INSTALL = "`make install-verifiers` makes .venv-verifiers, which has it"
+
+
+class EnvironmentDied(RuntimeError):
+    """The process ended during an episode; the message has its last lines."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Program:
+    """How the process of one environment is started."""
+
+    python: str | None
+    """Path of the interpreter; None: that of .venv-verifiers beside this one's environment."""
+    folder: str | None
+    """Put before the installed packages."""
+    environment: Mapping[str, Any]
+    """The library's settings of the environment."""
+
+    @property
+    def name(self) -> str:
+        """The environment's."""
+        return str(self.environment["taskset"]["id"])
+
+    @property
+    def interpreter(self) -> Path:
+        if self.python is not None:
+            return Path(self.python)
+        return Path(sys.prefix).parent / ".venv-verifiers" / "bin" / "python"
+
+    def start(self, log: Path) -> tuple[Child, socket.socket]:
+        """The process, and the socket for its messages. Raises ValueError naming the setting."""
+        if not os.access(self.interpreter, os.X_OK):
+            raise ValueError(
+                f"task.python={str(self.interpreter)!r}: there is no such interpreter; give that "
+                f"of an environment with the verifiers library, as env/bin/python; {INSTALL}"
+            )
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise ValueError(
+                f"task.path={self.folder!r}: there is no such folder; give the one with the "
+                "environment's module, or install its package and leave task.path out"
+            )
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [str(self.interpreter), "-P", str(PROGRAM), str(number)]
+            # Whatever this process's PYTHONPATH has is for another interpreter.
+            path = {"PYTHONPATH": self.folder or ""}
+            return Child(command, log, environment=path, pass_fds=[number]), ours
+
+    def setup(self, *, rows: bool) -> bytes:
+        return _line({"environment": self.environment, "rows": rows})
+
+    def check(self, greeting: Mapping[str, Any]) -> None:
+        """Raises ValueError for a process that could not load the environment."""
+        reason = greeting.get("error")
+        if greeting.get("is_missing"):
+            raise ValueError(
+                f"task.python={str(self.interpreter)!r}: has no verifiers library of version 0.4 "
+                f"({reason}); {INSTALL}"
+            )
+        if reason is not None:
+            raise ValueError(
+                f"task.name={self.name!r}: the verifiers library could not load it: {reason}; "
+                "install its package for task.python, or name its folder in task.path, and see "
+                "task.params"
+            )
+
+
+def load_rows(program: Program) -> list[dict[str, Any]]:
+    """The tasks of the environment, from a process that ends with them. Raises ValueError."""
+    with tempfile.TemporaryDirectory(prefix="leash-verifiers-") as folder:
+        log = Path(folder) / "log"
+        child, connection = program.start(log)
+        try:
+            with connection:
+                connection.settimeout(START_TIMEOUT_S)
+                connection.sendall(program.setup(rows=True))
+                found: list[dict[str, Any]] = []
+                with connection.makefile("rb") as replies:
+                    for line in replies:
+                        reply = json.loads(line)
+                        program.check(reply)
+                        if "is_ready" in reply:
+                            return found
+                        found.append(reply["row"])
+            why = "its process ended"
+        except TimeoutError:
+            why = f"nothing came from it for {START_TIMEOUT_S:g} s"
+        except ConnectionError as error:
+            why = f"its process ended ({error})"
+        finally:
+            child.stop(END_TIMEOUT_S)
+        raise ValueError(f"task.name={program.name!r}: {why} while it loaded:\n{last_lines(log)}")
+
+
+class EnvironmentProcess:
+    """Runs episodes in a process, all of them side by side. Used in one event loop.
+
+    The process is started with the first episode. If it ends, the running episodes fail, and the
+    next one starts another.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._connection: _Connection | None = None
+        self._starting = asyncio.Lock()
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        """For the log of a process that belongs to no run."""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs now."""
+        return None if self._connection is None else self._connection.child.pid
+
+    async def run(self, row: Mapping[str, Any], base_url: str, model: str) -> dict[str, Any]:
+        """Runs the episode of `row`: its reward and its metrics.
+
+        Raises RuntimeError if the environment could not finish it, EnvironmentDied if its process
+        ended, and ValueError if it could not be started.
+        """
+        async with self._starting:
+            if self._connection is None or not self._connection.is_alive:
+                await self._leave()
+                self._connection = await self._start()
+            connection = self._connection
+        reply = await connection.ask({"row": row, "base_url": base_url, "model": model})
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply
+
+    async def close(self) -> None:
+        """Ends the process; running episodes fail."""
+        await self._leave()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    async def _start(self) -> _Connection:
+        log = self._log()
+        child, ours = await asyncio.to_thread(self._program.start, log)
+        reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
+        connection = _Connection(child, reader, writer, log)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                writer.write(self._program.setup(rows=False))
+                line = await reader.readline()
+            if not line:
+                raise connection.death()
+            self._program.check(json.loads(line))
+        except BaseException:
+            await connection.close()
+            raise
+        connection.begin()
+        return connection
+
+    def _log(self) -> Path:
+        folder = os.environ.get(LOG_DIR_VARIABLE)
+        if folder is None:
+            self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="leash-")
+            folder = self._temporary.name
+        process = os.environ.get(PROCESS_VARIABLE, "environment")
+        return Path(folder) / f"{process}-{self._program.name.replace('/', '-')}.log"
+
+    async def _leave(self) -> None:
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await connection.close()
+
+
+class _Connection:
+    """One process and the episodes that it runs."""
+
+    def __init__(
+        self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, log: Path
+    ) -> None:
+        self.child = child
+        self._reader = reader
+        self._writer = writer
+        self._log = log
+        self._numbers = itertools.count()
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._cancelled: dict[int, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.is_alive = True
+
+    def begin(self) -> None:
+        self._spawn(self._read())
+
+    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply. A cancelled request is cancelled in the process too."""
+        if not self.is_alive:
+            raise self.death()
+        number = next(self._numbers)
+        reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        try:
+            self._writer.write(_line({"id": number, **request}))
+            return await reply
+        except asyncio.CancelledError:
+            self._spawn(self._cancel(number))
+            raise
+        finally:
+            del self._replies[number]
+
+    def death(self) -> EnvironmentDied:
+        code = self.child.wait(END_TIMEOUT_S)
+        return EnvironmentDied(
+            f"the process of the environment ended with exit code {code}; the last lines of "
+            f"{self._log}:\n{last_lines(self._log)}"
+        )
+
+    async def close(self) -> None:
+        self.is_alive = False
+        self._writer.close()
+        await end_tasks(self._tasks)
+        await asyncio.to_thread(self.child.stop, END_TIMEOUT_S)
+        self._fail()
+
+    async def _read(self) -> None:
+        try:
+            while line := await self._reader.readline():
+                message = json.loads(line)
+                if "cancelled" in message:
+                    if event := self._cancelled.get(message["cancelled"]):
+                        event.set()
+                elif (reply := self._replies.get(message["id"])) and not reply.done():
+                    reply.set_result(message)
+        except (ConnectionError, ValueError):  # a line that is too long, or not JSON
+            pass
+        self.is_alive = False
+        await asyncio.to_thread(self.child.stop, END_TIMEOUT_S)
+        self._fail()
+
+    def _fail(self) -> None:
+        open_replies = [reply for reply in self._replies.values() if not reply.done()]
+        if open_replies:
+            error = self.death()
+            for reply in open_replies:
+                reply.set_exception(error)
+
+    async def _cancel(self, number: int) -> None:
+        confirmed = self._cancelled[number] = asyncio.Event()
+        try:
+            self._writer.write(_line({"cancel": number}))
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                await confirmed.wait()
+        except TimeoutError:  # its event loop hangs
+            await asyncio.to_thread(self.child.stop, 0.0)
+        finally:
+            del self._cancelled[number]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"

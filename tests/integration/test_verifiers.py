@@ -1,0 +1,329 @@
+"""Environments of the real verifiers library: their process, and a run that trains on them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from configs.choices import TaskKind
+from configs.rollout_schema import TaskConfig
+from rollout_pool.tasks import verifiers_process
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import TaskStream
+from rollout_pool.tasks.verifiers import VerifiersTask
+from rollout_pool.tasks.verifiers_process import EnvironmentDied
+from tests.support.launches import RUN, Machine, end_all, finish, result_of, start
+
+pytestmark = pytest.mark.slow
+FOLDER = str(Path(__file__).parents[1] / "support" / "environments")
+CALL = {"name": "notes_read", "arguments": "{}"}
+
+
+@dataclass
+class Model:
+    """An OpenAI-compatible server that says what it is told to, and never answers "wait"."""
+
+    url: str
+    says: list[Any] = field(default_factory=list)
+    """Texts, or calls of tools; the last one again and again."""
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+    model: str = "policy"
+
+    @property
+    def keyed_url(self) -> str:
+        return f"{self.url}/sessions/the-key/v1"
+
+    async def answer(self, request: Request) -> Response:
+        assert request.path_params["key"] == "the-key"
+        self.asked.append(json.loads(await request.body()))
+        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        if said == "wait":
+            self.waiting.set()
+            await asyncio.sleep(600)
+        if said == "refuse":
+            return JSONResponse({"error": {"message": "no such thing"}}, 400)
+        message: dict[str, Any] = {"role": "assistant", "content": said}
+        if isinstance(said, dict):
+            call = {"id": "call-1", "type": "function", "function": said}
+            message |= {"content": None, "tool_calls": [call]}
+        return JSONResponse(
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "policy",
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            }
+        )
+
+
+@asynccontextmanager
+async def serving(*says: Any) -> AsyncIterator[Model]:
+    model = Model(url="", says=list(says))
+    routes = [Route("/sessions/{key}/v1/chat/completions", model.answer, methods=["POST"])]
+    config = uvicorn.Config(
+        Starlette(routes=routes), port=0, log_level="critical", timeout_graceful_shutdown=0
+    )
+    server = uvicorn.Server(config)
+    running = asyncio.create_task(server.serve())
+    async with asyncio.timeout(30):
+        while not server.started:
+            await asyncio.sleep(0.01)
+    model.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    yield model
+    server.should_exit = True
+    async with asyncio.timeout(30):
+        await running
+
+
+def config_of(**changes: Any) -> TaskConfig:
+    return TaskConfig(
+        **{
+            "kind": TaskKind.verifiers,
+            "name": "adding",
+            "path": FOLDER,
+            "eval_size": 2,
+            **changes,
+        }
+    )
+
+
+@asynccontextmanager
+async def task_of(**changes: Any) -> AsyncIterator[VerifiersTask]:
+    task = await asyncio.to_thread(build_task, config_of(**changes))
+    assert isinstance(task, VerifiersTask)
+    try:
+        yield task
+    finally:
+        async with asyncio.timeout(60):
+            await task.close()
+
+
+async def run(task: VerifiersTask, model: Model, index: int = 0) -> tuple[float, dict[str, float]]:
+    async with asyncio.timeout(120):
+        return await task.run_agent(model, task.example(index))
+
+
+async def test_single_turn_environment_scores_answers_with_its_own_rewards() -> None:
+    async with task_of(params={"taskset": {"count": 8}}) as task, serving("7") as model:
+        assert [p.text for p in task.eval_prompts()] == ["Add.\n6+1=", "Add.\n7+1="]
+        stream = TaskStream(task, 0, 1)
+        prompts = [next(stream) for _ in range(6)]
+        assert {prompt.text for prompt in prompts} == {f"Add.\n{i}+1=" for i in range(6)}
+        right = next(p for p in task.eval_prompts() if task.solution(p) == "7")
+        assert await task.run_agent(model, right) == (
+            1.5,
+            {"exact": 1.0, "digits": 1.0, "length": 1.0},
+        )
+        roles = [(m.role, m.content) for m in task.demonstration(right)]
+        assert roles == [("system", "Add."), ("user", "6+1="), ("assistant", "7")]
+        [asked] = model.asked
+        assert [m["role"] for m in asked["messages"]] == ["system", "user"]
+        assert asked["model"] == "policy"
+        # Many at once, in one process, which is not started again.
+        before = task._process.pid
+        model.says = ["1?"]
+        outcomes = await asyncio.gather(*(run(task, model, i) for i in range(24)))
+        assert {parts["digits"] for _, parts in outcomes} == {0.5}
+        assert task._process.pid == before
+
+
+async def test_multi_turn_environment_answers_what_the_model_says() -> None:
+    async with task_of(name="guessing") as task, serving("x", "y", "oak") as model:
+        prompt = next(p for p in (task.example(i) for i in range(6)) if task.solution(p) == "oak")
+        assert await task.run_agent(model, prompt) == (1.0, {"near": 1.0, "turns": 3.0})
+        said = [[m["content"] for m in asked["messages"]] for asked in model.asked]
+        assert said[-1] == [prompt.text, "x", "Another one?", "y", "Another one?"]
+
+
+async def test_tool_environment_runs_the_tools_that_the_model_calls() -> None:
+    wrong = {"name": "notes_write", "arguments": "{}"}
+    async with task_of(name="noting") as task, serving(wrong, CALL, "blue") as model:
+        assert await run(task, model) == (1.5, {"has_read": 1.0, "letters": 1.0})
+        assert [tool["function"]["name"] for tool in model.asked[0]["tools"]] == ["notes_read"]
+        results = [m["content"] for m in model.asked[-1]["messages"] if m["role"] == "tool"]
+        assert results == ["error: there is no tool 'notes_write'", "blue"] or results[1] == [
+            {"type": "text", "text": "blue"}
+        ]
+        tool_server = psutil.Process(task._process.pid).children()[0]
+    psutil.wait_procs([tool_server], timeout=30)
+    assert not tool_server.is_running()
+
+
+async def test_failed_rollout_is_an_error_and_the_process_goes_on() -> None:
+    async with task_of() as task, serving("refuse") as model:
+        with pytest.raises(RuntimeError, match=r"ProviderError: .*no such thing"):
+            await run(task, model)
+        before = task._process.pid
+        model.says = ["1"]
+        assert (await run(task, model))[1]["digits"] == 1.0
+        assert task._process.pid == before
+
+
+async def test_process_that_dies_fails_its_episodes_with_its_last_words_and_is_replaced() -> None:
+    params = {"taskset": {"crash": "die"}}
+    async with task_of(name="guessing", params=params) as task, serving("wait") as model:
+        waiting = asyncio.create_task(run(task, model))
+        async with asyncio.timeout(120):
+            await model.waiting.wait()
+        model.says = ["die"]
+        dead = task._process.pid
+        words = r"ended with exit code 7; the last lines of .*guessing.log:\nthe crash that was "
+        for episode in (run(task, model), waiting):
+            with pytest.raises(EnvironmentDied, match=words):
+                await episode
+        model.says = ["oak"]
+        assert (await run(task, model))[1]["turns"] == 3.0
+        assert task._process.pid != dead
+
+
+async def test_process_ends_with_an_orphaned_parent(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from tests.integration.test_verifiers import serving, run, task_of\n"
+        "async def main():\n"
+        "    async with task_of() as task, serving('1') as model:\n"
+        "        await run(task, model)\n"
+        "        print(task._process.pid, flush=True)\n"
+        "        await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        program,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert parent.stdout is not None
+    async with asyncio.timeout(120):
+        child = psutil.Process(int(await parent.stdout.readline()))
+        parent.kill()
+        await parent.wait()
+    await asyncio.to_thread(psutil.wait_procs, [child], timeout=60)
+    assert not child.is_running()
+
+
+async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verifiers_process, "CANCEL_TIMEOUT_S", 2.0)
+    params = {"taskset": {"hang": "stop"}}
+    async with task_of(name="guessing", params=params) as task, serving("wait") as model:
+
+        async def cancelled() -> None:
+            model.waiting.clear()
+            episode = asyncio.create_task(run(task, model))
+            async with asyncio.timeout(120):
+                await model.waiting.wait()
+            episode.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await episode
+
+        await cancelled()
+        before = task._process.pid
+        model.says = ["oak"]
+        assert (await run(task, model))[1]["turns"] == 3.0
+        assert task._process.pid == before
+        model.says = ["stop", "wait"]
+        hanging = asyncio.create_task(run(task, model))
+        done, _ = await asyncio.wait([hanging], timeout=5)
+        assert not done
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        assert before is not None
+        await asyncio.to_thread(psutil.wait_procs, [psutil.Process(before)], timeout=60)
+        model.says = ["oak"]
+        assert (await run(task, model))[1]["turns"] == 3.0
+        assert task._process.pid != before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "addding"}, r"task.name='addding': .*taskset 'addding' not found.*task\.path"),
+        (
+            {"params": {"taskset": {"cuont": 3}}},
+            r"task.name='adding': .*taskset.cuont: Extra .*task\.params",
+        ),
+        ({"params": {"taskset": {"id": "x"}}}, r"task.params.taskset=.*without its id"),
+        ({"params": {"taskset": {"endless": True}}}, r"set task.params.select.limit"),
+        ({"eval_size": 12}, r"task.eval_size=12: adding has only 12 tasks"),
+        (
+            {"params": {"agent": {"harness": {"id": "bash"}}}},
+            r"the harness 'bash' of 'agent' runs programs.*task.params.agent.runtime",
+        ),
+        (
+            {"python": sys.executable},
+            r"task.python=.*: has no verifiers library.*install-verifiers",
+        ),
+        ({"instruction": " Think."}, r"task.instruction=' Think.': .* brings its own"),
+    ],
+)
+def test_impossible_settings_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_task(config_of(**changes))
+
+
+def test_selected_tasks_are_loaded() -> None:
+    task = build_task(config_of(params={"select": {"limit": 4}}))
+    assert [p.text for p in task.eval_prompts()] == ["Add.\n2+1=", "Add.\n3+1="]
+
+
+@pytest.fixture
+def launches_end(tmp_path: Path) -> Iterator[None]:
+    yield
+    end_all(tmp_path)
+
+
+def test_launch_trains_on_a_single_turn_a_multi_turn_and_a_tool_environment(
+    tmp_path: Path, launches_end: None
+) -> None:
+    machine = Machine.look()
+    tasks = [
+        f"task.tasks.{name}={{kind: verifiers, name: {name}, path: {FOLDER}, eval_size: 1}}"
+        for name in ("adding", "guessing", "noting")
+    ]
+    process = start(
+        tmp_path,
+        RUN,
+        "task.kind=mixture",
+        *tasks,
+        "task.eval_size=128",  # the default: each task has its own
+        "trainer.num_steps=3",
+        "trainer.groups_per_step=3",
+        "trainer.warm_start.num_steps=60",
+        "rollout.max_prompt_tokens=64",
+        "rollout.max_response_tokens=192",
+        "rollout.log_rate=1",
+        "task.max_turn_tokens=72",
+    )
+    output = finish(process)
+    assert process.returncode == 0, output[-6000:]
+    assert result_of(output)["steps"] == 3
+    run_dir = tmp_path / RUN
+    trained: Counter[str] = Counter()
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        for name in ("adding", "guessing", "noting"):
+            trained[name] += json.loads(line).get(f"task/{name}/groups", 0)
+    assert all(trained[name] > 0 for name in ("adding", "guessing", "noting")), trained
+    machine.assert_nothing_left(tmp_path)
