@@ -91,6 +91,10 @@ class AgentTask(Protocol):
     """A task that brings its own agent, as an environment of the verifiers library does."""
 
     async def run_agent(self, session: SessionHandle, prompt: Prompt) -> Answered: ...
+    async def start(self) -> None:
+        """Starts what its episodes need."""
+        ...
+
     async def close(self) -> None:
         """Ends what it has started. Called once."""
         ...

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 
-from configs.choices import RewardKind
+from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.http import HttpReward
@@ -35,10 +35,8 @@ _SERVICES: dict[RewardKind, type[RemoteService]] = {
 
 def needs_processes(config: TaskConfig) -> bool:
     """Whether a part, or without parts the task, may be scored in a scoring process."""
-    return any(
-        not one.rewards or any(r.kind in IN_PROCESS for r in one.rewards.values())
-        for one in config.by_name.values()
-    )
+    rewards = [_rewards(one) for one in config.by_name.values()]
+    return any(not one or any(r.kind in IN_PROCESS for r in one.values()) for one in rewards)
 
 
 def make_scorer(config: TaskConfig, task: Task, pool: ScoringPool) -> EpisodeScorer | MixtureScorer:
@@ -62,7 +60,7 @@ class EpisodeScorer:
     ) -> None:
         """`pool` is not closed by `close`. `queue` measures the waits for it, of other tasks too.
         `member`: the task's name in a mixture. Raises ValueError naming the setting at fault."""
-        self._rewards = config.rewards
+        self._rewards = _rewards(config)
         self._pool = pool
         self._prefix = f"{member}/" if member else ""
         self._services = {
@@ -173,6 +171,13 @@ class MixtureScorer:
 
     async def close(self) -> None:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
+
+
+def _rewards(config: TaskConfig) -> dict[str, RewardConfig]:
+    """Empty if they depend on the episode."""
+    if config.kind is TaskKind.verifiers and not config.rewards:  # no process could score it
+        return {RewardKind.env.name: RewardConfig(kind=RewardKind.env)}
+    return config.rewards
 
 
 def _usual(episode: Episode) -> dict[str, RewardConfig]:

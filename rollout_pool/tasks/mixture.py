@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 import re
@@ -140,9 +141,11 @@ class AgentMixture(Mixture):
         member, own = self.of(prompt)
         return await cast(Any, member.task).run_agent(session, own)
 
+    async def start(self) -> None:
+        await asyncio.gather(*(cast(Any, one.task).start() for one in self.members.values()))
+
     async def close(self) -> None:
-        for member in self.members.values():
-            await cast(Any, member.task).close()
+        await asyncio.gather(*(cast(Any, one.task).close() for one in self.members.values()))
 
 
 def task_name(task: Task, prompt: Prompt) -> str:

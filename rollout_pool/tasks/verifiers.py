@@ -49,7 +49,7 @@ class VerifiersTask(ProblemTask[Row]):
         _refuse_what_is_ignored(config)
         self.name = config.name
         program = Program(
-            python=config.python, folder=config.path, environment=_environment(config)
+            python=config.python, folder=config.path, name=config.name, settings=_settings(config)
         )
         super().__init__(config, *_split(load_rows(program), config))
         self._process = EnvironmentProcess(program)
@@ -87,6 +87,11 @@ class VerifiersTask(ProblemTask[Row]):
         outcome = await self._process.run(content, session.keyed_url, session.model)
         return float(outcome["reward"]), outcome["metrics"]
 
+    async def start(self) -> None:
+        """Starts the process, which the first episode would start otherwise. Raises ValueError or
+        RuntimeError."""
+        await self._process.start()
+
     async def close(self) -> None:
         await self._process.close()
 
@@ -108,14 +113,14 @@ def _refuse_what_is_ignored(config: TaskConfig) -> None:
             )
 
 
-def _environment(config: TaskConfig) -> dict[str, Any]:
+def _settings(config: TaskConfig) -> str:
     taskset = config.params.get("taskset", {})
     if not isinstance(taskset, dict) or "id" in taskset:
         raise ValueError(
             f"task.params.taskset={taskset!r}: must be the settings of the taskset by name, without"
             " its id, which is task.name"
         )
-    return {**config.params, "taskset": {**taskset, "id": config.name}}
+    return json.dumps({**config.params, "taskset": {**taskset, "id": config.name}})
 
 
 def _split(found: list[dict[str, Any]], config: TaskConfig) -> tuple[list[Row], list[Row]]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,10 @@ class Program:
     """Path of the interpreter; None: that of .venv-verifiers beside this one's environment."""
     folder: str | None
     """Put before the installed packages."""
-    environment: Mapping[str, Any]
-    """The library's settings of the environment."""
-
-    @property
-    def name(self) -> str:
-        """The environment's."""
-        return str(self.environment["taskset"]["id"])
+    name: str
+    """The environment's."""
+    settings: str
+    """The library's settings of the environment, as JSON."""
 
     @property
     def interpreter(self) -> Path:
@@ -79,7 +77,7 @@ class Program:
             return Child(command, log, environment=path, pass_fds=[number]), ours
 
     def setup(self, *, rows: bool) -> bytes:
-        return _line({"environment": self.environment, "rows": rows})
+        return _line({"environment": json.loads(self.settings), "rows": rows})
 
     def check(self, greeting: Mapping[str, Any]) -> None:
         """Raises ValueError for a process that could not load the environment."""
@@ -97,6 +95,7 @@ class Program:
             )
 
 
+@lru_cache(maxsize=16)  # a launch wants them for its checks and for the warm start
 def load_rows(program: Program) -> list[dict[str, Any]]:
     """The tasks of the environment, from a process that ends with them. Raises ValueError."""
     with tempfile.TemporaryDirectory(prefix="leash-verifiers-") as folder:
@@ -127,8 +126,7 @@ def load_rows(program: Program) -> list[dict[str, Any]]:
 class EnvironmentProcess:
     """Runs episodes in a process, all of them side by side. Used in one event loop.
 
-    The process is started with the first episode. If it ends, the running episodes fail, and the
-    next one starts another.
+    If the process ends, the running episodes fail, and the next one starts another.
     """
 
     def __init__(self, program: Program) -> None:
@@ -143,17 +141,17 @@ class EnvironmentProcess:
         """Of the process that runs now."""
         return None if self._connection is None else self._connection.child.pid
 
+    async def start(self) -> None:
+        """Raises ValueError or EnvironmentDied like `run`."""
+        await self._connected()
+
     async def run(self, row: Mapping[str, Any], base_url: str, model: str) -> dict[str, Any]:
         """Runs the episode of `row`: its reward and its metrics.
 
         Raises RuntimeError if the environment could not finish it, EnvironmentDied if its process
         ended, and ValueError if it could not be started.
         """
-        async with self._starting:
-            if self._connection is None or not self._connection.is_alive:
-                await self._leave()
-                self._connection = await self._start()
-            connection = self._connection
+        connection = await self._connected()
         reply = await connection.ask({"row": row, "base_url": base_url, "model": model})
         if "error" in reply:
             raise RuntimeError(reply["error"])
@@ -164,6 +162,13 @@ class EnvironmentProcess:
         await self._leave()
         if self._temporary is not None:
             self._temporary.cleanup()
+
+    async def _connected(self) -> _Connection:
+        async with self._starting:
+            if self._connection is None or not self._connection.is_alive:
+                await self._leave()
+                self._connection = await self._start()
+            return self._connection
 
     async def _start(self) -> _Connection:
         log = self._log()

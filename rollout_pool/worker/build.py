@@ -223,6 +223,7 @@ class WorkerParts:
         endpoint.write_address(Path(spec.run_dir) / "openai" / f"worker-{self._index}.json")
         if isinstance(self._task, AgentTask):
             self._closing.push_async_callback(self._task.close)
+            await self._task.start()
         if agent is not None:
             self._agents = AgentRunner(agent, endpoint.sessions, endpoint.url)
             self._closing.push_async_callback(self._agents.close)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from tests.support.launches import RUN, Machine, end_all, finish, result_of, sta
 
 pytestmark = pytest.mark.slow
 FOLDER = str(Path(__file__).parents[1] / "support" / "environments")
+NAMES = ("adding", "guessing", "noting")
 CALL = {"name": "notes_read", "arguments": "{}"}
 
 
@@ -123,18 +123,18 @@ async def run(task: VerifiersTask, model: Model, index: int = 0) -> tuple[float,
 
 
 async def test_single_turn_environment_scores_answers_with_its_own_rewards() -> None:
-    async with task_of(params={"taskset": {"count": 8}}) as task, serving("7") as model:
-        assert [p.text for p in task.eval_prompts()] == ["Add.\n6+1=", "Add.\n7+1="]
+    async with task_of() as task, serving("11") as model:
+        assert [p.text for p in task.eval_prompts()] == ["Add.\n10+1=", "Add.\n11+1="]
         stream = TaskStream(task, 0, 1)
-        prompts = [next(stream) for _ in range(6)]
-        assert {prompt.text for prompt in prompts} == {f"Add.\n{i}+1=" for i in range(6)}
-        right = next(p for p in task.eval_prompts() if task.solution(p) == "7")
+        prompts = [next(stream) for _ in range(10)]
+        assert {prompt.text for prompt in prompts} == {f"Add.\n{i}+1=" for i in range(10)}
+        right = task.eval_prompts()[0]
         assert await task.run_agent(model, right) == (
             1.5,
-            {"exact": 1.0, "digits": 1.0, "length": 1.0},
+            {"exact": 1.0, "digits": 1.0, "length": 2.0},
         )
         roles = [(m.role, m.content) for m in task.demonstration(right)]
-        assert roles == [("system", "Add."), ("user", "6+1="), ("assistant", "7")]
+        assert roles == [("system", "Add."), ("user", "10+1="), ("assistant", "11")]
         [asked] = model.asked
         assert [m["role"] for m in asked["messages"]] == ["system", "user"]
         assert asked["model"] == "policy"
@@ -143,6 +143,9 @@ async def test_single_turn_environment_scores_answers_with_its_own_rewards() -> 
         model.says = ["1?"]
         outcomes = await asyncio.gather(*(run(task, model, i) for i in range(24)))
         assert {parts["digits"] for _, parts in outcomes} == {0.5}
+        model.says = ["refuse"]
+        with pytest.raises(RuntimeError, match=r"ProviderError: .*no such thing"):
+            await run(task, model)
         assert task._process.pid == before
 
 
@@ -168,23 +171,12 @@ async def test_tool_environment_runs_the_tools_that_the_model_calls() -> None:
     assert not tool_server.is_running()
 
 
-async def test_failed_rollout_is_an_error_and_the_process_goes_on() -> None:
-    async with task_of() as task, serving("refuse") as model:
-        with pytest.raises(RuntimeError, match=r"ProviderError: .*no such thing"):
-            await run(task, model)
-        before = task._process.pid
-        model.says = ["1"]
-        assert (await run(task, model))[1]["digits"] == 1.0
-        assert task._process.pid == before
-
-
 async def test_process_that_dies_fails_its_episodes_with_its_last_words_and_is_replaced() -> None:
-    params = {"taskset": {"crash": "die"}}
-    async with task_of(name="guessing", params=params) as task, serving("wait") as model:
+    async with task_of(name="guessing") as task, serving("wait") as model:
         waiting = asyncio.create_task(run(task, model))
         async with asyncio.timeout(120):
             await model.waiting.wait()
-        model.says = ["die"]
+        model.says = ["please crash"]
         dead = task._process.pid
         words = r"ended with exit code 7; the last lines of .*guessing.log:\nthe crash that was "
         for episode in (run(task, model), waiting):
@@ -226,8 +218,7 @@ async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(verifiers_process, "CANCEL_TIMEOUT_S", 2.0)
-    params = {"taskset": {"hang": "stop"}}
-    async with task_of(name="guessing", params=params) as task, serving("wait") as model:
+    async with task_of(name="guessing") as task, serving("wait") as model:
 
         async def cancelled() -> None:
             model.waiting.clear()
@@ -243,7 +234,7 @@ async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_i
         model.says = ["oak"]
         assert (await run(task, model))[1]["turns"] == 3.0
         assert task._process.pid == before
-        model.says = ["stop", "wait"]
+        model.says = ["please hang"]
         hanging = asyncio.create_task(run(task, model))
         done, _ = await asyncio.wait([hanging], timeout=5)
         assert not done
@@ -265,9 +256,11 @@ async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_i
             {"params": {"taskset": {"cuont": 3}}},
             r"task.name='adding': .*taskset.cuont: Extra .*task\.params",
         ),
-        ({"params": {"taskset": {"id": "x"}}}, r"task.params.taskset=.*without its id"),
         ({"params": {"taskset": {"endless": True}}}, r"set task.params.select.limit"),
-        ({"eval_size": 12}, r"task.eval_size=12: adding has only 12 tasks"),
+        (
+            {"params": {"select": {"limit": 4}}, "eval_size": 4},
+            r"task.eval_size=4: adding has only 4 tasks",
+        ),
         (
             {"params": {"agent": {"harness": {"id": "bash"}}}},
             r"the harness 'bash' of 'agent' runs programs.*task.params.agent.runtime",
@@ -284,11 +277,6 @@ def test_impossible_settings_are_named(changes: dict[str, Any], message: str) ->
         build_task(config_of(**changes))
 
 
-def test_selected_tasks_are_loaded() -> None:
-    task = build_task(config_of(params={"select": {"limit": 4}}))
-    assert [p.text for p in task.eval_prompts()] == ["Add.\n2+1=", "Add.\n3+1="]
-
-
 @pytest.fixture
 def launches_end(tmp_path: Path) -> Iterator[None]:
     yield
@@ -301,7 +289,7 @@ def test_launch_trains_on_a_single_turn_a_multi_turn_and_a_tool_environment(
     machine = Machine.look()
     tasks = [
         f"task.tasks.{name}={{kind: verifiers, name: {name}, path: {FOLDER}, eval_size: 1}}"
-        for name in ("adding", "guessing", "noting")
+        for name in NAMES
     ]
     process = start(
         tmp_path,
@@ -309,9 +297,11 @@ def test_launch_trains_on_a_single_turn_a_multi_turn_and_a_tool_environment(
         "task.kind=mixture",
         *tasks,
         "task.eval_size=128",  # the default: each task has its own
-        "trainer.num_steps=3",
+        "trainer.num_steps=4",
         "trainer.groups_per_step=3",
-        "trainer.warm_start.num_steps=60",
+        "trainer.warm_start.num_steps=150",
+        "trainer.warm_start.echo_fraction=0.3",
+        "buffer.max_staleness=4",
         "rollout.max_prompt_tokens=64",
         "rollout.max_response_tokens=192",
         "rollout.log_rate=1",
@@ -319,11 +309,19 @@ def test_launch_trains_on_a_single_turn_a_multi_turn_and_a_tool_environment(
     )
     output = finish(process)
     assert process.returncode == 0, output[-6000:]
-    assert result_of(output)["steps"] == 3
-    run_dir = tmp_path / RUN
-    trained: Counter[str] = Counter()
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        for name in ("adding", "guessing", "noting"):
-            trained[name] += json.loads(line).get(f"task/{name}/groups", 0)
-    assert all(trained[name] > 0 for name in ("adding", "guessing", "noting")), trained
+    result = result_of(output)
+    assert result["steps"] == 4 and result["is_conserved"]
+    assert set(result["by_task"]) == set(NAMES)
+    assert all(one["groups_trained"] > 0 for one in result["by_task"].values())
+    turns: dict[str, set[int]] = {name: set() for name in NAMES}
+    for record in (tmp_path / RUN / "rollouts" / "worker-0.jsonl").read_text().splitlines():
+        group = json.loads(record)
+        for one in group["trajectories"]:
+            # What is learnt are the model's own tokens: not the user's nor the tool's.
+            num_answers = len(one["version_spans"])
+            assert len(one["loss_mask_runs"]) == 2 * num_answers
+            turns[group["prompt"]["task"]].add(num_answers)
+            if group["prompt"]["task"] == "noting":
+                assert one["reward_parts"]["has_read"] == float(num_answers > 1)
+    assert turns["adding"] == {1} and turns["guessing"] == {3} and max(turns["noting"]) > 1
     machine.assert_nothing_left(tmp_path)

@@ -9,6 +9,8 @@ import verifiers.v1 as vf
 __all__ = ["Guessing", "GuessingEnv"]
 
 TURNS = 3
+CRASH, HANG = "please crash", "please hang"
+"""Its process does when the model says this."""
 
 
 class Word(vf.TaskData):
@@ -27,13 +29,7 @@ class WordTask(vf.Task[Word]):
         return float(trace.num_turns)
 
 
-class GuessingConfig(vf.TasksetConfig):
-    crash: str = ""
-    """Its process exits, or hangs, when a model says this."""
-    hang: str = ""
-
-
-class Guessing(vf.Taskset[WordTask, GuessingConfig]):
+class Guessing(vf.Taskset[WordTask, vf.TasksetConfig]):
     def load(self) -> Iterable[WordTask]:
         for word in ("oak", "elm", "ash", "fir", "bay", "yew", "box", "fig"):
             yield WordTask(Word(prompt=f"A tree with {word[0]}?", answer=word), self.config.task)
@@ -45,13 +41,12 @@ class GuessingEnvConfig(vf.EnvConfig):
 
 class GuessingEnv(vf.Env[GuessingEnvConfig]):
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        config = self.config.taskset
         async with agents.agent.interaction(task) as play:
             said = await play.turn()
             for _ in range(TURNS - 1):
-                if said.last_reply == config.crash != "":
+                if said.last_reply == CRASH:
                     print("the crash that was asked for", flush=True)
                     os._exit(7)
-                if said.last_reply == config.hang != "":
+                if said.last_reply == HANG:
                     time.sleep(600)
                 said = await play.turn("Another one?")

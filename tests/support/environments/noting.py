@@ -6,7 +6,7 @@ import verifiers.v1 as vf
 
 __all__ = ["Noting"]
 
-CALL = '<tool_call>\n{"name": "notes_read", "arguments": {}}\n</tool_call>'
+CALL = '<tool_call>{"name": "notes_read", "arguments": {}}</tool_call>'
 NOTE = "blue"
 
 
