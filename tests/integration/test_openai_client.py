@@ -181,7 +181,7 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
 
     async def agent(session, prompt):
         client, messages = session.client(), [{"role": "user", "content": prompt.text}]
-        for stop in (["e", "a"], ["i", "o", "u", "?"]):
+        for stop in (list("aeiou"), list("dhnrst?")):
             answer = await client.chat.completions.create(
                 model=session.model, messages=messages, n=3, stop=stop
             )
@@ -206,7 +206,6 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
     ended = [sample for sample in samples if sample.ends_at is not None]
     assert ended and all(len(one.output_ids) == one.ends_at for one in ended)
     assert all(sample.finish_reason == "stop" for sample in ended)
-    assert any(sample.num_wasted for sample in samples), "the engine is told only at an arrival"
     for sample in samples:
         assert sum(s.end - s.start for s in sample.version_spans) == len(sample.output_ids)
     assert worst_difference(policy.model, samples, 0.8) < 1e-4
