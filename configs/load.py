@@ -16,6 +16,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -364,7 +365,7 @@ def _anchor_task(task: TaskSource) -> None:
     task.python = task.python and _absolute(task.python)
     task.factory = task.factory and _absolute_code(task.factory)
     task.env = task.env and _absolute_code(task.env)
-    task.tools = [_absolute_code(tool) for tool in task.tools]
+    task.tools = [_absolute_tool(tool) for tool in task.tools]
     for reward in task.rewards.values():
         reward.function = reward.function and _absolute_code(reward.function)
         reward.path = reward.path and _absolute(reward.path)
@@ -387,6 +388,18 @@ def _absolute_code(name: str) -> str:
     """Make the file of `file.py:name` absolute; a module's name stays as it is."""
     file, colon, function = name.rpartition(":")
     return f"{_absolute(file)}{colon}{function}" if file.endswith(".py") else name
+
+
+def _absolute_tool(name: str) -> str:
+    """The same; also make the files absolute that the command of an MCP server names."""
+    kind, colon, command = name.partition(":")
+    if kind != "mcp" or command.startswith(("http://", "https://")):
+        return _absolute_code(name)
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"task.tools={name!r}: is no command: {error}; correct it") from error
+    return kind + colon + shlex.join(_absolute(w) if Path(w).is_file() else w for w in words)
 
 
 def _unknown(name: str) -> str:

@@ -34,7 +34,10 @@ VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variab
 ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
 STOPS = matching(r"(?s).+", "texts, none empty")
 LANGUAGES = matching(r"[a-z0-9_][a-z0-9_+#]*", "words in lower case, as [cpp, c++]")
-TOOLS = matching(rf"python|{CODE_PATTERN}", "python, module:name or file.py:name")
+TOOLS = matching(
+    rf"python|mcp:.+|{CODE_PATTERN}",
+    "python, module:name or file.py:name, or mcp: and the URL or command of a server",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -468,7 +471,8 @@ class TaskSource(Section):
     """The same, called with (these settings, prompt), returns each episode's environment; a
     parameter named `solution` gets the task's right answer. None is the task's own."""
     tools: list[str] = field(default_factory=list, metadata=TOOLS)
-    """Tools that the model may call: `python` (in the sandbox), or functions as `module:name`."""
+    """Tools that the model may call: `python` (in the sandbox), functions as `module:name`, and
+    those of MCP servers, as `mcp:https://host/mcp` or `mcp:command of the server`."""
     rewards: dict[str, RewardConfig] = field(default_factory=dict)
     """Parts of the reward by name; if empty, the environment's reward, or else the task's score."""
     eval_size: int = field(default=128, metadata=at_least(1))

@@ -10,7 +10,7 @@ tokenizes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,19 @@ class ToolSpec:
     name: str
     description: str
     parameters: Mapping[str, Any]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Tool:
+    """A tool's description for the model, and its function."""
+
+    spec: ToolSpec
+    run: Callable[[Mapping[str, Any]], Awaitable[str]]
+    """Maps the arguments to the text of the result. The model sees what it raises."""
+
+
+class ToolError(Exception):
+    """The model sees only this message."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -17,7 +17,6 @@ import json
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rollout_pool.episodes.env import (
@@ -26,7 +25,9 @@ from rollout_pool.episodes.env import (
     Message,
     Observation,
     Step,
+    Tool,
     ToolCall,
+    ToolError,
     ToolSpec,
 )
 from rollout_pool.sandbox.run import REASONS, SandboxResult, run_program
@@ -35,15 +36,6 @@ MAX_RESULT_CHARS = 8192
 """A longer result is cut in the middle."""
 MAX_CALLS = 16
 """Per answer; further calls are not run."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Tool:
-    """A tool's description for the model, and its function."""
-
-    spec: ToolSpec
-    run: Callable[[Mapping[str, Any]], Awaitable[str]]
-    """Maps the arguments to the text of the result. The model sees what it raises."""
 
 
 class ToolEnv:
@@ -108,10 +100,6 @@ class ToolEnv:
     def _with_counts(self, step: Step) -> Step:
         counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
         return dataclasses.replace(step, info={**step.info, **counts})
-
-
-class ToolError(Exception):
-    """The model sees only this message."""
 
 
 def _bad_call_message(why: str) -> Message:

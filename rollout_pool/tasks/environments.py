@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Env
+from rollout_pool.episodes.env import Env, Tool
 from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.mcp_tools import PREFIX, mcp_tools
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.episodes.tools import Tool, ToolEnv, function_tool, python_tool
+from rollout_pool.episodes.tools import ToolEnv, function_tool, python_tool
 from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task, load_with_solution
@@ -99,24 +100,29 @@ def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """`python`, or functions as `module:name`. Raises ValueError naming task.tools."""
-    tools = [_load_tool(name) for name in names]
+    """`python`, functions as `module:name`, and the tools of MCP servers. Raises ValueError naming
+    task.tools."""
+    tools: list[Tool] = []
     taken: dict[str, str] = {}
-    for name, tool in zip(names, tools, strict=True):
-        if tool.spec.name in taken:
-            raise ValueError(
-                f"task.tools={name!r}: there is a tool named {tool.spec.name!r} already, "
-                f"{taken[tool.spec.name]!r}"
-            )
-        taken[tool.spec.name] = name
+    for name in names:
+        for tool in _load_tools(name):
+            if tool.spec.name in taken:
+                raise ValueError(
+                    f"task.tools={name!r}: there is a tool named {tool.spec.name!r} already, "
+                    f"{taken[tool.spec.name]!r}"
+                )
+            taken[tool.spec.name] = name
+            tools.append(tool)
     return tools
 
 
-def _load_tool(name: str) -> Tool:
+def _load_tools(name: str) -> list[Tool]:
     if name == PYTHON:
-        return python_tool()
+        return [python_tool()]
+    if name.startswith(PREFIX):
+        return mcp_tools(name, f"task.tools={name!r}")
     if ":" not in name:
         raise ValueError(
             f"task.tools={name!r}: the built-in tool is {PYTHON}; give your own as module:name"
         )
-    return function_tool(load_callable(name, "task.tools"), f"task.tools={name!r}")
+    return [function_tool(load_callable(name, "task.tools"), f"task.tools={name!r}")]
