@@ -48,11 +48,13 @@ from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import Score
-from rollout_pool.sampling.engine_client import BadLogprobs, EngineError
-from rollout_pool.sampling.sample import Interrupted, Priority, Sample, SampleFailed
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
+from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.task import Task, TaskStream
 from trainer_pool.model.scratch import build_scratch_model
@@ -107,12 +109,13 @@ def try_task(
     else:
         plan = plan_here(config)
         check_model(config)
+        tokenizer = tokenizer_of(config)
         chat = ChatFormat(
-            tokenizer_of(config),
+            tokenizer,
             chat_template=config.task.chat_template,
             tool_parser=config.task.tool_parser,
         )
-        open_model = partial(_served_here, plan, chat)
+        open_model = partial(_served_here, plan, chat, tokenizer)
     asyncio.run(_until_signal(_run(config, task, open_model, num_episodes)))
 
 
@@ -142,7 +145,9 @@ async def _behind_url(config: Config, chat: ChatModel, _: Path) -> AsyncIterator
 
 
 @asynccontextmanager
-async def _served_here(plan: Plan, chat: ChatFormat, folder: Path) -> AsyncIterator[EpisodeRunner]:
+async def _served_here(
+    plan: Plan, chat: ChatFormat, tokenizer: Tokenizer, folder: Path
+) -> AsyncIterator[EpisodeRunner]:
     """Serves the policy as a run's engine is served, with its files in `folder`."""
     config, uses_gpu = plan.config, plan.devices.engine_gpus > 0
     where = "the GPU" if uses_gpu else "the CPU"
@@ -177,7 +182,8 @@ async def _served_here(plan: Plan, chat: ChatFormat, folder: Path) -> AsyncItera
                 "show that the task works",
                 flush=True,
             )
-        yield EpisodeRunner(ServedModel(served), chat, config.task, config.rollout)
+        model = ServedModel(served, config, tokenizer.decode)
+        yield EpisodeRunner(model, chat, config.task, config.rollout)
     finally:
         await served.stop()
 
@@ -250,26 +256,25 @@ def _said(message: Message) -> str:
 class ServedModel:
     """The runner's `Completer` at one server: what it does not answer has no other to go to."""
 
-    def __init__(self, engine: SGLangEngine) -> None:
+    def __init__(
+        self, engine: SGLangEngine, config: Config, decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        client = engine.client
+        limit = config.rollout.engine.max_running_requests
+        router = Router([client], config.buffer.wait_timeout_s, max_running_requests=limit)
+        router.follow({client.name: 0}, 0, 0)
         self._engine = engine
+        self._sampler = Sampler(router, 0, decode)
+        self.interrupt = self._sampler.interrupt
 
     async def complete(self, sample: Sample) -> None:
         """Raises SampleFailed with the end of the server's log if it gives no answer."""
         try:
-            await self._engine.client.generate(sample, self._request_id(sample))
-        except (EngineError, BadLogprobs) as error:
+            await self._sampler.complete(sample)
+        except SampleFailed as error:
             raise SampleFailed(
                 f"{error}; the last lines of its log:\n{self._engine.log_tail()}"
             ) from error
-        if sample.finish_reason is None:
-            raise Interrupted(sample.sample_id)
-
-    def interrupt(self, sample: Sample) -> None:
-        self._engine.client.stop(self._request_id(sample))
-
-    @staticmethod
-    def _request_id(sample: Sample) -> str:
-        return f"{sample.sample_id}!"  # no id is the beginning of another
 
 
 class ChatModel:

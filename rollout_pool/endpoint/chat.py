@@ -9,7 +9,13 @@ from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import refuse
 from rollout_pool.endpoint.schema import Fields, calls_json, message_json, read_messages, read_tool
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.endpoint.stream import ContentStream, TextStream, Turn, logprob_entries
+from rollout_pool.endpoint.stream import (
+    ContentStream,
+    TextStream,
+    Turn,
+    logprob_entries,
+    rest_of,
+)
 from rollout_pool.episodes.env import Message
 from rollout_pool.sampling.stop import before_stop
 
@@ -131,7 +137,7 @@ class ChatTurn(Turn):
         choices = []
         rest = self.feed(answer, is_end=True)
         if isinstance(self.texts, ContentStream):
-            unsent = self.texts.rest(message.content)
+            unsent = rest_of(message.content, self.streamed)
             self.streamed += unsent
             rest += unsent
         if self.streamed != message.content:

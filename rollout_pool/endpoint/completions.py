@@ -53,7 +53,8 @@ class CompletionTurn(Turn):
     def _deliver(self, answer: Answer) -> str:
         sample = answer.sample
         decode = self.session.serving.tokenizer.decode
-        text = before_stop(decode(sample.output_ids, skip_special_tokens=True), self.stop)
+        whole = decode(sample.output_ids, skip_special_tokens=True)
+        text = before_stop(whole, self.stop)
         prompt = self._prompt
         shown = prompt if isinstance(prompt, str) else decode(prompt)
         messages = (
@@ -62,6 +63,7 @@ class CompletionTurn(Turn):
         )
         if self.session.deliver(answer, messages):
             self._note(answer, text)
+            self._note(answer, whole)  # the next prompt may repeat the text that ended it
         return text
 
     def _note(self, answer: Answer, text: str) -> None:

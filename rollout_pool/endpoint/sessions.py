@@ -217,7 +217,7 @@ class Session:
         ):
             if spent + more <= most:
                 continue
-            self.is_full = True
+            self.is_full |= spent >= most
             self.serving.count(f"requests_refused:{what}")
             raise ApiError(
                 400,
@@ -232,13 +232,20 @@ class Session:
         None if there is none."""
         now = time.monotonic()
         known, self._answers = self._answers, []
+        # All answers of one request stay as long as any of them.
+        wanted = {
+            answer.fingerprint[:-1]
+            for answer in known
+            if answer.ended_at is None
+            or now - answer.ended_at < RETRY_WINDOW_S
+            or answer.num_readers
+        }
         for answer in known:
-            if answer.ended_at is None or now - answer.ended_at < RETRY_WINDOW_S:
+            if answer.fingerprint[:-1] in wanted:
                 self._answers.append(answer)
-                continue
-            self._num_old_tokens += len(answer.sample.output_ids)
-            if answer.has_failed:
-                self.request.on_end(answer.sample)
+            else:
+                self._num_old_tokens += len(answer.sample.output_ids)
+                self._give_up(answer)
         same = [
             answer
             for answer in self._answers
@@ -254,6 +261,7 @@ class Session:
         fingerprints: Sequence[bytes],
     ) -> list[Answer]:
         """Starts answers of at most `max_tokens`, each to the first text of `stop`; all or none.
+        `fingerprints`: of their request, each with the answer's index as the last byte.
 
         Raises ApiError if the prompt is too long, or the session has had what it may.
         """
@@ -362,11 +370,15 @@ class Session:
         """Cancels the answers in progress."""
         await end_tasks(answer.task for answer in self._answers)
         for answer in self._answers:
-            if answer.is_delivered:
-                continue
-            if not answer.has_failed:
-                answer.drop()
-            self.request.on_end(answer.sample)
+            self._give_up(answer)
+
+    def _give_up(self, answer: Answer) -> None:
+        """No client will receive it, unless one has."""
+        if answer.is_delivered:
+            return
+        if not answer.has_failed:
+            answer.drop()
+        self.request.on_end(answer.sample)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

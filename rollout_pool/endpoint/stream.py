@@ -226,7 +226,9 @@ class Turn(ABC):
         text = self._held + self.texts.feed(sample.output_ids[: sample.num_ready], is_end=is_end)
         if self.stop:
             end = safe_length(text, self.stop)
-            is_last = is_end and first_stop(text, self.stop) is None
+            # A content stream leaves white space out, so its rest comes from the parsed answer.
+            is_exact = isinstance(self.texts, TextStream)
+            is_last = is_end and is_exact and first_stop(text, self.stop) is None
             text, self._held = (text, "") if is_last else (text[:end], text[end:])
         self.streamed += text
         return text
@@ -315,6 +317,13 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
 
+def rest_of(content: str, streamed: str) -> str:
+    """The part of `content`, as parsed at the end, that a ContentStream has not sent."""
+    if not content.startswith(streamed):
+        content = content.lstrip()
+    return content[len(streamed) :] if content.startswith(streamed) else ""
+
+
 class ContentStream:
     """The same up to the first tool call. White space is held back until text follows, since
     around calls it is no content."""
@@ -340,12 +349,6 @@ class ContentStream:
         out = text[: self._safe_length(text)].rstrip()[len(self.sent) :]
         self.sent += out
         return out
-
-    def rest(self, content: str) -> str:
-        """The part of `content`, as parsed at the end, that has not been sent."""
-        if not content.startswith(self.sent):
-            content = content.lstrip()
-        return content[len(self.sent) :] if content.startswith(self.sent) else ""
 
     def _marker_token(self, tokens: list[int]) -> int:
         """Index of a token that opens a call by itself (the text omits it if it is special); else

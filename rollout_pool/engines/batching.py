@@ -410,7 +410,8 @@ class GenerateCalls(ABC):
         """The engine will not end this request."""
         if request.num_tokens and not request.outcome.done():
             # Tokens since the last part are unknown: count their average number.
-            request.sample.num_wasted += min(self._stream_interval // 2, request.sample.num_left)
+            interval = interval_of(request.sample, self._stream_interval)
+            request.sample.num_wasted += min(interval // 2, request.sample.num_left)
         self._release_followers(request, is_cached=False)
         request.end(error)
         request.over.set()
@@ -575,6 +576,10 @@ class GenerateCalls(ABC):
 # Format of requests and responses -----------------------------------------------------------------
 
 
+def interval_of(sample: Sample, stream_interval: int) -> int:
+    return min(stream_interval, STOP_INTERVAL) if sample.stop else stream_interval
+
+
 def generate_body(
     samples: Mapping[str, Sample], extra_key: str | None, stream_interval: int
 ) -> dict[str, object]:
@@ -586,9 +591,7 @@ def generate_body(
             {
                 **asdict(sample.sampling),
                 "max_new_tokens": sample.num_left,
-                "stream_interval": (
-                    min(stream_interval, STOP_INTERVAL) if sample.stop else stream_interval
-                ),
+                "stream_interval": interval_of(sample, stream_interval),
             }
             for sample in samples.values()
         ],

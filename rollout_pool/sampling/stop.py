@@ -10,6 +10,7 @@ token was drawn, so all stay exact to train on. Tokens behind it count as wasted
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
@@ -26,15 +27,17 @@ def find_stop(
 ) -> int | None:
     """The number of `tokens` up to the end of the first text of `stop`; None if there is none. The
     first `num_seen` tokens are known to have none."""
-    # A token that adds to the text adds at least a byte.
+    # A token that adds to the text adds at least a byte; and a text, once there, stays.
     reach = max(len(text.encode()) for text in stop) + CONTEXT
     start = max(0, num_seen - reach)
     if first_stop(decode(tokens[start:]), stop) is None:
         return None
-    for end in range(num_seen + 1, len(tokens)):
-        if first_stop(decode(tokens[start:end]), stop) is not None:
-            return end
-    return len(tokens)
+    places = range(num_seen + 1, len(tokens) + 1)
+    return places[
+        bisect_left(
+            places, True, key=lambda end: first_stop(decode(tokens[start:end]), stop) is not None
+        )
+    ]
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:

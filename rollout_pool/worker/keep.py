@@ -159,7 +159,7 @@ class _Progress:
 
     @property
     def num_new(self) -> int:
-        return len(self.sample.output_ids) - self.num_kept
+        return self.sample.num_ready - self.num_kept
 
     def take_new(self) -> Part | None:
         """What the buffer does not have; counts as kept from now on."""
@@ -167,19 +167,19 @@ class _Progress:
         if sample.num_wasted != self.num_wasted or self.num_new < 0:
             self.chain, self.num_kept, self.is_whole = _new_chain(), 0, False
             self.num_wasted = sample.num_wasted
-        start, end = self.num_kept, _end(sample)
+        start, end, new = self.num_kept, _end(sample), slice(self.num_kept, sample.num_ready)
         if not self.num_new and (self.is_whole or not end):
             return None
-        self.num_kept, self.is_whole = len(sample.output_ids), bool(end)
+        self.num_kept, self.is_whole = sample.num_ready, bool(end)
         return Part(
             prompt=_digest(sample),
             chain=self.chain,
             start=start,
-            tokens=np.asarray(sample.output_ids[start:], "<i4").tobytes(),
-            logprobs=np.asarray(sample.logprobs[start:], "<f4").tobytes(),
-            versions=tuple(_versions_from(sample, start)),
+            tokens=np.asarray(sample.output_ids[new], "<i4").tobytes(),
+            logprobs=np.asarray(sample.logprobs[new], "<f4").tobytes(),
+            versions=tuple(_versions_of(sample, new)),
             end=end,
-            candidates=tuple(np.asarray(i, "<i4").tobytes() for i in sample.candidates[start:]),
+            candidates=tuple(np.asarray(i, "<i4").tobytes() for i in sample.candidates[new]),
         )
 
 
@@ -253,16 +253,19 @@ def _new_chain() -> str:
 
 
 def _end(sample: Sample) -> str:
-    """Its finish reason, but for one that its episode's time ended: it may have more time now."""
+    """Its finish reason, but for one that its episode's time ended: it may have more time now. One
+    that still has tokens behind its end has not ended."""
     if sample.finish_reason == "length" and sample.num_left:
+        return ""
+    if sample.num_ready < len(sample.output_ids):
         return ""
     return sample.finish_reason or ""
 
 
-def _versions_from(sample: Sample, start: int) -> Iterator[tuple[int, int]]:
+def _versions_of(sample: Sample, new: slice) -> Iterator[tuple[int, int]]:
     for span in sample.version_spans:
-        if span.end > start:
-            yield span.version, span.end - max(start, span.start)
+        if (number := min(span.end, new.stop) - max(span.start, new.start)) > 0:
+            yield span.version, number
 
 
 def _digest(sample: Sample) -> bytes:

@@ -42,7 +42,7 @@ def server_of(process: subprocess.Popen[str]) -> tuple[psutil.Process, Path]:
 
 
 def test_task_is_tried_with_the_untrained_model(tmp_path: Path, machine: Machine) -> None:
-    process = try_task("task=capitals", "--episodes=2")
+    process = try_task("task=capitals", "--episodes=2", 'task.stop=["."]')
     before = wait_for_line(process, "an untrained model of 428k parameters: its answers are random")
     assert STARTING in before
     _, folder = server_of(process)
@@ -78,5 +78,5 @@ def test_death_of_the_server_is_told_with_the_end_of_its_log(
     os.kill(server.pid, signal.SIGKILL)
     output = finish(process, timeout_s=60)
     assert process.returncode == 1, output
-    assert "leash: engine did not answer /generate" in output and "it was like this" in output
+    assert "the last: engine did not answer /generate" in output and "it was like this" in output
     machine.assert_nothing_left(tmp_path)

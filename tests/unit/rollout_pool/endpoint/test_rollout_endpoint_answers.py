@@ -6,9 +6,20 @@ import asyncio
 import json
 
 import pytest
-from endpoint_parts import END_TOKEN, MODEL, WEATHER, call, check_branch, said_in, spell
+from endpoint_parts import (
+    END_TOKEN,
+    MODEL,
+    TOKENIZER,
+    WEATHER,
+    call,
+    check_branch,
+    eventually,
+    said_in,
+    spell,
+)
 
 from configs.rollout_schema import TaskConfig
+from rollout_pool.endpoint import sessions
 
 USER = {"role": "user", "content": "hello"}
 SAYS = ["one", "two and more", "three " + call("weather", city="Bern")]
@@ -87,9 +98,7 @@ async def test_retry_of_a_request_for_several_answers_gets_the_same_ones(make_sc
     gate = scene.author.gates[2] = asyncio.Event()
     http = scene.http(scene.session().key)
     first = asyncio.create_task(http.post("/v1/chat/completions", json=asked(n=3)))
-    async with asyncio.timeout(10):
-        while len(scene.author.samples) < 3:
-            await asyncio.sleep(0.005)
+    await eventually(lambda: len(scene.author.samples) == 3)
     first.cancel()
     again = asyncio.create_task(
         http.post("/v1/chat/completions", json=asked(n=3), headers={"x-stainless-retry-count": "1"})
@@ -150,3 +159,54 @@ async def test_plain_completions_have_n_and_stop_too(scene):
     assert [choice.text for choice in answer.choices] == ["a b", "c\nd", "e"]
     assert answer.choices[2].token_ids == spell("e|")
     assert answer.choices[2].logprobs.tokens == ["e", "|"]
+
+
+async def test_next_prompt_may_repeat_the_text_that_ended_a_plain_completion(scene):
+    scene.author.says = iter(["Act: x\nObs: 7 and more", "done"])
+    client = scene.client(scene.session())
+    first = await client.completions.create(model=MODEL, prompt="say\n", stop="Obs:", max_tokens=40)
+    assert first.choices[0].text == "Act: x\n"
+    for sent in ("say\nAct: x\nObs: 42\n", "say\nAct: x\n|"):
+        scene.author.says = iter(["done"])
+        await client.completions.create(model=MODEL, prompt=sent, stop="Obs:")
+    asked = [TOKENIZER.decode(sample.prompt) for sample in scene.author.samples]
+    # The tokens of an answer include those of the text that ended it.
+    assert asked[1:] == ["say\nAct: x\nObs: 42\n", "say\nAct: x\nObs:|"]
+    own = spell("Act: x\nObs:")
+    start = len(scene.author.samples[0].prompt)
+    assert all(one.prompt[start : start + len(own)] == own for one in scene.author.samples[1:])
+
+
+@pytest.mark.parametrize("stop", ["Obs:\n", "Obs: ", "k.<to", "\n"])
+async def test_stop_text_is_never_streamed_where_the_model_may_call_tools(scene, stop):
+    scene.author.piece = 1
+    said = {"\n": "I look.\nObs:", "k.<to": "I look.<tool> "}.get(stop, f"I look.\n{stop}and")
+    scene.author.says = iter([said, said])
+    client = scene.client(scene.session())
+    more = {"tools": [WEATHER], "stop": stop}
+    stream = await client.chat.completions.create(**asked(stream=True, **more))
+    text, calls, reason, _ = await said_in(stream)
+    answer = await client.chat.completions.create(**asked(**more))
+    assert (text.rstrip(), calls, reason) == (said.split(stop)[0].rstrip(), [], "stop")
+    assert text.rstrip() == answer.choices[0].message.content.rstrip()
+
+
+async def test_answers_of_one_request_stay_for_a_retry_as_long_as_one_of_them_runs(
+    make_scene, monkeypatch
+):
+    monkeypatch.setattr(sessions, "RETRY_WINDOW_S", 0.0)
+    scene = await make_scene(grace_s=10.0)
+    scene.author.says = iter(["a", "b b b", "c"])
+    gate = scene.author.gates[4] = asyncio.Event()
+    session = scene.session()
+    http = scene.http(session.key)
+    first = asyncio.create_task(http.post("/v1/chat/completions", json=asked(n=3)))
+    await eventually(lambda: len(scene.author.ended) == 2)
+    first.cancel()
+    retry = {"x-stainless-retry-count": "1"}
+    again = asyncio.create_task(http.post("/v1/chat/completions", json=asked(n=3), headers=retry))
+    await eventually(lambda: session._answers[1].num_readers)
+    gate.set()
+    choices = (await again).json()["choices"]
+    assert [choice["message"]["content"] for choice in choices] == ["a", "b b b", "c"]
+    assert len(scene.author.samples) == 3
