@@ -34,10 +34,10 @@ install: ## make .venv (does nothing when it is up to date)
 install-verifiers: install ## make .venv-verifiers, for environments of the verifiers library
 	@deploy/install-verifiers.sh
 
-lock: install ## write the lock files after a change of pyproject.toml (ARGS=--upgrade: newer versions too)
+lock: install ## write the lock files after a change of pyproject.toml or deploy/verifiers.in (ARGS=--upgrade: newer versions too)
 	@deploy/lock.sh $(ARGS)
 
-check-lock: install ## check the lock files against pyproject.toml
+check-lock: install ## check the lock files against both
 	@deploy/lock.sh --check
 
 # The teacher of this experiment is what a quickstart has learnt; it is trained first if it is not there.

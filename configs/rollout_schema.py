@@ -32,7 +32,7 @@ from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKin
 
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
 ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
-STOPS = matching(r"(?s).+", "texts, none empty")
+STOPS = matching(r"(?s).+", "not empty")
 LANGUAGES = matching(r"[a-z0-9_][a-z0-9_+#]*", "words in lower case, as [cpp, c++]")
 TOOLS = matching(
     rf"python|mcp:.+|{CODE_PATTERN}",
@@ -602,7 +602,7 @@ class TaskConfig(TaskSource):
             num_verifiers in (0, len(kinds)),
             "tasks.*.kind",
             "environments of the verifiers library call the model by themselves, and cannot be "
-            "mixed with tasks whose episodes the run leads; choose either",
+            "mixed with tasks whose episodes the run leads; mix them with each other only",
             kinds,
         )
         weights = {name: task.weight for name, task in self.tasks.items()}

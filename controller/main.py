@@ -58,7 +58,10 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
 
     trial = verbs.choices["try"]
-    trial.add_argument("--url", help="OpenAI-compatible, as http://host:port/v1 (default: none)")
+    trial.add_argument(
+        "--url",
+        help="OpenAI-compatible, as http://host/v1 (default: an SGLang server is started here)",
+    )
     trial.add_argument(
         "--model",
         help="name of the model there; without a URL a folder to serve (default: the launch's)",

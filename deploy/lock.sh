@@ -15,7 +15,7 @@ print(json.dumps([project[k] for k in ("requires-python", "dependencies", "optio
 if [ "$mode" = --check ]; then
     for lock in deploy/requirements-{cpu,gpu,verifiers}.lock; do
         if [ "$(head -n 1 "$lock")" != "$wanted" ]; then
-            echo "lock: $lock was made from other requirements than pyproject.toml has; run 'make lock'" >&2
+            echo "lock: $lock was made from other requirements than pyproject.toml, deploy/verifiers.in and deploy/lock.sh have; run 'make lock'" >&2
             exit 1
         fi
     done

@@ -81,7 +81,7 @@ def try_task(
 ) -> None:
     """Prints `num_episodes` episodes of the first training prompts, answered by `model` at `url`.
 
-    Without `url` the policy that a launch would begin with answers, or the one in the folder
+    Without `url` the launch's model, before any warm start, answers, or the one in the folder
     `model`; it is served here meanwhile. Raises ValueError for a bad task, model or key,
     RuntimeError if an episode has no answer or the server does not start, and Stopped after a
     signal.
@@ -190,9 +190,13 @@ async def _served_here(
 
 def _refuse_what_needs_a_run(config: Config, task: Task) -> None:
     if find_agent(config.task, task) is not None:
+        setting = (
+            f"task.agent={config.task.agent!r}"
+            if config.task.agent
+            else f"task.kind={config.task.kind.name}"
+        )
         raise ValueError(
-            f"task.agent={config.task.agent!r}: an agent calls the model by itself; run it against "
-            "a URL without make try"
+            f"{setting}: an agent calls the model by itself; run it against a URL without make try"
         )
     for name, reward in config.task.rewards.items():
         if reward.kind is RewardKind.teacher:

@@ -67,10 +67,7 @@ class ExternalGroup(EpisodeSource):
         first."""
         self._why = self._why or why
         if not self.opened.done():
-            error = ApiError(
-                503, f"there is no group: {self._why}", code="no_group", should_retry=False
-            )
-            self.opened.set_exception(error)
+            self.opened.set_exception(self._no_group())
             self.opened.exception()  # mark as retrieved: the program may have disconnected
 
     def withdraw(self) -> None:
@@ -135,7 +132,7 @@ class ExternalGroup(EpisodeSource):
     def describe(self, url: str) -> dict[str, Any]:
         """The response to the program: the prompt, and how to reach each session."""
         if self.end is not None:
-            raise ApiError(503, f"there is no group: {self._why}", code="no_group")
+            raise self._no_group()
         assert self._prompt is not None
         system = self._sessions.serving.task.system_prompt
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -150,6 +147,9 @@ class ExternalGroup(EpisodeSource):
                 {"id": session.session_id, **session.address(url)} for session in self._members
             ],
         }
+
+    def _no_group(self) -> ApiError:
+        return ApiError(503, f"there is no group: {self._why}", code="no_group", should_retry=False)
 
     # The end --------------------------------------------------------------------------------------
 

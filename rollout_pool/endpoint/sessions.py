@@ -118,7 +118,8 @@ class Session:
         """Paused while any of its samples waits for a slot or may not go on."""
         self.num_turns = 0
         self.is_full = False
-        """Whether a request was too long for the remaining context, or one answer too many."""
+        """Whether a request was too long for the remaining context, or the session reached a
+        limit."""
         self.failure: SampleFailed | TimeoutError | None = None
         """Why sampling failed; the engines' fault, not the agent's."""
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -130,7 +131,7 @@ class Session:
         self._is_cut = False
         """Whether its time is over."""
         self._refused: deque[bytes] = deque(maxlen=NUM_REMEMBERED)
-        """Fingerprints of requests that were one too many and have not been retried."""
+        """Fingerprints of requests that max_requests refused and that have not been retried."""
         self._num_begun = 0
         self._num_old_tokens = 0
         """Of answers too old for a retry."""
@@ -199,8 +200,8 @@ class Session:
         )
 
     def was_refused(self, fingerprint: bytes) -> bool:
-        """Whether the first attempt of this retry was refused, so that no answer is its own: one
-        to a request like it is not."""
+        """Whether the first attempt of this retry got 429. It then has no answer to join: one with
+        the same fingerprint belongs to another request."""
         with contextlib.suppress(ValueError):
             self._refused.remove(fingerprint)
             return True

@@ -35,7 +35,7 @@ from buffer.types import VersionSpan
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
 from rollout_pool.sampling.sample import Sample, merge_spans
-from rollout_pool.sampling.stop import STREAM_INTERVAL as STOP_INTERVAL
+from rollout_pool.sampling.stop import STOP_STREAM_INTERVAL
 
 ROUNDING = 1e-3
 """Log-probabilities may exceed 0 by this much through rounding."""
@@ -577,7 +577,7 @@ class GenerateCalls(ABC):
 
 
 def interval_of(sample: Sample, stream_interval: int) -> int:
-    return min(stream_interval, STOP_INTERVAL) if sample.stop else stream_interval
+    return min(stream_interval, STOP_STREAM_INTERVAL) if sample.stop else stream_interval
 
 
 def generate_body(

@@ -1,4 +1,5 @@
-"""How an episode is sampled: the request, its interrupt loop and its clock."""
+"""How an episode is sampled: the request, its interrupt loop and its clock, and whether its program
+calls the model."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ class Activity:
     """Of the last change."""
 
     def note(self, *, sessions: int = 0, requests: int = 0) -> None:
-        """So many more, or fewer, are open or in progress."""
+        """Adds to the numbers of open sessions and running requests; negative when some end."""
         self._num_sessions += sessions
         self._num_requests += requests
         self._since = time.monotonic()

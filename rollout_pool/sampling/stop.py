@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 Decode = Callable[[Sequence[int]], str]
 """With special tokens, so that an answer may also end at one by its text."""
 
-STREAM_INTERVAL = 8
+STOP_STREAM_INTERVAL = 8
 """Tokens between two parts of an answer with such texts: those behind its end are wasted."""
 CONTEXT = 4
 """Tokens before those that can hold the text: what a token says may depend on the one before."""

@@ -1,7 +1,7 @@
 """Environments of the verifiers library as tasks.
 
     worker                                  process of the environment
-    row of its data set ──► session ──►     the environment's own rollout and rewards
+    task of its taskset ──► session ──►     the environment's own rollout and rewards
                             endpoint   ◄──  calls of the model
     reward, metrics                    ◄──
 

@@ -87,7 +87,7 @@ class GroupRun:
     group: TrajectoryGroup | None = None
     verdict: Verdict = Verdict.keep
     pushed: PushResult | None = None
-    """What the buffer said to it."""
+    """The buffer's reply to its push."""
     stopped_for: GroupEnd | None = None
     """Why it was cancelled although the run goes on: too_old or idle."""
     activity: Activity = field(default_factory=Activity)

@@ -62,8 +62,8 @@ WATCH_TIMEOUT_S = 60.0
 DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
 """Under other policies a stale group is used: old tokens are masked, or the trainer waits."""
 FLUSH_TIMEOUT_S = 5.0
-LOOK_AT_IDLE_S = 0.5
-"""An admission that has waited from one look to the next lacks a credit."""
+IDLE_CHECK_INTERVAL_S = 0.5
+"""An admission that is pending at two successive checks lacks a credit."""
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are just the round trip."""
 STOP_AGAIN_S = 10.0
@@ -466,13 +466,13 @@ class RolloutWorker:
         limit_s = self._spec.config.openai.idle_timeout_s
         seen: asyncio.Task[None] | None = None
         while True:
-            await asyncio.sleep(LOOK_AT_IDLE_S)  # groups become idle by time alone
+            await asyncio.sleep(IDLE_CHECK_INTERVAL_S)  # groups become idle by time alone
             is_waiting = self._admission is not None and self._admission is seen
             is_full = len(self._runs) >= self._spec.config.max_groups_in_flight
             seen = self._admission
-            if not (is_waiting or is_full) or not self._idle_since(limit_s):
+            if not (is_waiting or is_full) or not self._idle_for(limit_s):
                 continue
-            if not await self._is_batch_ready() and (idle := self._idle_since(limit_s)):
+            if not await self._is_batch_ready() and (idle := self._idle_for(limit_s)):
                 self._cut_short(
                     max(idle, key=lambda run: run.activity.idle_s),
                     GroupEnd.idle,
@@ -480,7 +480,7 @@ class RolloutWorker:
                     "groups needed its credit",
                 )
 
-    def _idle_since(self, limit_s: float) -> list[GroupRun]:
+    def _idle_for(self, limit_s: float) -> list[GroupRun]:
         """External groups that could be given up for that reason."""
         return [
             run

@@ -65,7 +65,7 @@ def test_signal_in_the_middle_of_the_start_ends_the_server(
     machine.assert_nothing_left(tmp_path)
 
 
-def test_death_of_the_server_is_told_with_the_end_of_its_log(
+def test_death_of_the_server_is_reported_with_the_end_of_its_log(
     tmp_path: Path, machine: Machine
 ) -> None:
     build_scratch_model(ScratchModelConfig(), tmp_path / "model", seed=1)

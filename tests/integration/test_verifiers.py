@@ -171,7 +171,7 @@ async def test_tool_environment_runs_the_tools_that_the_model_calls() -> None:
     assert not tool_server.is_running()
 
 
-async def test_process_that_dies_fails_its_episodes_with_its_last_words_and_is_replaced() -> None:
+async def test_process_that_dies_fails_its_episodes_with_its_last_lines_and_is_replaced() -> None:
     async with task_of(name="guessing") as task, serving("wait") as model:
         waiting = asyncio.create_task(run(task, model))
         async with asyncio.timeout(120):

@@ -218,6 +218,7 @@ def test_prompts_are_those_of_a_launch_and_the_key_is_of_the_environment(
         (["task=capitals", "--episodes=0"], "--episodes=0: must be at least 1"),
         (["task=capitals", "--key-env=NO_SUCH_KEY_HERE"], "--key-env='NO_SUCH_KEY_HERE': there is"),
         (["task=capitals", "task.agent=asyncio:sleep"], "task.agent='asyncio:sleep': an agent"),
+        (["task=verifiers", "task.eval_size=1"], "task.kind=verifiers: an agent calls the model"),
         (
             ["--experiment=distill-quickstart"],
             "task.rewards.teacher.kind=teacher: gives no score",
@@ -225,8 +226,14 @@ def test_prompts_are_those_of_a_launch_and_the_key_is_of_the_environment(
     ],
 )
 def test_what_cannot_be_tried_is_bad_input(
-    server: Server, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+    server: Server,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    row = {"opening": [{"role": "user", "content": "1 + 1 ="}], "task": {"answer": "2"}}
+    monkeypatch.setattr("rollout_pool.tasks.verifiers.load_rows", lambda _: [row, row])
     assert try_it(server, *arguments) == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err and not server.asked
 

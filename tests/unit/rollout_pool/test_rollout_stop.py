@@ -70,7 +70,7 @@ def spell(text):
     return list(byte_tokenizer().encode(text))
 
 
-async def test_answer_ends_at_the_text_and_the_engine_is_told(fake, sampler, make_reply):
+async def test_answer_ends_at_the_text_and_its_request_is_stopped(fake, sampler, make_reply):
     fake.version = "3"
     said = spell("yes\nno way")
     fake.reply = lambda rid: make_reply(

@@ -176,9 +176,9 @@ async def post_reward(scene, member, reward):
 async def play(scene, group):
     for reward, member in enumerate(group["sessions"]):
         await say(scene, member)
-        told = (await post_reward(scene, member, reward)).json()["group"]
-        assert told["group_id"] == group["group_id"] and told["num_rewarded"] == reward + 1
-        assert told["state"] == ("open" if reward == 0 else "scoring")
+        report = (await post_reward(scene, member, reward)).json()["group"]
+        assert report["group_id"] == group["group_id"] and report["num_rewarded"] == reward + 1
+        assert report["state"] == ("open" if reward == 0 else "scoring")
 
 
 async def status(scene, group):
@@ -215,8 +215,8 @@ async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_no
     saying = [asyncio.create_task(say(scene, member)) for member in slow["sessions"]]
     busy = (await busy).json()  # once the idle one has made way: there are two credits
     saying += [asyncio.create_task(say(scene, member)) for member in busy["sessions"]]
-    told = await ended(scene, idle, "idle")
-    assert "rollout.openai.idle_timeout_s" in told["reason"] and told["num_rewarded"] == 0
+    report = await ended(scene, idle, "idle")
+    assert "rollout.openai.idle_timeout_s" in report["reason"] and report["num_rewarded"] == 0
     late = await post_reward(scene, idle["sessions"][0], 1)
     assert late.status_code == 410 and "groups needed its credit" in late.text
     assert busy["prompt"]["index"] == idle["prompt"]["index"]  # the prompt runs again
@@ -283,8 +283,8 @@ async def test_killed_program_loses_its_sessions_at_once_and_its_prompt_runs_aga
         third = (await third).json()  # has the credit and the prompt of the dead one
     assert third["prompt"]["index"] == group["prompt"]["index"] == 0
     assert len(scene.author.cancelled) == 1
-    told = await status(scene, group)
-    assert told["state"] == "given_up" and "the program that requested" in told["reason"]
+    report = await status(scene, group)
+    assert report["state"] == "given_up" and "the program that requested" in report["reason"]
     for member in group["sessions"]:
         late = await post_reward(scene, member, 1)
         assert late.status_code == 410 and "requested the group left" in late.text
@@ -309,16 +309,16 @@ async def test_stream_of_a_group_says_how_it_ended(make_run):
             group = json.loads((await anext(lines)).removeprefix("data: "))
             await until(lambda: is_comment(lines))
             await play(scene, group)
-            [told] = [line async for line in lines if line.startswith("data: ")]
-            return group, json.loads(told.removeprefix("data: "))
+            [report] = [line async for line in lines if line.startswith("data: ")]
+            return group, json.loads(report.removeprefix("data: "))
 
     running = asyncio.create_task(run_it())
     await waiting(scene, 1)
     scene.start()
-    group, told = await running
+    group, report = await running
     counts = {"num_sessions": 2, "num_rewarded": 2}
-    assert told == {"group_id": group["group_id"], "state": "pushed", "reason": None, **counts}
-    assert await status(scene, group) == told
+    assert report == {"group_id": group["group_id"], "state": "pushed", "reason": None, **counts}
+    assert await status(scene, group) == report
 
 
 async def is_comment(lines):
@@ -333,11 +333,11 @@ async def test_filtered_and_stopped_groups_say_why(make_run):
     for member in filtered["sessions"]:
         await say(scene, member)
         await post_reward(scene, member, 1)
-    told = await ended(scene, filtered, "filtered")
-    assert "rewards are all equal" in told["reason"]
+    report = await ended(scene, filtered, "filtered")
+    assert "rewards are all equal" in report["reason"]
     await scene.stop()
-    told = await status(scene, stopped)
-    assert (told["state"], told["reason"]) == ("stopped", "the run is ending")
+    report = await status(scene, stopped)
+    assert (report["state"], report["reason"]) == ("stopped", "the run is ending")
     assert (await scene.http().get("/groups/strange")).status_code == 401
     assert (await scene.http(stopped["sessions"][0]["api_key"]).get("/groups/a")).status_code == 401
     assert (await scene.http(ADMIN_KEY).get("/groups/strange")).status_code == 404
