@@ -100,6 +100,8 @@ class GroupFinisher:
     num_failed: int = field(default=0, init=False)
     num_too_old: int = field(default=0, init=False)
     _failures_in_a_row: int = field(default=0, init=False)
+    _cause: BaseException | None = field(default=None, init=False)
+    """Of the last failure."""
 
     def __post_init__(self) -> None:
         self._sampling = SamplingParams(**asdict(self.config.sampling))
@@ -239,7 +241,9 @@ class GroupFinisher:
             self.counters.add("prompts_quarantined")
             log.warning("prompt %d failed %d times: quarantined", run.ref.index, most)
         self.num_failed += 1
-        self._failures_in_a_row += 1
+        # One process of an environment that dies fails any number of groups.
+        self._failures_in_a_row += error.__cause__ is None or error.__cause__ is not self._cause
+        self._cause = error.__cause__
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise error
 

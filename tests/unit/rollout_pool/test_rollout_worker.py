@@ -25,7 +25,7 @@ from rollout_pool.tasks.mixture import task_name
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
-from rollout_pool.worker.finish import GroupFailed
+from rollout_pool.worker.finish import MAX_FAILURES_IN_A_ROW, GroupFailed
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from tests.support.rollout import FakeCompleter, place_of, plain_chat, rollout_spec, until
 
@@ -379,6 +379,23 @@ async def test_engine_that_fails_every_group_ends_the_worker(make_worker, comple
     with pytest.raises(GroupFailed, match="out of order"):
         async with asyncio.timeout(30):
             await worker.run()
+
+
+async def test_groups_that_fail_with_one_process_are_one_failure_in_a_row(make_worker):
+    worker, buffer = await make_worker()
+    run, failed, death = make_worker.source.run, [], EpisodeFailed("its process ended")
+
+    async def die(prompt, request):
+        if len(failed) == 2 * MAX_FAILURES_IN_A_ROW:
+            return await run(prompt, request)
+        failed.append(prompt.index)
+        raise death
+
+    make_worker.source.run = die
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 4))
+    worker.stop()
+    assert (await running).num_failed >= MAX_FAILURES_IN_A_ROW
 
 
 # The end of a group -------------------------------------------------------------------------------
