@@ -23,7 +23,7 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.sessions import Outcome, Session, Sessions
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, Task
 
@@ -124,8 +124,8 @@ class AgentRunner(EpisodeSource):
         """The finished episode; what the agent returned is its env_reward.
 
         If the agent raises, it ends with "env_error" and is scored for what it has. Raises
-        SessionLost if the agent never called the model, and SampleFailed or TimeoutError if it
-        failed because sampling failed.
+        SessionLost if the agent never called the model, SampleFailed or TimeoutError if it failed
+        because sampling failed, and the agent's own EpisodeFailed.
         """
         session = self._sessions.open(request)
         try:
@@ -153,6 +153,8 @@ class AgentRunner(EpisodeSource):
             return session.episode(end="done", outcome=acting.result())
         if session.failure is not None:
             raise session.failure
+        if isinstance(error, EpisodeFailed):  # what it has says nothing of the model
+            raise error
         if session.is_full:
             return session.episode(end="length", outcome=None)
         log.info("%s: the agent failed", session.session_id, exc_info=error)

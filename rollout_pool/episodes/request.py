@@ -87,7 +87,7 @@ class EpisodeClock:
 
 
 class EpisodeFailed(RuntimeError):
-    """An episode without a sampled token; the message says why."""
+    """An episode that cannot be scored, and so not trained; the message says why."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -81,7 +81,8 @@ class VerifiersTask(ProblemTask[Row]):
     async def run_agent(self, session: Session, prompt: Prompt) -> tuple[float, dict[str, float]]:
         """Runs one episode. Returns its reward and metrics.
 
-        Raises RuntimeError if the environment could not finish it or its process ended.
+        Raises RuntimeError if the environment could not finish it, and EpisodeFailed if its process
+        ended.
         """
         content = self.problem(prompt).content
         outcome = await self._process.run(content, session.keyed_url, session.model)

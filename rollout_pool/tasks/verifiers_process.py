@@ -22,6 +22,7 @@ from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE
 from processes.child import Child
 from processes.logs import last_lines
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.episodes.request import EpisodeFailed
 
 PROGRAM = Path(__file__).with_name("verifiers_child.py")
 START_TIMEOUT_S = 600.0
@@ -33,8 +34,11 @@ LINE_LIMIT = 2**28
 INSTALL = "`make install-verifiers` makes .venv-verifiers, which has it"
 
 
-class EnvironmentDied(RuntimeError):
-    """The process ended during an episode; the message has its last lines."""
+class EnvironmentDied(EpisodeFailed):
+    """The process ended during an episode; the message has its last lines.
+
+    The episodes beside the one that ended it are not at fault: none of them may be scored.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -11,6 +11,7 @@ from endpoint_parts import TOKENIZER, Scene, check_branch, eventually
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.agents import AgentRunner, load_agent
 from rollout_pool.endpoint.sessions import SessionLost
+from rollout_pool.episodes.request import EpisodeFailed
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.task import Prompt
 
@@ -96,6 +97,16 @@ async def test_agent_that_raises_keeps_its_turns_and_its_error(scene, play):
     episode = await play(agent)
     assert (episode.end, episode.num_turns) == ("env_error", 1)
     assert episode.error == "KeyError: 'no such door'"
+
+
+async def test_environment_that_died_yields_no_episode_whatever_was_sampled(scene, play):
+    async def agent(session, prompt):
+        await ask(session, prompt.text)
+        raise EpisodeFailed("its process ended")
+
+    with pytest.raises(EpisodeFailed, match="its process ended"):
+        await play(agent)
+    assert scene.author.ended and len(scene.sessions) == 0
 
 
 async def test_agent_that_never_calls_the_model_yields_no_episode(scene, play):
