@@ -34,8 +34,9 @@ class Child:
 
     `secret` is the first line of its input: other users of the machine can read arguments and
     environments. `secret=None` is for a program that does not read its input: the kernel sends it
-    SIGTERM when this process ends, and so does `stop`. With `outlives` only `stop` does: a later
-    process of ours makes it an Adopted.
+    SIGTERM when this process ends, and so does `stop`; when it has ended, what is left of its
+    process group is killed. With `outlives` only `stop` ends it: a later process of ours makes it
+    an Adopted.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Child:
         self._first_line, self._exited = Future[bytes](), Future[int]()
         for future in (self._first_line, self._exited):
             future.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
-        if secret is None and not outlives:
+        self._is_bound = secret is None and not outlives
+        if self._is_bound:
             launcher = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
             command = [*launcher, *command]
 
@@ -92,7 +94,10 @@ class Child:
         if process.stdout is not None:
             with process.stdout:
                 self._first_line.set_result(process.stdout.readline())
-        self._exited.set_result(process.wait())
+        exit_code = process.wait()
+        if self._is_bound:
+            kill_group(process.pid)  # at once: later another group may have this number
+        self._exited.set_result(exit_code)
 
     @property
     def pid(self) -> int:
@@ -185,8 +190,8 @@ def has_ended(pid: int, timeout_s: float | None) -> bool:
 
 
 def kill_group(group: int) -> None:
-    """Send SIGKILL to all processes of a group, if any is left."""
-    with contextlib.suppress(ProcessLookupError):
+    """Send SIGKILL to all processes of a group that are left and ours."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 

@@ -11,7 +11,7 @@ It needs the standard library and verifiers only. Each message is one line of JS
                                               or  {"id": 3, "error": "reason"}
     {"cancel": 3}                            ──►  {"cancelled": 3}
 
-Episodes run side by side. It ends when its input does.
+Episodes run side by side. It ends when its input does, and soon after its parent in any case.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from statistics import fmean
@@ -32,6 +35,8 @@ LINE_LIMIT = 2**28  # bytes; a row may hold images
 SESSION = "LEASH_SESSION"
 """Marks the run's endpoint among the clients of an environment. No variable has this name: the key
 is part of the address."""
+ORPHAN_S = 10.0
+"""Time to end in good order after its parent."""
 CHAT = "leash_chat"
 """Id of the harness below."""
 
@@ -298,6 +303,14 @@ async def _serve(environment: Any) -> None:
     writer.close()
 
 
+def _end_with(parent: int) -> None:
+    """Kills this process and the tool servers in its group if `parent` has ended and code of the
+    environment blocks the event loop, which then sees neither the signal nor the end of input."""
+    select.select([parent], [], [])
+    time.sleep(ORPHAN_S)
+    os.killpg(0, signal.SIGKILL)
+
+
 def _words(error: BaseException) -> str:
     if isinstance(error, ValidationError):  # its own text has several lines
         places = [(".".join(map(str, one["loc"])), one["msg"]) for one in error.errors()]
@@ -306,6 +319,8 @@ def _words(error: BaseException) -> str:
 
 
 def main() -> None:
+    parent = os.pidfd_open(os.getppid())
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     # Environments may print, and httpx would log addresses with keys in them.
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     os.dup2(2, 1)

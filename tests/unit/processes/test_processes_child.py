@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes.child import Adopted, Child
+from processes.child import Adopted, Child, has_ended
 
 PROGRAM = """
 import os, sys
@@ -84,6 +84,14 @@ async def test_stop_can_spare_what_the_child_started(log: Path) -> None:
     assert child.stop(0.1, whole_group=False) == -signal.SIGKILL
     assert grandchild.is_running()
     grandchild.kill()
+
+
+async def test_what_a_child_started_ends_with_it_however_it_ends(log: Path) -> None:
+    crashes = STUBBORN.rpartition("time.sleep(600)")[0] + "raise SystemExit(3)"
+    child = Child([sys.executable, "-c", crashes], log, speaks=True)
+    grandchild = int(await child.first_line())
+    assert await child.exit() == 3
+    assert await asyncio.to_thread(has_ended, grandchild, 5.0)
 
 
 def test_program_that_cannot_be_run_is_an_os_error(tmp_path: Path, log: Path) -> None:
