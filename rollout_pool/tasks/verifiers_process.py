@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import socket
 import sys
@@ -24,6 +25,8 @@ from processes.logs import last_lines
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.request import EpisodeFailed
 
+log = logging.getLogger(__name__)
+
 PROGRAM = Path(__file__).with_name("verifiers_child.py")
 START_TIMEOUT_S = 600.0
 """Environments may download their data."""
@@ -35,7 +38,7 @@ INSTALL = "`make install-verifiers` makes .venv-verifiers, which has it"
 
 
 class EnvironmentDied(EpisodeFailed):
-    """The process ended during an episode; the message has its last lines.
+    """The process ended in its start or an episode; the message has its last lines.
 
     The episodes beside the one that ended it are not at fault: none of them may be scored.
     """
@@ -60,7 +63,7 @@ class Program:
             return Path(self.python)
         return Path(sys.prefix).parent / ".venv-verifiers" / "bin" / "python"
 
-    def start(self, log: Path) -> tuple[Child, socket.socket]:
+    def start(self, log_path: Path) -> tuple[Child, socket.socket]:
         """The process, and the socket for its messages. Raises ValueError naming the setting."""
         if not os.access(self.interpreter, os.X_OK):
             raise ValueError(
@@ -78,7 +81,7 @@ class Program:
             command = [str(self.interpreter), "-P", str(PROGRAM), str(number)]
             # Whatever this process's PYTHONPATH has is for another interpreter.
             path = {"PYTHONPATH": self.folder or ""}
-            return Child(command, log, environment=path, pass_fds=[number]), ours
+            return Child(command, log_path, environment=path, pass_fds=[number]), ours
 
     def setup(self, *, rows: bool) -> bytes:
         return _line({"environment": json.loads(self.settings), "rows": rows})
@@ -98,13 +101,18 @@ class Program:
                 "task.params"
             )
 
+    def not_loaded(self, why: str, log_path: Path) -> ValueError:
+        return ValueError(
+            f"task.name={self.name!r}: {why} while it loaded:\n{last_lines(log_path)}"
+        )
+
 
 @lru_cache(maxsize=16)  # a launch wants them for its checks and for the warm start
 def load_rows(program: Program) -> list[dict[str, Any]]:
     """The tasks of the environment, from a process that ends with them. Raises ValueError."""
     with tempfile.TemporaryDirectory(prefix="leash-verifiers-") as folder:
-        log = Path(folder) / "log"
-        child, connection = program.start(log)
+        log_path = Path(folder) / "log"
+        child, connection = program.start(log_path)
         try:
             with connection:
                 connection.settimeout(START_TIMEOUT_S)
@@ -112,6 +120,8 @@ def load_rows(program: Program) -> list[dict[str, Any]]:
                 found: list[dict[str, Any]] = []
                 with connection.makefile("rb") as replies:
                     for line in replies:
+                        if not line.endswith(b"\n"):
+                            break  # it ended in the middle of a row
                         reply = json.loads(line)
                         program.check(reply)
                         if "is_ready" in reply:
@@ -124,7 +134,7 @@ def load_rows(program: Program) -> list[dict[str, Any]]:
             why = f"its process ended ({error})"
         finally:
             child.stop(END_TIMEOUT_S)
-        raise ValueError(f"task.name={program.name!r}: {why} while it loaded:\n{last_lines(log)}")
+        raise program.not_loaded(why, log_path)
 
 
 class EnvironmentProcess:
@@ -136,7 +146,8 @@ class EnvironmentProcess:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._connection: _Connection | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[_Connection] | None = None
+        """The last start, whether it has ended or not."""
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         """For the log of a process that belongs to no run."""
 
@@ -162,37 +173,40 @@ class EnvironmentProcess:
         return reply
 
     async def close(self) -> None:
-        """Ends the process; running episodes fail."""
+        """Ends the process, or its start; running episodes fail."""
+        if self._starting is not None:
+            await end_tasks([self._starting], again_s=2 * END_TIMEOUT_S)
         await self._leave()
         if self._temporary is not None:
             self._temporary.cleanup()
 
     async def _connected(self) -> _Connection:
-        async with self._starting:
-            if self._connection is None or not self._connection.is_alive:
-                await self._leave()
-                self._connection = await self._start()
+        if self._connection is not None and self._connection.is_alive:
             return self._connection
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.create_task(self._start())
+        starting = self._starting
+        await asyncio.wait([starting])  # others wait for it too: no cancelled episode ends it
+        if starting.cancelled():
+            raise EnvironmentDied("the process of the environment was ended in its start")
+        return starting.result()
 
     async def _start(self) -> _Connection:
-        log = self._log()
-        child, ours = await asyncio.to_thread(self._program.start, log)
-        reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
-        connection = _Connection(child, reader, writer, log)
+        await self._leave()
+        # Not in a thread: that would go on if this were cancelled, and leave its process behind.
+        log_path = self._log_path()
+        child, ours = self._program.start(log_path)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                writer.write(self._program.setup(rows=False))
-                line = await reader.readline()
-            if not line:
-                raise connection.death()
-            self._program.check(json.loads(line))
+            reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT)
+            connection = self._connection = _Connection(child, reader, writer, log_path)
+            await connection.begin(self._program)
         except BaseException:
-            await connection.close()
+            await self._leave()
+            await asyncio.to_thread(child.stop, END_TIMEOUT_S)
             raise
-        connection.begin()
         return connection
 
-    def _log(self) -> Path:
+    def _log_path(self) -> Path:
         folder = os.environ.get(LOG_DIR_VARIABLE)
         if folder is None:
             self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="leash-")
@@ -202,33 +216,54 @@ class EnvironmentProcess:
 
     async def _leave(self) -> None:
         if self._connection is not None:
-            connection, self._connection = self._connection, None
-            await connection.close()
+            await self._connection.close()
+            self._connection = None
 
 
 class _Connection:
     """One process and the episodes that it runs."""
 
     def __init__(
-        self, child: Child, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, log: Path
+        self,
+        child: Child,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        log_path: Path,
     ) -> None:
         self.child = child
         self._reader = reader
         self._writer = writer
-        self._log = log
+        self._log_path = log_path
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._cancelled: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.is_alive = True
+        self._death: EnvironmentDied | None = None
+        self.is_alive = False
+        """Whether it takes episodes."""
 
-    def begin(self) -> None:
+    async def begin(self, program: Program) -> None:
+        """Returns when it has loaded its environment. Raises ValueError or EnvironmentDied."""
+        line = b""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                self._writer.write(program.setup(rows=False))
+                line = await self._reader.readline()
+        except TimeoutError:
+            why = f"nothing came from it for {START_TIMEOUT_S:g} s"
+            raise program.not_loaded(why, self._log_path) from None
+        except ConnectionError:  # it ended without reading its settings
+            pass
+        if not line.endswith(b"\n"):
+            raise await self._died()
+        program.check(json.loads(line))
+        self.is_alive = True
         self._spawn(self._read())
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply. A cancelled request is cancelled in the process too."""
         if not self.is_alive:
-            raise self.death()
+            raise await self._died()
         number = next(self._numbers)
         reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
@@ -241,19 +276,21 @@ class _Connection:
         finally:
             del self._replies[number]
 
-    def death(self) -> EnvironmentDied:
-        code = self.child.wait(END_TIMEOUT_S)
-        return EnvironmentDied(
-            f"the process of the environment ended with exit code {code}; the last lines of "
-            f"{self._log}:\n{last_lines(self._log)}"
-        )
+    async def _died(self) -> EnvironmentDied:
+        """Ends the process if it has not ended. It is one error for all of its episodes."""
+        code = await asyncio.to_thread(self.child.stop, END_TIMEOUT_S)
+        if self._death is None:
+            self._death = EnvironmentDied(
+                f"the process of the environment ended with exit code {code}; the last lines of "
+                f"{self._log_path}:\n{last_lines(self._log_path)}"
+            )
+        return self._death
 
     async def close(self) -> None:
         self.is_alive = False
         self._writer.close()
         await end_tasks(self._tasks)
-        await asyncio.to_thread(self.child.stop, END_TIMEOUT_S)
-        self._fail()
+        await self._fail()
 
     async def _read(self) -> None:
         try:
@@ -267,14 +304,13 @@ class _Connection:
         except (ConnectionError, ValueError):  # a line that is too long, or not JSON
             pass
         self.is_alive = False
-        await asyncio.to_thread(self.child.stop, END_TIMEOUT_S)
-        self._fail()
+        await self._fail()
 
-    def _fail(self) -> None:
-        open_replies = [reply for reply in self._replies.values() if not reply.done()]
-        if open_replies:
-            error = self.death()
-            for reply in open_replies:
+    async def _fail(self) -> None:
+        """Ends the process and its episodes."""
+        error = await self._died()
+        for reply in self._replies.values():
+            if not reply.done():
                 reply.set_exception(error)
 
     async def _cancel(self, number: int) -> None:
@@ -283,7 +319,13 @@ class _Connection:
             self._writer.write(_line({"cancel": number}))
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await confirmed.wait()
-        except TimeoutError:  # its event loop hangs
+        except TimeoutError:
+            log.warning(
+                "the process of the environment (log: %s) hangs: it did not confirm within %g s "
+                "that it has cancelled an episode; it is killed, and its other episodes fail",
+                self._log_path,
+                CANCEL_TIMEOUT_S,
+            )
             await asyncio.to_thread(self.child.stop, 0.0)
         finally:
             del self._cancelled[number]
