@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from configs.choices import TaskKind
+from configs.environment import LOG_DIR_VARIABLE
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks import verifiers_process
 from rollout_pool.tasks.registry import build_task
@@ -187,14 +188,16 @@ async def test_process_that_dies_fails_its_episodes_with_its_last_lines_and_is_r
         assert task._process.pid != dead
 
 
-async def test_process_ends_with_an_orphaned_parent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("says", ["oak", "please hang"])
+async def test_process_ends_with_an_orphaned_parent(tmp_path: Path, says: str) -> None:
     program = (
         "import asyncio, sys\n"
         "from tests.integration.test_verifiers import serving, run, task_of\n"
         "async def main():\n"
-        "    async with task_of() as task, serving('1') as model:\n"
-        "        await run(task, model)\n"
+        f"    async with task_of(name='guessing') as task, serving({says!r}) as model:\n"
+        "        await task.start()\n"
         "        print(task._process.pid, flush=True)\n"
+        "        await run(task, model)\n"
         "        await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
@@ -203,11 +206,19 @@ async def test_process_ends_with_an_orphaned_parent(tmp_path: Path) -> None:
         "-c",
         program,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            LOG_DIR_VARIABLE: str(tmp_path),
+        },
     )
     assert parent.stdout is not None
     async with asyncio.timeout(120):
         child = psutil.Process(int(await parent.stdout.readline()))
+        if says == "please hang":  # its event loop is blocked then
+            log = tmp_path / "environment-guessing.log"
+            while "the hang that was asked for" not in log.read_text():
+                await asyncio.sleep(0.05)
         parent.kill()
         await parent.wait()
     await asyncio.to_thread(psutil.wait_procs, [child], timeout=60)

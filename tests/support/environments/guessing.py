@@ -48,5 +48,6 @@ class GuessingEnv(vf.Env[GuessingEnvConfig]):
                     print("the crash that was asked for", flush=True)
                     os._exit(7)
                 if said.last_reply == HANG:
+                    print("the hang that was asked for", flush=True)
                     time.sleep(600)
                 said = await play.turn("Another one?")
