@@ -320,6 +320,7 @@ class _Connection:
             async with asyncio.timeout(CANCEL_TIMEOUT_S):
                 await confirmed.wait()
         except TimeoutError:
+            self.is_alive = False  # the next episode is not for this one
             log.warning(
                 "the process of the environment (log: %s) hangs: it did not confirm within %g s "
                 "that it has cancelled an episode; it is killed, and its other episodes fail",
