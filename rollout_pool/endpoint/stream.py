@@ -58,12 +58,35 @@ async def ended(answer: Answer, session: Session) -> None:
         raise error
 
 
-class Stream(Response):
+class EventStream(Response, ABC):
+    """A response of server-sent events."""
+
+    def __init__(self) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+
+    async def send_events(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    @abstractmethod
+    def events(self) -> AsyncGenerator[bytes]: ...
+
+
+def event_of(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+class Stream(EventStream):
     """The answers of one request as server-sent events."""
 
     def __init__(self, turn: Turn, answers: Sequence[Answer]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
+        super().__init__()
         self._turn = turn
         self._answers = answers
         self._news = asyncio.Event()
@@ -75,20 +98,14 @@ class Stream(Response):
             await unless_gone(receive, self._send(send))
 
     async def _send(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
         async with AsyncExitStack() as reading:
             for answer in self._answers:
                 await reading.enter_async_context(answer.reading())
                 answer.news.add(self._news)
                 reading.callback(answer.news.discard, self._news)
-            events = await reading.enter_async_context(aclosing(self._events()))
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.send_events(send)
 
-    async def _events(self) -> AsyncGenerator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         turn = self._turn
         running = dict(enumerate(zip(turn.each(), self._answers, strict=True)))
         sent = dict.fromkeys(running, 0)
@@ -102,7 +119,7 @@ class Stream(Response):
                     try:
                         await ended(answer, turn.session)
                     except ApiError as error:
-                        yield _event(error.body(self._request_id))
+                        yield event_of(error.body(self._request_id))
                         return
                     choices = writer.ending(answer, sent[index])
                     del running[index]
@@ -113,7 +130,7 @@ class Stream(Response):
                     continue
                 for choice in choices:
                     yield self._chunk(choice)
-            if running and not await _is_set(self._news, turn.session.serving.keep_alive_s):
+            if running and not await is_set_within(self._news, turn.session.serving.keep_alive_s):
                 yield b": the model has nothing new yet\n\n"
         if turn.wants_usage:
             yield self._chunk(usage=usage(self._answers))
@@ -123,10 +140,10 @@ class Stream(Response):
         # Usage, if requested, is null in all chunks but the last.
         extra = {"usage": usage} if self._turn.wants_usage else {}
         body = self._turn.about(self._answers, self._turn.chunk_kind)
-        return _event({**body, "choices": choices, **extra})
+        return event_of({**body, "choices": choices, **extra})
 
 
-async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
     """Waits for it; False after `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
@@ -149,10 +166,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | Non
 async def _wait_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _event(body: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 class Turn(ABC):

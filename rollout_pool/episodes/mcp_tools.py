@@ -31,18 +31,18 @@ log = logging.getLogger(__name__)
 
 PREFIX = "mcp:"
 CONNECT_S = 60.0
-"""Time to start a server and to be told its tools; `npx` may have to fetch it."""
+"""Time to start a server and to list its tools; `npx` may have to fetch it."""
 
 
 def mcp_tools(name: str, setting: str) -> list[Tool]:
-    """The tools of the server `name`. Raises ValueError naming `setting` if it tells none."""
+    """The tools of the server `name`. Raises ValueError naming `setting` if it lists none."""
     try:
         # In a thread: the caller may be in an event loop.
         with ThreadPoolExecutor(1) as thread:
             specs = thread.submit(_specs, name).result()
     except Exception as error:  # the client raises what its transports do, in groups
         raise ValueError(
-            f"{setting}: this MCP server tells no tools: {_in_words(error)}; give mcp: and a URL "
+            f"{setting}: this MCP server lists no tools: {_in_words(error)}; give mcp: and a URL "
             "or a command, as 'mcp:http://127.0.0.1:8000/mcp' or 'mcp:python my_server.py'"
         ) from error
     if not specs:
@@ -120,10 +120,10 @@ class _Server:
             result = await client.call_tool(tool, dict(arguments))
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
-                self._drop(error)
+                self._drop(client, error)
             raise ToolError(f"{tool}: {error.message}") from error
         except (OSError, RuntimeError) as error:
-            self._drop(error)
+            self._drop(client, error)
             raise ToolError(f"{tool}: the connection to its server was lost") from error
         text = "\n".join(str(getattr(part, "text", f"({part.type})")) for part in result.content)
         if result.is_error:
@@ -153,7 +153,9 @@ class _Server:
             if self._opening is opening:
                 self._opening = None
 
-    def _drop(self, error: Exception) -> None:
+    def _drop(self, client: Client, error: Exception) -> None:
+        if self._opening is None or not self._opening.done() or self._opening.result() != client:
+            return  # another call noticed it first, and there may be a new one
         log.warning("task.tools=%r: the connection was lost: %r", self._name, error)
         self._opening = None
         self._lost.set()

@@ -184,7 +184,8 @@ class _ScoringProcess:
             number = theirs.fileno()
             command = [sys.executable, "-m", "rollout_pool.rewards.process", str(number)]
             self._child = Child(command, self._log_path, pass_fds=[number])
-        self._clearing = asyncio.create_task(_clear_up(self._child))
+        # Once it has ended, what it started has too.
+        self._ending = asyncio.create_task(self._child.exit())
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
 
     async def ask(self, request: bytes) -> dict[str, Any]:
@@ -203,14 +204,8 @@ class _ScoringProcess:
         """Kills the process and what it started, if there is one."""
         if self._child is None:
             return
-        if not self._clearing.done():  # else its pid may have been reused
+        if not self._ending.done():  # else its pid may have been reused
             kill_group(self._child.pid)
         self._writer.close()
         # asyncio.wait does not cancel it, so a cancelled caller does not leave it half done.
-        await asyncio.wait([self._clearing], timeout=END_TIMEOUT_S)
-
-
-async def _clear_up(child: Child) -> None:
-    """Ends what is left of an ended process."""
-    await child.exit()
-    kill_group(child.pid)
+        await asyncio.wait([self._ending], timeout=END_TIMEOUT_S)

@@ -41,6 +41,8 @@ async def test_tools_of_a_command_are_described_and_called():
 async def test_server_that_died_is_started_again_by_the_next_call():
     _, place = load_tools([COMMAND])
     first = int(await place.run({}))
+    server = place.run.func.__self__
+    lost = await server._connected()
     os.kill(first, signal.SIGKILL)
     psutil.Process(first).wait(10)
     async with asyncio.timeout(30):
@@ -51,6 +53,9 @@ async def test_server_that_died_is_started_again_by_the_next_call():
             except ToolError as error:  # what was in progress when it died is told to the model
                 assert "place: " in str(error)
     assert second != first
+    # A call over the lost connection that fails only now does not end the new one.
+    server._drop(lost, RuntimeError("late"))
+    assert int(await place.run({})) == second
 
 
 async def test_server_ends_with_its_worker():
@@ -105,7 +110,7 @@ async def test_tools_of_a_url_are_called():
 )
 def test_server_that_tells_no_tools_is_an_error_of_the_setting(address, words):
     with pytest.raises(
-        ValueError, match=f"'mcp:.*tells no tools: .*{words}.*; give mcp: and a URL"
+        ValueError, match=f"'mcp:.*lists no tools: .*{words}.*; give mcp: and a URL"
     ):
         load_tools([f"mcp:{address}"])
 
