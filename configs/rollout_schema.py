@@ -550,6 +550,11 @@ class TaskConfig(TaskSource):
     stop: list[str] = field(default_factory=list, metadata=STOPS)
     """Texts that end an answer, special tokens by their text included; the answer keeps them. An
     agent's request may name others."""
+    grammar: str | None = field(default=None, metadata=STOPS)
+    """What every answer must be, in Lark: docs/rollouts.md#answers-of-a-form. An agent's request
+    may ask for another form."""
+    min_turn_tokens: int = field(default=0, metadata=at_least(0))
+    """The model's end is not sampled before so many tokens of an answer."""
     turn_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that the environment or a tool may take over one step."""
     episode_timeout_s: float = field(default=7200.0, metadata=SECONDS)

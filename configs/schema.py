@@ -589,6 +589,23 @@ class Config(Section):
             "less, or raise rollout.reward_timeout_s",
             max(slowest, default=0.0),
         )
+        for setting, value in (
+            ("grammar", task.grammar),
+            ("min_turn_tokens", task.min_turn_tokens),
+        ):
+            yield Rule(
+                not value or self.rollout.sampling.is_truncated,
+                setting,
+                "the candidates that it leaves of each token travel with the token, so that the "
+                "trainer computes the same distribution: set rollout.sampling.top_k, as 50",
+                value,
+            )
+        yield Rule(
+            task.grammar is None or not task.min_turn_tokens,
+            "min_turn_tokens",
+            "a grammar says itself where an answer ends; remove one of them",
+            task.min_turn_tokens,
+        )
         yield Rule(
             not task.tools or task.chat_template,
             "tools",

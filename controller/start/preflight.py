@@ -32,6 +32,7 @@ from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.rewards.code_tests import environment_of, limits_of
 from rollout_pool.rewards.process import load_function
 from rollout_pool.rewards.teacher import check_teacher
+from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.environment import BARE
 from rollout_pool.sandbox.run import SandboxError, SandboxLimits, cost_of_missing, protections
@@ -84,6 +85,7 @@ def check_inputs(config: Config) -> None:
     _check_ports(config)
     task, tokenizer = check_task(config.task), tokenizer_of(config)
     check_first_words(config, task, tokenizer)
+    check_grammar(config, tokenizer)
     uses_gpu = plan.devices.engine_gpus > 0
     check_served_teacher(config, uses_gpu=uses_gpu, student=tokenizer)
     for name, reward in config.task.rewards.items():
@@ -110,6 +112,7 @@ def check_plan(config: Config) -> list[str]:
         skipped.append(f"the model {model}")
     elif task is not None:
         check_first_words(config, task, tokenizer_of(config))
+        check_grammar(config, tokenizer_of(config))
     return skipped
 
 
@@ -236,6 +239,16 @@ def tokenizer_of(config: Config) -> Tokenizer:
     if config.model.path is not None:
         return load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
     return cast(Tokenizer, byte_tokenizer())
+
+
+def check_grammar(config: Config, tokenizer: Tokenizer) -> None:
+    """Raises ValueError if `task.grammar` can't be compiled."""
+    if config.task.grammar is None:
+        return
+    try:
+        Grammars(tokenizer, len(tokenizer), []).check(config.task.grammar)
+    except ValueError as error:
+        raise ValueError(f"task.grammar: can't be compiled: {error}") from error
 
 
 def plan_here(config: Config) -> Plan:

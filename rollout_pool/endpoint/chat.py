@@ -7,6 +7,7 @@ from typing import Any
 
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import refuse
+from rollout_pool.endpoint.forms import read_form
 from rollout_pool.endpoint.schema import Fields, calls_json, message_json, read_messages, read_tool
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import (
@@ -38,25 +39,17 @@ class ChatTurn(Turn):
 
     def __init__(self, session: Session, fields: Fields) -> None:
         super().__init__(session, fields, *_FIELDS)
-        fields.must_be(
-            "response_format",
-            [{"type": "text"}],
-            "engines get token ids and no grammar; describe the form in a message, and let the "
-            "reward judge it",
-        )
         fields.must_be("modalities", [["text"]], "the model only writes text")
-        fields.must_be(
-            "tool_choice",
-            ["auto", "none"],
-            "a call that is forced is not the policy's own; let the reward judge whether it calls",
-        )
-        fields.must_be("parallel_tool_calls", [True], "the model chooses how many tools it calls")
         fields.must_be(
             "top_logprobs", [0], "only the log-probability of the token itself is recorded"
         )
         self._wants_logprobs = fields.flag("logprobs", False)
         self._messages = read_messages(fields)
         self._tools = tuple(read_tool(one) for one in fields.objects("tools"))
+        form = read_form(
+            fields, self._tools, session.serving.task.tool_parser, session.serving.tokenizer
+        )
+        self.constrain(fields, form)
         self._may_call = bool(self._tools) and fields.raw("tool_choice") != "none"
         """If False, tool calls in the text are left as text."""
         limits = [

@@ -6,6 +6,7 @@ from typing import Any
 
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import refuse
+from rollout_pool.endpoint.forms import response_form
 from rollout_pool.endpoint.schema import Fields, shown
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import TextStream, Turn, logprob_entries
@@ -21,13 +22,14 @@ class CompletionTurn(Turn):
     prefix = "cmpl"
 
     def __init__(self, session: Session, fields: Fields) -> None:
-        super().__init__(session, fields, "prompt", "echo", "suffix", "best_of")
+        super().__init__(session, fields, "prompt", "echo", "suffix", "best_of", "response_format")
         fields.must_be("echo", [False], "the prompt is not repeated")
         fields.must_be("suffix", [], "the model only continues a text")
         fields.must_be("best_of", [1], "only one answer is sampled")
         fields.must_be(
             "logprobs", [0, 1], "only the log-probability of the token itself is recorded"
         )
+        self.constrain(fields, response_form(fields))
         self._wants_logprobs = fields.has("logprobs")
         self._prompt = _read_prompt(fields, session.serving.num_embeddings)
         self.max_tokens = fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1)

@@ -149,6 +149,8 @@ SHARED = (
     "stream_options",
     "logprobs",
     "logit_bias",
+    "min_tokens",
+    "ignore_eos",
     *WITHOUT_EFFECT,
     *CACHE_HINTS,
     *SamplingParams.__dataclass_fields__,
@@ -180,9 +182,6 @@ def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
                 "tokens are trained on, so they are sampled as the run is configured "
                 "(rollout.sampling); leave the field out",
             )
-    fields.must_be(
-        "logit_bias", [{}], "the policy is trained as it is sampled; leave the field out"
-    )
     if fields.has("seed") and type(fields.raw("seed")) is not int:
         raise refuse("seed", f"must be a whole number, not {shown(fields.raw('seed'))}")
 

@@ -33,7 +33,8 @@ from rollout_pool.episodes.request import (
     EpisodeRequest,
 )
 from rollout_pool.episodes.tokenizer import Tokenizer
-from rollout_pool.sampling.sample import Completer, Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.constraint import Grammars
+from rollout_pool.sampling.sample import Completer, Constraint, Interrupted, Sample, SampleFailed
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Serving:
     tokenizer: Tokenizer
     task: TaskConfig
     rollout: RolloutConfig
+    grammars: Grammars
     model: str = MODEL_NAME
     grace_s: float = RETRY_GRACE_S
     """How long an answer whose client disconnected waits for a retry."""
@@ -258,8 +260,10 @@ class Session:
         self,
         prompt: list[int],
         max_tokens: int | None,
-        stop: Sequence[str],
         fingerprints: Sequence[bytes],
+        *,
+        stop: Sequence[str],
+        constraint: Constraint | None,
     ) -> list[Answer]:
         """Starts answers of at most `max_tokens`, each to the first text of `stop`; all or none.
         `fingerprints`: of their request, each with the answer's index as the last byte.
@@ -278,7 +282,12 @@ class Session:
         begun = []
         for fingerprint in fingerprints:
             sample = self.request.new_sample(
-                self._num_begun, prompt, max_new_tokens, self.clock, stop
+                self._num_begun,
+                prompt,
+                max_new_tokens,
+                self.clock,
+                stop=stop,
+                constraint=constraint,
             )
             self._num_begun += 1
             begun.append(

@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from configs.choices import ToolParser
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import Answer
-from rollout_pool.endpoint.errors import ApiError
+from rollout_pool.endpoint.errors import ApiError, refuse
+from rollout_pool.endpoint.forms import FORM_FIELDS, read_constraint
 from rollout_pool.endpoint.schema import (
     SHARED,
     Fields,
@@ -30,9 +31,16 @@ from rollout_pool.endpoint.schema import (
     read_stream,
 )
 from rollout_pool.endpoint.sessions import Session
+from rollout_pool.episodes.request import constraint_of
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
-from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.sample import (
+    Constraint,
+    Interrupted,
+    Priority,
+    Sample,
+    SampleFailed,
+)
 from rollout_pool.sampling.stop import first_stop, safe_length
 
 T = TypeVar("T")
@@ -190,14 +198,43 @@ class Turn(ABC):
         self.session = session
         self.is_streamed, self.wants_usage = read_stream(fields)
         self.n = read_n(fields)
+        self._has_form = fields.has("response_format")
         stop = read_stop(fields)
         self.stop = tuple(session.serving.task.stop) if stop is None else stop
+        self.constraint: Constraint | None = None
         self.index = 0
         """Of the answer that it writes, among the n of the request."""
         self.streamed = ""
         """Text that was streamed."""
         self._held = ""
         """Text that may be the beginning of one that ends the answer."""
+
+    def constrain(self, fields: Fields, grammar: str) -> None:
+        """Takes what the request, or else the run, wants of the answer's form. Raises ApiError."""
+        serving, request = self.session.serving, self.session.request
+        asked = read_constraint(fields, grammar, serving.num_embeddings, serving.max_tokens)
+        if asked is None:
+            self.constraint = constraint_of(serving.task)
+            return
+        if request.priority is Priority.rollout and not request.sampling.is_truncated:
+            raise refuse(
+                next(name for name in FORM_FIELDS if fields.has(name)),
+                "needs rollout.sampling.top_k, which this run has not set: tokens are trained on "
+                "under the distribution that they were drawn from, so the ids that the form left "
+                "travel with each, and need a bound; set it (as 50), or let the reward judge",
+            )
+        self.constraint = asked
+
+    def prepare(self) -> list[int]:
+        """The prompt's tokens. Raises ApiError, also for a form that can't be compiled. May be
+        called in a thread."""
+        if self.constraint is not None and self.constraint.grammar:
+            try:
+                self.session.serving.grammars.check(self.constraint.grammar)
+            except ValueError as error:
+                name = "response_format" if self._has_form else "tools"
+                raise refuse(name, f"can't be compiled: {error}") from error
+        return self.render()
 
     def each(self) -> Iterator[Turn]:
         """One for each of the request's answers, to write them side by side."""
@@ -211,7 +248,7 @@ class Turn(ABC):
 
     @abstractmethod
     def render(self) -> list[int]:
-        """The prompt's tokens. Raises ApiError. May be called in a thread."""
+        """The prompt's tokens. Raises ApiError."""
 
     @abstractmethod
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -231,7 +268,9 @@ class Turn(ABC):
 
     def begin(self, prompt: list[int], fingerprints: Sequence[bytes]) -> list[Answer]:
         """Starts answers to a rendered `prompt`. Raises ApiError."""
-        return self.session.begin(prompt, self.max_tokens, self.stop, fingerprints)
+        return self.session.begin(
+            prompt, self.max_tokens, fingerprints, stop=self.stop, constraint=self.constraint
+        )
 
     def feed(self, answer: Answer, *, is_end: bool) -> str:
         """The text of the tokens that arrived since the last call, up to one of `stop`."""

@@ -31,10 +31,12 @@ from contextlib import aclosing, suppress
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from buffer.types import VersionSpan
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
-from rollout_pool.sampling.sample import Sample, merge_spans
+from rollout_pool.sampling.sample import ALTERNATIVES, Alternatives, Sample, merge_spans
 from rollout_pool.sampling.stop import STOP_STREAM_INTERVAL
 
 ROUNDING = 1e-3
@@ -74,6 +76,7 @@ class Tokens(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     candidates: Sequence[array[int]] = ()
+    alternatives: Sequence[Alternatives] = ()
 
 
 class CallRefused(EngineError):
@@ -141,6 +144,7 @@ class _Request:
         sample.output_ids.extend(tokens.ids)
         sample.logprobs.extend(tokens.logprobs)
         sample.candidates.extend(tokens.candidates)
+        sample.alternatives.extend(tokens.alternatives)
         span = VersionSpan(version=version, start=start, end=len(sample.output_ids))
         sample.version_spans = merge_spans([*sample.version_spans, span])
 
@@ -393,7 +397,7 @@ class GenerateCalls(ABC):
     def _body(self, requests: list[_Request]) -> dict[str, object]:
         samples = {request.wire_id: request.sample for request in requests}
         key = f"v{self._latest_version}" if self._keys_prefix else None
-        return generate_body(samples, key, self._stream_interval)
+        return generate_body(samples, key, self._stream_interval, self._vocab_size)
 
     def _ask_each(self, pending: dict[str, _Request]) -> None:
         """Resends each sample in its own call, since one bad sample fails all in its call."""
@@ -467,6 +471,9 @@ class GenerateCalls(ABC):
             tokens = new_tokens(
                 self._name, part, request.num_tokens, has_candidates=sample.has_candidates
             )
+            if sample.constraint is not None:
+                known = read_alternatives(tokens, meta, is_probe=sample.is_probe)
+                tokens = tokens._replace(alternatives=known)
             if len(tokens.ids) > sample.num_left:
                 raise SampleRefused(
                     f"{self._name} returned more than the {sample.max_new_tokens} tokens requested"
@@ -577,11 +584,16 @@ class GenerateCalls(ABC):
 
 
 def interval_of(sample: Sample, stream_interval: int) -> int:
-    return min(stream_interval, STOP_STREAM_INTERVAL) if sample.stop else stream_interval
+    if sample.stop or sample.constraint is not None:
+        return min(stream_interval, STOP_STREAM_INTERVAL)
+    return stream_interval
 
 
 def generate_body(
-    samples: Mapping[str, Sample], extra_key: str | None, stream_interval: int
+    samples: Mapping[str, Sample],
+    extra_key: str | None,
+    stream_interval: int,
+    vocab_size: int | None = None,
 ) -> dict[str, object]:
     """One call for all samples, by request id; each has its own sampling parameters."""
     body: dict[str, object] = {
@@ -601,6 +613,11 @@ def generate_body(
     wants_candidates = [sample.has_candidates for sample in samples.values()]
     if any(wants_candidates):
         body["return_sampling_mask"] = wants_candidates
+    if any(sample.constraint is not None for sample in samples.values()):
+        # SGLang 0.5.20 crashes where it is asked for more than there are; and where a batch has
+        # requests with and without token_ids_logprob, which would suit a probe better.
+        most = vocab_size or ALTERNATIVES
+        body["top_logprobs_num"] = [min(most, s.num_alternatives) for s in samples.values()]
     if extra_key is not None:
         body["extra_key"] = extra_key
     return body
@@ -645,6 +662,27 @@ def new_tokens(
             raise BadLogprobs(f"token {place} is {token}, which is not among its candidates {ids}")
     # Arrays: as lists they would take ten times the memory until their group ends.
     return Tokens(output_ids, _floats(logprobs), [array("i", ids) for ids in candidates])
+
+
+def read_alternatives(
+    tokens: Tokens, meta: Mapping[str, Any], *, is_probe: bool
+) -> list[Alternatives]:
+    """Those of each of the new tokens of one part; of a probe all, else its candidates alone.
+    Raises BadLogprobs."""
+    lists = meta.get("output_top_logprobs") or []
+    if _is_abort(meta):  # it may repeat what came before, as for the log-probabilities
+        lists = lists[len(lists) - len(tokens.ids) :]
+    if len(lists) != len(tokens.ids) or not all(lists):
+        raise BadLogprobs(f"{len(tokens.ids)} tokens came with {len(lists)} lists of likely ones")
+    found = []
+    for place, entries in enumerate(lists):
+        logprobs = np.array([entry[0] for entry in entries], np.float64)
+        ids = np.array([entry[1] for entry in entries], np.int32)
+        chosen = np.isfinite(logprobs)  # null, for a probability that was rounded to 0, is NaN here
+        if tokens.candidates and not is_probe:
+            chosen &= np.isin(ids, tokens.candidates[place])
+        found.append(Alternatives(ids[chosen], logprobs[chosen]))
+    return found
 
 
 def _floats(logprobs: list[Any]) -> list[float]:

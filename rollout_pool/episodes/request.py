@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from opentelemetry.context import Context
 
 from buffer.types import SamplingParams
-from rollout_pool.sampling.sample import Completer, Interrupted, Priority, Sample
+from configs.rollout_schema import TaskConfig
+from rollout_pool.sampling.sample import Completer, Constraint, Interrupted, Priority, Sample
 
 HEEDS_INTERRUPT_S = 10.0
 """Time that an interrupted sample has to stop when its episode times out; then it is cancelled, and
@@ -123,6 +124,13 @@ async def go_on(sample: Sample) -> None:
     """Lets an interrupted sample continue at once."""
 
 
+def constraint_of(task: TaskConfig) -> Constraint | None:
+    """That of every answer of the task."""
+    if task.grammar is None and not task.min_turn_tokens:
+        return None
+    return Constraint(grammar=task.grammar or "", min_tokens=task.min_turn_tokens)
+
+
 @dataclass(kw_only=True, slots=True)
 class EpisodeRequest:
     """How to sample an episode, and the callbacks that follow its samples."""
@@ -156,7 +164,9 @@ class EpisodeRequest:
         prompt: list[int],
         max_new_tokens: int,
         clock: EpisodeClock,
+        *,
         stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
     ) -> Sample:
         """Makes the episode's sample `number` and calls `on_sample`."""
         sample = Sample(
@@ -165,6 +175,7 @@ class EpisodeRequest:
             sampling=self.sampling,
             max_new_tokens=max_new_tokens,
             stop=tuple(stop),
+            constraint=constraint,
             session=self.session,
             group=self.group,
             priority=self.priority,

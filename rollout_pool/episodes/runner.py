@@ -28,6 +28,7 @@ from rollout_pool.episodes.request import (
     EpisodeClock,
     EpisodeFailed,
     EpisodeRequest,
+    constraint_of,
 )
 from rollout_pool.sampling.sample import Completer, Sample
 
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeRunner:
-    """Settings: task.max_turns, max_turn_tokens, stop, turn_timeout_s and episode_timeout_s;
-    rollout.max_prompt_tokens, max_response_tokens and on_long_prompt."""
+    """Settings: task.max_turns, max_turn_tokens, stop, grammar, min_turn_tokens, turn_timeout_s and
+    episode_timeout_s; rollout.max_prompt_tokens, max_response_tokens and on_long_prompt."""
 
     def __init__(
         self,
@@ -131,7 +132,12 @@ class EpisodeRunner:
         request, num_left = progress.request, progress.limit - len(turn.prompt)
         max_tokens = min(num_left, self._task.max_turn_tokens or num_left)
         sample = request.new_sample(
-            progress.num_turns, turn.prompt, max_tokens, progress.clock, self._task.stop
+            progress.num_turns,
+            turn.prompt,
+            max_tokens,
+            progress.clock,
+            stop=self._task.stop,
+            constraint=constraint_of(self._task),
         )
         try:
             has_ended = await self._complete(progress, sample)

@@ -14,11 +14,17 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from opentelemetry.context import Context
 
 from buffer.types import SamplingParams, VersionSpan
+
+ALTERNATIVES = 64
+"""Where the sampling has no top_k, as in an evaluation."""
+PROBED = 4096
 
 
 class Priority(IntEnum):
@@ -26,6 +32,31 @@ class Priority(IntEnum):
 
     rollout = 0
     evaluation = 1
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Constraint:
+    """What an answer may consist of; see constraint.py."""
+
+    grammar: str = ""
+    """Of the whole answer, in llguidance's form of Lark; "": any text."""
+    min_tokens: int = 0
+    """The model's end comes after so many tokens."""
+    banned: tuple[int, ...] = ()
+    """Tokens that never occur."""
+
+
+class Alternatives(NamedTuple):
+    """The tokens among which one was drawn, [K] each."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float64]
+    """Natural logs, in the same order, up to a constant."""
+
+    def among(self, is_allowed: NDArray[np.bool_]) -> Alternatives:
+        """Those that a mask over the vocabulary allows."""
+        chosen = is_allowed[self.ids]
+        return Alternatives(self.ids[chosen], self.logprobs[chosen])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -44,6 +75,7 @@ class Sample:
     """Limit of the whole completion, over all engines."""
     stop: tuple[str, ...] = ()
     """Texts that end it, the model's own end aside; see stop.py."""
+    constraint: Constraint | None = None
     session: str = ""
     """Samples of one session go to the engine with their common prefix, unless it is overloaded."""
     group: str = ""
@@ -72,8 +104,12 @@ class Sample:
     finish_reason: str | None = None
     """"stop" at an end-of-sequence token or a text of `stop`, "length" at the limit; else None."""
     ends_at: int | None = None
-    """Number of tokens up to the end of a text of `stop`, once it was found. Until the engine has
-    ended the request there may be more."""
+    """Number of tokens that stay: up to the end of a text of `stop`, or before a token that
+    `constraint` does not allow. Until the engine has ended the request there may be more."""
+    alternatives: list[Alternatives] = field(default_factory=list)
+    """Of the last tokens, until the constraint was applied to them."""
+    is_probe: bool = False
+    """The next request is for as many alternatives of the next token as PROBED."""
     num_attempts: int = 0
     num_failures: int = 0
     """Failed requests; interruptions do not count."""
@@ -92,6 +128,15 @@ class Sample:
         return self.sampling.is_truncated and self.priority is Priority.rollout
 
     @property
+    def num_alternatives(self) -> int:
+        """How many the constraint needs of each token."""
+        if self.constraint is None:
+            return 0
+        if self.is_probe:
+            return PROBED
+        return self.sampling.top_k if self.sampling.top_k > 0 else ALTERNATIVES
+
+    @property
     def num_ready(self) -> int:
         """Tokens so far that are part of the completion."""
         return len(self.output_ids) if self.ends_at is None else self.ends_at
@@ -102,16 +147,18 @@ class Sample:
 
     def drop_tokens(self) -> None:
         """Loses its tokens, which count as wasted; the next request begins at its prompt."""
-        self._cut(0)
+        self.cut(0)
         self.ends_at = None
+        self.alternatives.clear()
 
     def end_at_stop(self) -> None:
         """Ends it at `ends_at`; the tokens behind count as wasted."""
         assert self.ends_at is not None
-        self._cut(self.ends_at)
+        self.cut(self.ends_at)
         self.finish_reason = "stop"
 
-    def _cut(self, length: int) -> None:
+    def cut(self, length: int) -> None:
+        """Loses the tokens from `length` on, which count as wasted."""
         self.num_wasted += len(self.output_ids) - length
         for column in (self.output_ids, self.logprobs, self.candidates):
             del column[length:]
@@ -120,6 +167,23 @@ class Sample:
             for span in self.version_spans
             if span.start < length
         ]
+
+    def put_last(self, token: int, logprob: float, candidates: Sequence[int]) -> None:
+        """Puts another token in the place of the last, drawn from the same weights."""
+        self.output_ids[-1], self.logprobs[-1] = token, logprob
+        if self.has_candidates:
+            self.candidates[-1] = array("i", candidates)
+
+    def extend_last(self, token: int) -> None:
+        """Adds the only token that could follow; it counts as drawn from the last one's weights."""
+        self.output_ids.append(token)
+        self.logprobs.append(0.0)
+        if self.has_candidates:
+            self.candidates.append(array("i", [token]))
+        last = self.version_spans[-1]
+        self.version_spans[-1] = VersionSpan(
+            version=last.version, start=last.start, end=last.end + 1
+        )
 
 
 def merge_spans(spans: Sequence[VersionSpan]) -> list[VersionSpan]:

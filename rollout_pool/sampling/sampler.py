@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode
 
+from rollout_pool.sampling.constraint import Grammars, Guide
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
 from rollout_pool.sampling.engine_state import Slot
 from rollout_pool.sampling.router import Router
@@ -38,6 +39,8 @@ class _Run:
     in_flight: tuple[Slot, str] | None = None
     first_token_at: float | None = None
     """Of the request in flight."""
+    guide: Guide | None = None
+    """Of a constrained sample."""
 
 
 class Sampler:
@@ -51,11 +54,14 @@ class Sampler:
         router: Router,
         max_retries: int,
         decode: Callable[[Sequence[int]], str] | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`decode`: the text of tokens, special ones included; needed for `Sample.stop`."""
+        """`decode`: the text of tokens, special ones included; needed for `Sample.stop`.
+        `grammars`: needed for `Sample.constraint`."""
         self._router = router
         self._max_retries = max_retries
         self._decode = decode
+        self._grammars = grammars
         self._runs: dict[Sample, _Run] = {}
         self.counted: Counter[str] = Counter()
         """Totals over all requests so far, as counters of the run: their number, the tokens that
@@ -68,6 +74,9 @@ class Sampler:
         run = self._runs[sample] = _Run()
         with _span("sample", sample) as span:
             try:
+                if sample.constraint is not None:
+                    assert self._grammars is not None, "this sampler has no grammars"
+                    run.guide = self._grammars.guide(sample)
                 self._look_for_stop(sample, 0)  # a worker before may have found it
                 while not self._has_ended(sample):
                     await self._attempt(sample, run)
@@ -107,8 +116,13 @@ class Sampler:
             self.counted[f"requests:{name}"] += 1
             self._count_time("queue", name, slot.begun - began)
             try:
-                if not run.is_interrupted:
+                goes_on = not run.is_interrupted
+                while goes_on:
+                    num_failures = run.num_failures
                     await self._ask(sample, run, slot)
+                    is_corrected = self._correct(sample, run)
+                    has_failed = run.num_failures > num_failures
+                    goes_on = is_corrected and not has_failed and not run.is_interrupted
             finally:
                 slot.release()
                 times = (began, slot.begun, run.first_token_at)
@@ -144,7 +158,10 @@ class Sampler:
         def on_arrival() -> None:
             nonlocal num_arrived
             self.counted["tokens_arrived"] += len(sample.output_ids) - num_arrived
-            self._look_for_stop(sample, num_arrived)
+            if run.guide is not None:
+                run.guide.follow(sample)
+            if self._look_for_stop(sample, num_arrived) and run.guide is not None:
+                run.guide.forget()
             if sample.ends_at is not None and sample.finish_reason is None:
                 slot.engine.stop(request_id)
             num_arrived = len(sample.output_ids)
@@ -168,11 +185,26 @@ class Sampler:
         finally:
             run.in_flight = None
 
-    def _look_for_stop(self, sample: Sample, num_seen: int) -> None:
-        if not sample.stop or sample.ends_at is not None or len(sample.output_ids) <= num_seen:
-            return
+    def _correct(self, sample: Sample, run: _Run) -> bool:
+        """Whether the constraint refused a token, and the corrected sample goes on."""
+        num_before = sample.num_ready
+        if run.guide is None or not run.guide.correct(sample):
+            return False
+        self._look_for_stop(sample, num_before)
+        self._report(sample)
+        return sample.finish_reason is None and sample.ends_at is None
+
+    def _look_for_stop(self, sample: Sample, num_seen: int) -> bool:
+        """Whether one is found among the tokens that stay; those from `num_seen` on are new."""
+        if not sample.stop or sample.num_ready <= num_seen:
+            return False
         assert self._decode is not None, "this sampler cannot read tokens"
-        sample.ends_at = find_stop(sample.output_ids, num_seen, sample.stop, self._decode)
+        tokens = sample.output_ids[: sample.num_ready]
+        end = find_stop(tokens, num_seen, sample.stop, self._decode)
+        if end is None:
+            return False
+        sample.ends_at = end
+        return True
 
     def _count_time(self, what: str, engine: str, seconds: float) -> None:
         bound = next(bound for bound in TIME_BOUNDS_S if seconds <= bound)

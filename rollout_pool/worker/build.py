@@ -23,6 +23,7 @@ from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenize
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import ScoringPool
+from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
@@ -123,14 +124,15 @@ class WorkerParts:
             max_running_requests=config.engine.max_running_requests,
             num_workers=config.num_workers,
         )
-        sampler = Sampler(router, config.max_request_retries, self._tokenizer.decode)
+        grammars = Grammars(self._tokenizer, num_tokens, ends)
+        sampler = Sampler(router, config.max_request_retries, self._tokenizer.decode, grammars)
         chat = ChatFormat(
             self._tokenizer,
             chat_template=spec.task.chat_template,
             tool_parser=spec.task.tool_parser,
         )
         counters = Counters(self._state)
-        endpoint = await self._open_endpoint(sampler, chat, num_tokens, counters)
+        endpoint = await self._open_endpoint(sampler, grammars, chat, num_tokens, counters)
         source = self._make_source(sampler, chat)
         scorer = make_scorer(spec.task, self._task, self._scoring)
         self._closing.push_async_callback(scorer.close)
@@ -201,7 +203,12 @@ class WorkerParts:
         )
 
     async def _open_endpoint(
-        self, sampler: Sampler, chat: ChatFormat, num_tokens: int, counters: Counters
+        self,
+        sampler: Sampler,
+        grammars: Grammars,
+        chat: ChatFormat,
+        num_tokens: int,
+        counters: Counters,
     ) -> Endpoint | None:
         """Starts the OpenAI-compatible endpoint, if the settings or an agent need it."""
         spec, port = self._spec, self._spec.config.openai.port
@@ -214,6 +221,7 @@ class WorkerParts:
             tokenizer=self._tokenizer,
             task=spec.task,
             rollout=spec.config,
+            grammars=grammars,
             vocab_size=num_tokens,
             count=counters.add,
         )

@@ -270,5 +270,5 @@ def _versions_of(sample: Sample, new: slice) -> Iterator[tuple[int, int]]:
 
 def _digest(sample: Sample) -> bytes:
     digest = blake2b(np.asarray(sample.prompt, "<i4").tobytes(), digest_size=8)
-    digest.update(repr(astuple(sample.sampling)).encode())
+    digest.update(repr((astuple(sample.sampling), sample.constraint)).encode())
     return digest.digest()

@@ -146,6 +146,7 @@ TWO_ENGINES = (
     "rollout.max_filtered_ratio=1",
     "rollout.eval_every=8",
     "rollout.sampling={top_k: 40, top_p: 0.95}",
+    "task.grammar='start: /[^e]{0,300}/'",
     "weight_sync=delta",
     "weight_sync.pause_mode=drain",
     "weight_sync.drain_timeout_s=0.5",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import itertools
+import json
 
 import pytest
 import pytest_asyncio
@@ -26,6 +28,7 @@ from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, ToolCall
 from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.task import Prompt
@@ -35,7 +38,7 @@ from trainer_pool.model.scratch import byte_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT = Prompt(index=0, is_held_out=False, text="How warm is it?")
-TURN_TOKENS = 80
+TURN_TOKENS = 112
 WEATHER = {
     "type": "function",
     "function": {
@@ -58,8 +61,11 @@ class Policy:
         await self.publish()
         tokenizer = byte_tokenizer()
         self.chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
+        grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+        sampler = Sampler(self.router, max_retries=1, decode=tokenizer.decode, grammars=grammars)
         serving = Serving(
-            completer=Sampler(self.router, max_retries=1, decode=tokenizer.decode),
+            completer=sampler,
+            grammars=grammars,
             chat=self.chat,
             tokenizer=tokenizer,
             model="policy",
@@ -92,11 +98,11 @@ async def play(policy):
     """Runs one episode of an agent: the episode, and its samples as the engine gave them."""
     numbers = itertools.count()
 
-    async def play(agent, prompt=PROMPT):
+    async def play(agent, prompt=PROMPT, **truncation):
         samples = []
         ask = EpisodeRequest(
             session=f"group-{next(numbers)}.0",
-            sampling=SamplingParams(temperature=0.8),
+            sampling=SamplingParams(temperature=0.8, **truncation),
             on_sample=samples.append,
         )
         async with asyncio.timeout(60):
@@ -209,6 +215,88 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
     for sample in samples:
         assert sum(s.end - s.start for s in sample.version_spans) == len(sample.output_ids)
     assert worst_difference(policy.model, samples, 0.8) < 1e-4
+
+
+# Answers of a form --------------------------------------------------------------------------------
+
+REPORT = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Oslo", "Rome"]},
+        "degrees": {"type": "integer", "minimum": -20, "maximum": 40},
+        "clear": {"type": "boolean"},
+    },
+    "required": ["city", "degrees", "clear"],
+    "additionalProperties": False,
+}
+JSON_REPORT = {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def check_report(text):
+    report = json.loads(text)
+    assert set(report) == {"city", "degrees", "clear"} and report["city"] in ("Oslo", "Rome")
+    assert -20 <= report["degrees"] <= 40 and isinstance(report["clear"], bool)
+
+
+async def report_weather(session, prompt):
+    """Asks a random model, which would never say any of this by itself."""
+    client, messages = session.client(), [{"role": "user", "content": prompt.text}]
+    tools = [{**WEATHER, "function": {**WEATHER["function"], "parameters": REPORT}}]
+    ask = functools.partial(client.chat.completions.create, model=session.model, messages=messages)
+    answer = await ask(response_format=JSON_REPORT, n=3)
+    for choice in answer.choices:
+        check_report(choice.message.content)
+        assert choice.finish_reason == "stop"
+    text, calls = "", ""
+    async for chunk in await ask(response_format=JSON_REPORT, stream=True):
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+    check_report(text)
+    for forced in ("required", NAMED):
+        answer = await ask(tools=tools, tool_choice=forced, parallel_tool_calls=False)
+        [choice] = answer.choices
+        [call] = choice.message.tool_calls
+        check_report(call.function.arguments)
+        assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
+    async for chunk in await ask(
+        tools=tools, tool_choice="required", parallel_tool_calls=False, stream=True
+    ):
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or []:
+                calls += call.function.arguments
+    check_report(calls)
+    form = {"type": "grammar", "grammar": 'start: ("yes" | "no") "!"'}
+    answer = await client.completions.create(
+        model=session.model, prompt="Is it?", extra_body={"response_format": form}
+    )
+    assert answer.choices[0].text in ("yes!", "no!")
+    answer = await ask(max_tokens=30, extra_body={"ignore_eos": True}, logit_bias={"101": -100})
+    assert answer.usage.completion_tokens == 30 and "e" not in answer.choices[0].message.content
+    return 1.0
+
+
+async def test_answers_of_a_form_rescore_among_the_tokens_that_the_form_left(policy, play):
+    """Weights change meanwhile, so that answers are interrupted in the middle of their forms."""
+    publishing = asyncio.create_task(publish_often(policy, 5))
+    played = await asyncio.gather(*(play(report_weather, top_k=20) for _ in range(4)))
+    await publishing
+    samples = [sample for _, own in played for sample in own]
+    for episode, own in played:
+        assert episode.end == "done", episode.error
+        assert len(own) == episode.num_turns == 9
+        for branch in episode.branches:
+            widths = [len(ids) for ids in branch.candidates]
+            assert [width > 0 for width in widths] == [own > 0 for own in branch.loss_mask]
+            assert max(widths) <= 20
+    assert worst_difference(policy.model, samples, 0.8) < 1e-4
+    assert all(
+        sum(s.end - s.start for s in one.version_spans) == len(one.output_ids) for one in samples
+    )
+
+
+async def publish_often(policy, number):
+    for _ in range(number):
+        await policy.publish()
 
 
 # LangChain ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from array import array
 from contextlib import asynccontextmanager
 
 import httpx
@@ -16,6 +17,7 @@ from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.stop import find_stop
 from tests.support.rollout import merging_tokenizer
@@ -130,6 +132,8 @@ class Author:
             for token in tokens[place:upto]:
                 sample.output_ids.append(token)
                 sample.logprobs.append(-len(sample.output_ids) / 100)
+                if sample.has_candidates:
+                    sample.candidates.append(array("i", [token]))
             self._stamp(sample, place, upto)
             if sample.stop and sample.ends_at is None:
                 sample.ends_at = find_stop(sample.output_ids, place, sample.stop, TOKENIZER.decode)
@@ -187,12 +191,14 @@ class Scene:
         )
         self.sampling = sampling or SamplingParams()
         parser = self.task.tool_parser
+        self.grammars = Grammars(TOKENIZER, vocab_size or len(TOKENIZER), [TOKENIZER.eos_token_id])
         serving = Serving(
             completer=self.author,
             chat=ChatFormat(TOKENIZER, chat_template=self.task.chat_template, tool_parser=parser),
             tokenizer=TOKENIZER,
             task=self.task,
             rollout=self.rollout,
+            grammars=self.grammars,
             grace_s=grace_s,
             keep_alive_s=keep_alive_s,
             vocab_size=vocab_size,

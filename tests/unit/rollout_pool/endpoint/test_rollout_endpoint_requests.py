@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import sys
@@ -13,6 +14,8 @@ import httpx
 import openai
 import pytest
 from endpoint_parts import ADMIN_KEY, END_TOKEN, MODEL, TOKENIZER, WEATHER, check_branch, spell
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
@@ -25,6 +28,13 @@ CHAT = "/v1/chat/completions"
 
 def body(**more):
     return {"model": MODEL, "messages": [USER], **more}
+
+
+JSON = {"type": "json_object"}
+
+
+def named(tool):
+    return {"type": "function", "function": {"name": tool}}
 
 
 REFUSED = [
@@ -41,13 +51,30 @@ REFUSED = [
     (body(stop=["x", ""]), "stop", "1 to 256"),
     (body(stop=5), "stop", "must be a text or a list"),
     (body(seed=1.5), "seed", "whole number"),
-    (body(logit_bias={"5": 1}), "logit_bias", "trained as it is sampled"),
+    (body(logit_bias={"5": 1}), "logit_bias.5", "only -100"),
+    (body(logit_bias={"99999": -100}), "logit_bias", "there is no token '99999'"),
+    (body(logit_bias=[5]), "logit_bias", "must be an object"),
+    (body(logit_bias={"5": -100}), "logit_bias", "needs rollout.sampling.top_k"),
+    (body(min_tokens=5), "min_tokens", "needs rollout.sampling.top_k"),
+    (body(min_tokens=-1), "min_tokens", "at least 0"),
+    (body(ignore_eos=True), "ignore_eos", "needs rollout.sampling.top_k"),
+    (body(response_format=JSON), "response_format", "needs rollout.sampling.top_k"),
+    (body(response_format={"type": "xml"}), "response_format.type", "none of text, json_object"),
+    (body(response_format=JSON, min_tokens=5), "min_tokens", "says itself where"),
     (
-        body(response_format={"type": "json_object"}),
-        "response_format",
-        "describe the form in a message",
+        body(response_format={"type": "json_schema", "json_schema": {"name": "x"}}),
+        "response_format.json_schema.schema",
+        "is missing",
     ),
-    (body(tool_choice="required", tools=[WEATHER]), "tool_choice", "let the reward judge"),
+    (body(tool_choice="required"), "tool_choice", "needs tools"),
+    (body(tool_choice="must", tools=[WEATHER]), "tool_choice", "auto, none, required"),
+    (body(tool_choice=named("rain"), tools=[WEATHER]), "tool_choice.function.name", "no tool"),
+    (body(tool_choice="required", tools=[WEATHER]), "tool_choice", "rollout.sampling.top_k"),
+    (
+        body(tool_choice="required", tools=[WEATHER], response_format=JSON),
+        "response_format",
+        "forced call",
+    ),
     (body(parallel_tool_calls=False), "parallel_tool_calls", "chooses"),
     (body(logprobs=True, top_logprobs=2), "top_logprobs", "recorded"),
     (body(max_tokens=0), "max_tokens", "at least 1"),
@@ -145,6 +172,71 @@ async def test_field_without_effect_is_accepted(scene):
         ),
     )
     assert answer.status_code == 200, answer.text
+
+
+async def test_form_of_a_request_becomes_the_constraint_of_its_answer(make_scene):
+    scene = await make_scene(sampling=SamplingParams(top_k=20))
+    client = scene.client(scene.session())
+    ask = functools.partial(client.chat.completions.create, model=MODEL, messages=[USER])
+    await ask(response_format=JSON, logit_bias={"7": -100, "5": -100})
+    await ask(extra_body={"min_tokens": 5})
+    await ask(extra_body={"ignore_eos": True})
+    await ask(tools=[WEATHER], tool_choice="required")
+    await ask(tools=[WEATHER], tool_choice=named("weather"), parallel_tool_calls=False)
+    await ask(tools=[WEATHER], response_format=JSON)
+    await ask(tools=[WEATHER])
+    *asked, free = [sample.constraint for sample in scene.author.samples]
+    assert free is None
+    assert asked[0].banned == (5, 7) and "%json" in asked[0].grammar
+    assert (asked[1].grammar, asked[1].min_tokens) == ("", 5)
+    assert asked[2].min_tokens == 4000, "longer than any answer"
+    said = [
+        '{"a": [1, true]}',
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>',
+    ]
+    said.append("\n".join([said[1], said[1]]))
+    fits = {0: [said[0]], 3: said[1:], 4: [said[1]], 5: said}
+    for place, texts in fits.items():
+        for text in said:
+            assert follows(asked[place], text) == (text in texts), (place, text)
+
+
+def follows(constraint, text):
+    """Whether an answer of this form may be this text."""
+    tokens = spell(text)
+    matcher = LLMatcher(from_tokenizer(TOKENIZER), constraint.grammar)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+async def test_form_that_cannot_be_compiled_is_refused_with_the_reason(make_scene):
+    scene = await make_scene(sampling=SamplingParams(top_k=20))
+    http = scene.http(scene.session().key)
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "if": {}}}}
+    broken = {**WEATHER, "function": {"name": "f", "parameters": {"$ref": "#/no"}}}
+    for asked, param, words in (
+        (body(response_format=schema), "response_format", "Unimplemented keys"),
+        (
+            body(response_format={"type": "grammar", "grammar": "start: x"}),
+            "response_format",
+            "unknown name",
+        ),
+        (body(tools=[broken], tool_choice="required"), "tools", "does not exist"),
+    ):
+        answer = await http.post(CHAT, json=asked)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == param, error
+        assert "can't be compiled" in error["message"] and words in error["message"], error
+    assert scene.author.samples == []
+
+
+async def test_task_gives_a_form_to_requests_without_one(make_scene):
+    task = TaskConfig(chat_template=True, grammar='start: "yes" | "no"')
+    scene = await make_scene(sampling=SamplingParams(top_k=20), task=task)
+    client = scene.client(scene.session())
+    for wish in ({}, {"min_tokens": 3}):
+        await client.chat.completions.create(model=MODEL, messages=[USER], extra_body=wish)
+    first, second = [sample.constraint for sample in scene.author.samples]
+    assert first.grammar == task.grammar and (second.grammar, second.min_tokens) == ("", 3)
 
 
 async def test_session_is_sampled_as_the_run_is_configured(make_scene):

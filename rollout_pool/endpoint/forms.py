@@ -1,0 +1,168 @@
+"""The form that a request wants of its answer: a grammar, forced calls, a least length, banned
+tokens.
+
+Grammars are written in Lark, as llguidance reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from configs.choices import ToolParser
+from rollout_pool.endpoint.errors import refuse
+from rollout_pool.endpoint.schema import Fields, shown
+from rollout_pool.episodes.env import ToolSpec
+from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.episodes.tool_calls import CLOSE, OPEN
+from rollout_pool.sampling.sample import Constraint
+
+FORM_FIELDS = ("response_format", "logit_bias", "min_tokens", "ignore_eos", "tool_choice")
+MAX_BANNED = 1024
+
+
+def read_constraint(
+    fields: Fields, grammar: str, num_embeddings: int, longest: int
+) -> Constraint | None:
+    """The constraint of a request whose answer must follow `grammar` ("": any text); None if it
+    asks for none.
+
+    `longest`: no answer has more tokens.
+    """
+    min_tokens = min(longest, fields.count("min_tokens", 0))
+    if fields.flag("ignore_eos", False):
+        min_tokens = longest
+    if grammar and min_tokens:
+        name = "min_tokens" if fields.has("min_tokens") else "ignore_eos"
+        raise refuse(name, "does not go with a form, which says itself where an answer ends")
+    banned = _read_banned(fields, num_embeddings)
+    if not (grammar or min_tokens or banned):
+        return None
+    return Constraint(grammar=grammar, min_tokens=min_tokens, banned=banned)
+
+
+def _read_banned(fields: Fields, num_embeddings: int) -> tuple[int, ...]:
+    biases = fields.raw("logit_bias") or {}
+    if not isinstance(biases, Mapping) or len(biases) > MAX_BANNED:
+        problem = f"must be an object of at most {MAX_BANNED} tokens, not {shown(biases)}"
+        raise refuse("logit_bias", problem)
+    for token, bias in biases.items():
+        if not (token.isdecimal() and len(token) < 10 and int(token) < num_embeddings):
+            problem = f"there is no token {shown(token)}: the model has 0 to {num_embeddings - 1}"
+            raise refuse("logit_bias", problem)
+        if bias != -100:
+            raise refuse(
+                f"logit_bias.{token}",
+                f"{shown(bias)} is not supported, only -100, which bans a token: another bias "
+                "would have to be known to the trainer",
+            )
+    return tuple(sorted(map(int, biases)))
+
+
+def read_form(
+    fields: Fields, tools: Sequence[ToolSpec], parser: ToolParser, tokenizer: Tokenizer
+) -> str:
+    """The grammar that response_format and tool_choice ask for; "" if they ask for none."""
+    chosen, form = _forced_tools(fields, tools), response_form(fields)
+    may_call = bool(chosen) or (bool(tools) and fields.raw("tool_choice") != "none")
+    if not chosen:
+        fields.must_be("parallel_tool_calls", [True], "without a forced call the model chooses")
+    if not chosen and not (form and may_call):
+        return form
+    calls = _calls(chosen or tools, fields.flag("parallel_tool_calls", True), parser, tokenizer)
+    if not form:
+        return f"start: calls\n{calls}"
+    if chosen:
+        raise refuse("response_format", "does not go with a forced call; leave one out")
+    if not form.startswith(_JSON_FORM):
+        raise refuse("response_format", "a grammar does not go with tools that may be called")
+    return form.replace("start: form", "start: form | calls", 1) + calls
+
+
+def _forced_tools(fields: Fields, tools: Sequence[ToolSpec]) -> Sequence[ToolSpec]:
+    """Those of which one must be called; empty if the model may choose."""
+    choice = fields.raw("tool_choice")
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required":
+        if not tools:
+            raise refuse("tool_choice", "'required' needs tools, and there are none")
+        return tools
+    if not isinstance(choice, Mapping):
+        problem = f"must be auto, none, required or a function, not {shown(choice)}"
+        raise refuse("tool_choice", problem)
+    named = Fields(choice, "tool_choice")
+    named.must_be("type", ["function"], "only functions are supported")
+    function = named.inner("function")
+    name = function.text("name") if function is not None else ""
+    found = [tool for tool in tools if tool.name == name]
+    if not found:
+        raise refuse("tool_choice.function.name", f"there is no tool {shown(name)} in tools")
+    return found
+
+
+_JSON_FORM = "start: form\nform: %json "
+_ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""An untrained model that may write any white space between values often writes nothing else."""
+
+
+def response_form(fields: Fields) -> str:
+    form = fields.inner("response_format")
+    if form is None:
+        return ""
+    match form.text("type"):
+        case "text":
+            return ""
+        case "json_object":
+            return f"{_JSON_FORM}{_json({'type': 'object'})}\n"
+        case "json_schema":
+            about = form.inner("json_schema")
+            schema = about.inner("schema") if about is not None else None
+            if about is None or schema is None:
+                raise refuse(form.name("json_schema.schema"), "is missing: it must be an object")
+            return f"{_JSON_FORM}{_json(about.raw('schema'))}\n"
+        case "grammar":
+            return form.text("grammar")
+        case other:
+            kinds = "text, json_object, json_schema, grammar"
+            raise refuse(form.name("type"), f"{shown(other)} is none of {kinds}")
+
+
+def _calls(
+    tools: Sequence[ToolSpec], may_be_several: bool, parser: ToolParser, tokenizer: Tokenizer
+) -> str:
+    """Rules of one or more calls, in the format that `parser` reads."""
+    before, key, after, between = "", "parameters", "", "; "
+    if parser is ToolParser.hermes:
+        newline = _text("\n")
+        before, after = (_literal(mark, tokenizer) for mark in (OPEN, CLOSE))
+        before, after = f"{before} {newline}", f"{newline} {after}"
+        key, between = "arguments", "\n"
+    rules = [f"calls: call{f' ({_text(between)} call)*' if may_be_several else ''}"]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        opening = _text(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+        rules.append(f"call_{i}: {before} {opening} arguments_{i} {_text('}')} {after}")
+        # In a rule of its own, so that "#" in its references stands for the tool's schema.
+        schema = _json({"type": "object", **tool.parameters})
+        rules.append(f"arguments_{i}: %json {schema}")
+    return "\n".join(rules) + "\n"
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps({"x-guidance": _ON_ONE_LINE, **schema})
+    except RecursionError as error:
+        raise refuse("body", "has a schema that is nested too deeply") from error
+
+
+def _text(text: str) -> str:
+    return json.dumps(text)
+
+
+def _literal(mark: str, tokenizer: Tokenizer) -> str:
+    """`mark` in a grammar, where a special token stands without quotes."""
+    added = tokenizer.added_tokens_decoder.values()
+    is_special = any(one.special and one.content == mark for one in added)
+    return mark if is_special else _text(mark)

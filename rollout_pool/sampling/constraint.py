@@ -1,0 +1,226 @@
+"""Constrained answers: a grammar that they follow, a least length, tokens that never occur.
+
+    the engine samples freely     {  0.1    Sure  0.7    [  0.2     among its candidates (top_k)
+    the grammar allows            {                      [          after the tokens so far
+    the token is drawn from       {  1/3                 [  2/3     these are its candidates now
+
+Engines get no grammar: they run without a tokenizer, an interrupted answer continues at another
+engine, and the trainer needs the set from which each token was drawn. So the worker follows what
+arrives. A token that is allowed stays, and is a draw from its allowed candidates, for it was drawn
+from all candidates and kept because it is allowed. In the place of the first that is not, the
+worker draws another from the allowed ones, and the engine continues after that. The trainer gets
+the allowed candidates of every token, as with any truncated sampling.
+
+If none of the candidates is allowed, but several other tokens, an engine is asked for many more
+alternatives: a probe. If none of these is allowed either, the first token that is counts as the
+only one, which is exact, too: the policy has no choice then, and nothing to learn.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from random import Random
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from numpy.typing import NDArray
+
+from rollout_pool.sampling.sample import Constraint, Sample, SampleFailed
+
+GRAMMARS_KEPT = 64
+"""Compiled ones, by worker."""
+
+
+class Grammars:
+    """Compiles constraints for one tokenizer."""
+
+    def __init__(self, tokenizer: Any, num_embeddings: int, end_tokens: Collection[int]) -> None:
+        """`tokenizer`: of Hugging Face, a fast one. `end_tokens`: see SGLangClient."""
+        self._hf_tokenizer = tokenizer
+        self._num_embeddings = num_embeddings
+        self._end_tokens = sorted(end_tokens)
+        self._compiled = lru_cache(maxsize=GRAMMARS_KEPT)(self._compile)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """Takes a second with a large vocabulary, and is needed by few runs."""
+        return from_tokenizer(self._hf_tokenizer, n_vocab=self._num_embeddings)
+
+    def check(self, grammar: str) -> None:
+        """Raises ValueError with the reason if it can't be compiled. May take some seconds."""
+        self._compiled(grammar)
+
+    def guide(self, sample: Sample) -> Guide | None:
+        """What makes `sample` follow its constraint; None if it has none."""
+        if sample.constraint is None:
+            return None
+        rules = _Rules(sample.constraint, self._num_embeddings, self._end_tokens)
+        if sample.constraint.grammar:
+            rules.matcher = self._compiled(sample.constraint.grammar).deep_copy()
+            rules.last_token = self._tokenizer.eos_token
+        return Guide(sample, rules)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+
+class _Rules:
+    """Which tokens may come next."""
+
+    def __init__(
+        self, constraint: Constraint, num_embeddings: int, end_tokens: Sequence[int]
+    ) -> None:
+        self.matcher: LLMatcher | None = None
+        self.last_token = -1
+        """Follows a complete grammar."""
+        self.end_tokens = end_tokens
+        self._constraint = constraint
+        self._num_embeddings = num_embeddings
+        self._length = 0
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """[vocabulary]. Raises ConstraintFailed if it is empty."""
+        mask = np.ones(self._num_embeddings, np.bool_)
+        if self.matcher is not None:
+            if self.matcher.is_stopped():  # only the end can follow
+                mask[:] = False
+                mask[self.last_token] = True
+            else:
+                bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+                mask = np.unpackbits(bits, bitorder="little")[: len(mask)].astype(np.bool_)
+        mask[list(self._constraint.banned)] = False
+        if self._length < self._constraint.min_tokens:
+            mask[self.end_tokens] = False
+        if not mask.any():
+            problem = self.matcher.get_error() if self.matcher is not None else ""
+            raise ConstraintFailed(problem or "no token may follow; allow one of those left out")
+        return mask
+
+    def accept(self, token: int) -> None:
+        self._length += 1
+        if self.matcher is not None and not self.matcher.is_stopped():
+            self.matcher.consume_token(token)
+
+
+class ConstraintFailed(SampleFailed):
+    """An answer can't go on within its constraint; the message says why."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Correction:
+    """What comes in the place of a refused token: one that was drawn, or a probe."""
+
+    token: int | None = None
+    logprob: float = 0.0
+    candidates: Sequence[int] = ()
+    is_probe: bool = False
+
+
+class Guide:
+    """Makes one sample follow its constraint, from one call of `Sampler.complete` to its end.
+
+    Example: the sample has [a b], and [c d e] arrive, of which d is not allowed.
+
+        guide.follow(sample)      # sample.ends_at = 3: the request is stopped
+        guide.correct(sample)     # [a b c x], x drawn from the allowed candidates of d
+    """
+
+    def __init__(self, sample: Sample, rules: _Rules) -> None:
+        self._rules = rules
+        self._random = Random()
+        self._correction: _Correction | None = None
+        sample.alternatives.clear()
+        sample.is_probe = False
+        for token in sample.output_ids:  # of an earlier call, all of them allowed
+            rules.accept(token)
+
+    def follow(self, sample: Sample) -> None:
+        """Looks at the tokens that have arrived; sets `ends_at` before the first that must not
+        stay. Raises ConstraintFailed."""
+        arrived, sample.alternatives = sample.alternatives, []
+        if sample.ends_at is not None:
+            return  # they will be cut off
+        start = len(sample.output_ids) - len(arrived)
+        for place, known in enumerate(arrived, start):
+            mask, token = self._rules.allowed(), sample.output_ids[place]
+            ids, logprobs = known.among(mask)
+            if sample.is_probe or not mask[token] or (sample.has_candidates and token not in ids):
+                self._correction = self._draw(sample, mask, ids, logprobs)
+                sample.ends_at = place
+                return
+            if sample.has_candidates:
+                logprob = logprobs[ids == token].item() - _logsumexp(logprobs)
+                sample.logprobs[place] = min(0.0, logprob)
+                sample.candidates[place] = array("i", ids.tolist())
+            self._rules.accept(token)
+
+    def forget(self) -> None:
+        """The sample ends before the refused token."""
+        self._correction = None
+
+    def correct(self, sample: Sample) -> bool:
+        """Puts the drawn token in the place of the refused one, and those behind it that have no
+        alternative. Call when the engine has ended the request. Whether there was one to refuse."""
+        correction, self._correction = self._correction, None
+        if correction is None or sample.ends_at is None:
+            return False
+        place, sample.ends_at, sample.finish_reason = sample.ends_at, None, None
+        sample.is_probe = correction.is_probe
+        if correction.token is None:
+            sample.cut(place)
+            return True
+        sample.cut(place + 1)
+        sample.put_last(correction.token, correction.logprob, correction.candidates)
+        self._note_last(sample)
+        while sample.finish_reason is None:
+            allowed = np.flatnonzero(self._rules.allowed())
+            if len(allowed) > 1:
+                break
+            sample.extend_last(int(allowed[0]))
+            self._note_last(sample)
+        return True
+
+    def _note_last(self, sample: Sample) -> None:
+        self._rules.accept(sample.output_ids[-1])
+        if sample.output_ids[-1] in self._rules.end_tokens:
+            sample.finish_reason = "stop"
+        elif sample.num_left <= 0:
+            sample.finish_reason = "length"
+
+    def _draw(
+        self,
+        sample: Sample,
+        mask: NDArray[np.bool_],
+        ids: NDArray[np.int32],
+        logprobs: NDArray[np.float64],
+    ) -> _Correction:
+        if not len(ids):
+            others = np.flatnonzero(mask)[:2].tolist()
+            if len(others) > 1 and not sample.is_probe:
+                return _Correction(is_probe=True)
+            return _Correction(token=others[0], candidates=others[:1])
+        most = sample.sampling.top_k if sample.has_candidates else len(ids)
+        best = np.sort(np.argsort(-logprobs, kind="stable")[:most])
+        ids, logprobs = ids[best], logprobs[best]  # a probe may have found more
+        shares = logprobs - _logsumexp(logprobs)
+        if sample.sampling.temperature == 0:
+            place = int(shares.argmax())
+        else:
+            [place] = self._random.choices(range(len(ids)), np.exp(shares).tolist())
+        return _Correction(
+            token=int(ids[place]), logprob=min(0.0, float(shares[place])), candidates=ids.tolist()
+        )
+
+
+def _logsumexp(logprobs: NDArray[np.float64]) -> float:
+    highest = logprobs.max()
+    return float(highest) + math.log(np.exp(logprobs - highest).sum())

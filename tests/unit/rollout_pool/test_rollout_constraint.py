@@ -1,0 +1,234 @@
+"""Constrained answers, against a policy whose every probability is known."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from buffer.types import SamplingParams
+from rollout_pool.sampling.constraint import ConstraintFailed, Grammars
+from rollout_pool.sampling.sample import (
+    ALTERNATIVES,
+    PROBED,
+    Alternatives,
+    Constraint,
+    Priority,
+    merge_spans,
+)
+from tests.support.rollout import make_sample, write
+from trainer_pool.model.scratch import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+EOS = TOKENIZER.eos_token_id
+SIZE = len(TOKENIZER)
+TOP_K = 3
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    return Grammars(TOKENIZER, SIZE, [EOS])
+
+
+def policy(tokens):
+    """[V] log-probabilities of the next token after these."""
+    random = np.random.default_rng([7, *tokens])
+    logits = random.normal(0, 1, SIZE)
+    logits[[97, 98, 99, EOS]] += 4  # a, b, c and the end are nearly always among the candidates
+    return logits - np.logaddexp.reduce(logits)
+
+
+def best_of(logprobs, ids, number=TOP_K):
+    return sorted(sorted(ids, key=lambda token: -logprobs[token])[:number])
+
+
+class Engine:
+    """Samples a few tokens per request, and knows nothing of constraints."""
+
+    def __init__(self, most=3):
+        self.random = np.random.default_rng(0)
+        self.most = most
+        self.num_probes = 0
+
+    def ask(self, sample):
+        tokens = list(sample.output_ids)
+        self.num_probes += sample.is_probe
+        for _ in range(min(self.most, sample.num_left)):
+            logprobs = policy(tokens)
+            if sample.has_candidates:
+                ids = np.array(best_of(logprobs, range(SIZE)))
+                known = ids
+            else:
+                ids, known = np.arange(SIZE), np.array(best_of(logprobs, range(SIZE), ALTERNATIVES))
+            shares = np.exp(logprobs[ids] - np.logaddexp.reduce(logprobs[ids]))
+            token = int(self.random.choice(ids, p=shares / shares.sum()))
+            if sample.is_probe:
+                known = np.array(best_of(logprobs, range(SIZE), PROBED))
+            write(sample, [token], 3, math.log(shares[list(ids).index(token)]))
+            if sample.has_candidates:
+                sample.candidates.append(array("i", ids.tolist()))
+            sample.alternatives.append(Alternatives(known, logprobs[known]))
+            tokens.append(token)
+            if token == EOS:
+                sample.finish_reason = "stop"
+                return
+        if sample.num_left <= 0:
+            sample.finish_reason = "length"
+
+
+def complete(sample, grammars, engine):
+    guide = grammars.guide(sample)
+    while sample.finish_reason is None:
+        engine.ask(sample)
+        guide.follow(sample)
+        guide.correct(sample)
+    return sample
+
+
+def constrained(constraint, **fields):
+    sampling = SamplingParams(temperature=1.0, top_k=TOP_K)
+    return make_sample(
+        **{"sampling": sampling, "max_new_tokens": 12, "constraint": constraint, **fields}
+    )
+
+
+def allowed_after(words, said):
+    """Tokens of which one of the words can be continued after `said`; the end after a whole one."""
+    return {
+        word[len(said)] for word in words if word[: len(said)] == said and len(word) > len(said)
+    }
+
+
+def exact(words):
+    """Probability of each word, and for every beginning of one the distribution of the next
+    token."""
+    nexts, found = {}, Counter({(): 1.0})
+    for length in range(max(map(len, words))):
+        for said, share in [pair for pair in found.items() if len(pair[0]) == length]:
+            ids = allowed_after(words, said)
+            if not ids:
+                continue
+            logprobs = policy(said)
+            likely = [t for t in best_of(logprobs, range(SIZE)) if t in ids]
+            likely = likely or best_of(logprobs, ids)
+            norm = np.logaddexp.reduce(logprobs[likely])
+            nexts[said] = {token: logprobs[token] - norm for token in likely}
+            for token in likely:
+                found[(*said, token)] += share * math.exp(nexts[said][token])
+    return {word: found[word] for word in words}, nexts
+
+
+WORDS = ["a", "ab", "abc", "b", "bca", "xyz", "xq", "cc"]
+GRAMMAR = "start: " + " | ".join(f'"{word}"' for word in WORDS)
+
+
+@pytest.mark.parametrize("most", [1, 3, 8])
+def test_answers_have_the_probabilities_of_the_policy_among_what_is_allowed(grammars, most):
+    """However many tokens the engine has sampled when the first is refused."""
+    words = {(*word.encode(), EOS) for word in WORDS}
+    shares, nexts = exact(words)
+    assert abs(sum(shares.values()) - 1) < 1e-9
+    counts, engine, number = Counter(), Engine(most), 3000
+    for _ in range(number):
+        sample = complete(constrained(Constraint(grammar=GRAMMAR)), grammars, engine)
+        answer = tuple(sample.output_ids)
+        assert sample.finish_reason == "stop" and answer in words
+        [span] = merge_spans(sample.version_spans)
+        assert (span.start, span.end) == (0, len(answer))
+        counts[answer] += 1
+        for place, token in enumerate(answer):
+            expected = nexts[answer[:place]]
+            assert sample.candidates[place].tolist() == sorted(expected)
+            assert abs(sample.logprobs[place] - expected[token]) < 1e-9
+    for word, share in shares.items():
+        spread = math.sqrt(number * share * (1 - share)) + 1e-9
+        assert abs(counts[word] - number * share) < 6 * spread + 1, (word, share)
+    assert sum(share > 0.05 for share in shares.values()) >= 3
+
+
+def test_unlikely_tokens_that_alone_are_allowed_are_probed(grammars):
+    words = {(*word.encode(), EOS) for word in ("xyz", "qr", "zz")}
+    engine = Engine()
+    grammar = 'start: "xyz" | "qr" | "zz"'
+    sample = complete(constrained(Constraint(grammar=grammar)), grammars, engine)
+    _, nexts = exact(words)
+    assert engine.num_probes == 1, "what follows can only be one thing"
+    assert sample.candidates[0].tolist() == sorted(nexts[()])
+    assert abs(sample.logprobs[0] - nexts[()][sample.output_ids[0]]) < 1e-9
+    assert sample.logprobs[1:] == [0.0] * (len(sample.output_ids) - 1)
+    assert all(len(ids) == 1 for ids in sample.candidates[1:])
+
+
+def test_probe_that_finds_no_token_that_is_allowed_takes_the_first(grammars):
+    sample = constrained(Constraint(grammar='start: "x" | "q"'))
+    guide = grammars.guide(sample)
+    Engine(1).ask(sample)
+    guide.follow(sample)
+    guide.correct(sample)
+    assert sample.is_probe
+    write(sample, [97], 3)
+    sample.candidates.append(array("i", [97]))
+    sample.alternatives.append(Alternatives(np.zeros(0, np.int32), np.zeros(0)))
+    guide.follow(sample)
+    guide.correct(sample)
+    assert sample.output_ids == [ord("q"), EOS] and sample.logprobs == [0.0, 0.0]
+
+
+def test_end_comes_after_the_least_length_and_banned_tokens_never(grammars):
+    constraint = Constraint(min_tokens=5, banned=(97, 98))
+    for _ in range(200):
+        sample = complete(constrained(constraint), grammars, Engine())
+        assert len(sample.output_ids) >= 6 or sample.finish_reason == "length"
+        assert not {97, 98} & set(sample.output_ids)
+        assert EOS not in sample.output_ids[:5]
+
+
+def test_answer_that_is_cut_at_its_limit_ends_with_length(grammars):
+    constraint = Constraint(grammar='start: "abcabcabcabc"')
+    sample = complete(constrained(constraint, max_new_tokens=4), grammars, Engine())
+    assert bytes(sample.output_ids) == b"abca" and sample.finish_reason == "length"
+
+
+def test_continued_sample_goes_on_in_the_middle_of_its_grammar(grammars):
+    sample = constrained(Constraint(grammar='start: "abc" | "xyz"'))
+    write(sample, [*b"xy"], 3, 0.0)
+    sample.candidates = [array("i", [token]) for token in b"xy"]
+    complete(sample, grammars, Engine())
+    assert bytes(sample.output_ids[:-1]) == b"xyz" and sample.output_ids[-1] == EOS
+
+
+def test_evaluation_needs_no_candidates_and_takes_the_likeliest_when_greedy(grammars):
+    sampling = SamplingParams(temperature=0.0)
+    sample = constrained(
+        Constraint(grammar='start: "x" | "q" | "z"'),
+        sampling=sampling,
+        priority=Priority.evaluation,
+    )
+    complete(sample, grammars, Engine())
+    logprobs = policy([])
+    assert sample.output_ids == [max(b"xqz", key=lambda token: logprobs[token]), EOS]
+    assert not sample.candidates
+
+
+@pytest.mark.parametrize(
+    "grammar, problem",
+    [
+        ("start: foo", "unknown name"),
+        ('start: f\nf: %json {"type": "object", "if": {}}\n', "Unimplemented keys"),
+        ('start: f\nf: %json {"$ref": "#/no"}\n', "does not exist"),
+    ],
+)
+def test_grammar_that_cannot_be_compiled_says_why(grammars, grammar, problem):
+    with pytest.raises(ValueError, match=problem):
+        grammars.check(grammar)
+
+
+def test_sample_without_a_token_that_may_follow_fails(grammars):
+    sample = constrained(Constraint(grammar='start: "a"', banned=(97,)))
+    guide = grammars.guide(sample)
+    Engine().ask(sample)
+    with pytest.raises(ConstraintFailed, match="no token may follow"):
+        guide.follow(sample)
