@@ -34,7 +34,7 @@ from rollout_pool.episodes.request import (
 )
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.sampling.constraint import Grammars
-from rollout_pool.sampling.sample import Completer, Constraint, Interrupted, Sample, SampleFailed
+from rollout_pool.sampling.sample import Completer, Constraint, Sample, SampleFailed
 
 log = logging.getLogger(__name__)
 
@@ -321,14 +321,16 @@ class Session:
 
     def deliver(self, answer: Answer, messages: tuple[Message, ...]) -> bool:
         """Makes `answer` a turn, since a client receives it; `messages` include it at their end.
-        False if it was one already."""
+        One without a token, cut at the episode's timeout, is none. False if it was delivered
+        already."""
         if answer.is_delivered:
             return False
         answer.delivered.set()
-        add_turn(self._branches, answer.sample)
         self.request.on_end(answer.sample)
-        self.messages = messages
-        self.num_turns += 1
+        if answer.sample.output_ids:
+            add_turn(self._branches, answer.sample)
+            self.messages = messages
+            self.num_turns += 1
         return True
 
     async def _complete(self, sample: Sample) -> None:
@@ -339,11 +341,8 @@ class Session:
         except (SampleFailed, TimeoutError) as error:
             self.failure = error
             raise
-        if has_ended:
-            return
-        if not sample.output_ids:
-            raise Interrupted(sample.sample_id)
-        sample.finish_reason = "length"
+        if not has_ended:
+            sample.finish_reason = "length"
 
     # The end --------------------------------------------------------------------------------------
 

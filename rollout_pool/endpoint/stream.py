@@ -34,13 +34,7 @@ from rollout_pool.endpoint.sessions import Session
 from rollout_pool.episodes.request import constraint_of
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
-from rollout_pool.sampling.sample import (
-    Constraint,
-    Interrupted,
-    Priority,
-    Sample,
-    SampleFailed,
-)
+from rollout_pool.sampling.sample import Constraint, Priority, Sample, SampleFailed
 from rollout_pool.sampling.stop import first_stop, safe_length
 
 T = TypeVar("T")
@@ -50,8 +44,8 @@ async def ended(answer: Answer, session: Session) -> None:
     """Waits until `answer` has ended. Raises ApiError if it failed."""
     await answer.wait()
     error = None if answer.task.cancelled() else answer.task.exception()
-    if answer.task.cancelled() or answer.is_dropped or isinstance(error, Interrupted):
-        why = "its client disconnected for too long, or its time is up"
+    if answer.task.cancelled() or answer.is_dropped:
+        why = "its client disconnected for too long"
         if session.over_because is not None:
             why = f"session {session.session_id} is over: {session.over_because}"
         raise ApiError(

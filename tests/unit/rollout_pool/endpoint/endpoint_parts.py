@@ -80,6 +80,8 @@ class Author:
         """Texts, lists of tokens (said without an end), or exceptions to be raised."""
         self.gates: dict[int, asyncio.Event] = {}
         """Number of a token -> what must happen before it is written."""
+        self.silent: set[int] = set()
+        """Places in `samples` of those that write no token before they are interrupted."""
         self.version = 7
         self.piece = 3
         """Tokens that arrive together."""
@@ -125,6 +127,8 @@ class Author:
             self.places.release()
 
     async def _write(self, sample, tokens):
+        if self.samples.index(sample) in self.silent:
+            await self._wait(sample, asyncio.Event())
         while (place := len(sample.output_ids)) < len(tokens):
             if place in self.gates:
                 await self._wait(sample, self.gates[place])

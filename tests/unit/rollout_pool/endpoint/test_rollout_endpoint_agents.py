@@ -6,7 +6,7 @@ import asyncio
 
 import openai
 import pytest
-from endpoint_parts import TOKENIZER, Scene, check_branch, eventually
+from endpoint_parts import TOKENIZER, Scene, check_branch, eventually, said_in
 
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.agents import AgentRunner, load_agent
@@ -163,6 +163,32 @@ async def test_answer_in_progress_at_the_timeout_is_cut_and_counts(make_scene, p
     check_branch(branch, [scene.author.samples[0].output_ids])
     assert sum(branch.loss_mask) == 3 and branch.finish_reason == "length"
     assert TOKENIZER.decode(branch.tokens[-3:]) == "hel" and got in ([], ["hel"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_cut_at_the_timeout_count_beside_one_without_a_token(
+    make_scene, play, stream
+):
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=3.0))
+    scene.author.gates, scene.author.silent = {3: asyncio.Event()}, {0}
+    ended = []
+
+    async def agent(session, prompt):
+        async with session.client() as client:
+            answer = await client.chat.completions.create(
+                model=session.model,
+                messages=[{"role": "user", "content": prompt.text}],
+                n=3,
+                stream=stream,
+            )
+            if stream:
+                await said_in(answer)
+        await asyncio.Event().wait()
+
+    episode = await play(agent, scene, on_end=ended.append)
+    assert (episode.end, episode.num_turns, episode.answer) == ("episode_timeout", 2, "hel")
+    assert [sum(branch.loss_mask) for branch in episode.branches] == [3, 3]
+    assert [len(sample.output_ids) for sample in ended] == [0, 3, 3]
 
 
 async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(make_scene, play):
