@@ -310,7 +310,8 @@ class QuarantinedPrompt:
     task: str
     index: int
     reason: str
-    """failed (its groups failed too often) or worker_died (thrice while it ran, at last alone)."""
+    """failed (its groups failed too often, or the process of its environment died while it ran
+    alone) or worker_died (thrice while it ran, at last alone)."""
     times: int
     """How often that happened."""
     at: float

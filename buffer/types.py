@@ -145,13 +145,13 @@ class PromptRef:
     attempt: int = 0
     """How often its group has gone stale."""
     reruns: int = 0
-    """How often a worker died while running it. Not stored with a pushed group: a prompt whose
-    group was completed kills no worker."""
+    """How often a worker, or the process of its environment, died while running it. Not stored with
+    a pushed group: a prompt whose group was completed kills none."""
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its worker runs it alone: two that ran it have died. If one more does, the buffer
-        quarantines it."""
+        """Whether its worker runs it alone: two processes that ran it have died. If one more does,
+        it is quarantined."""
         return self.reruns >= 2
 
 

@@ -3,7 +3,8 @@
     whole     ──► pushed
               └─► filtered: its rewards are all equal
     failed    ──► its prompt runs again, until it has failed too often
-              └─► external: its prompt runs again, and the failure does not count against it
+              ├─► external: its prompt runs again, and the failure does not count against it
+              └─► its environment's process died: its prompt runs again, at last alone (loop.py)
     cancelled ──► too old: its prompt runs again as that of a stale group
               ├─► external and idle, while others wait for a credit: its prompt runs again
               └─► stopped with the run
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +41,7 @@ from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.sampling.tracing import tracer
 from rollout_pool.tasks.source import GroupEnd
+from rollout_pool.tasks.verifiers_process import EnvironmentDied
 from rollout_pool.worker.curriculum import Curriculum
 from rollout_pool.worker.group_run import Counters, GroupRun, Verdict, length_bucket
 
@@ -235,12 +237,19 @@ class GroupFinisher:
         if run.source.is_external:  # the external program may be at fault, not the prompt
             await self.buffer.abandon(run.group_id, "outside", Rerun.always, run.ref)
             return
-        most = self.config.max_group_failures
-        failure = await self.buffer.fail(run.group_id, run.ref, most)
-        if failure is not None and failure.is_quarantined:
-            self.counters.add("prompts_quarantined")
-            log.warning("prompt %d failed %d times: quarantined", run.ref.index, most)
         self.num_failed += 1
+        has_died = isinstance(error.__cause__, EnvironmentDied)
+        if has_died and not run.ref.is_suspect:
+            # Any group that ran beside it may be at fault: the death counts like a worker's.
+            ref = replace(run.ref, reruns=run.ref.reruns + 1)
+            await self.buffer.abandon(run.group_id, "environment_died", Rerun.always, ref)
+        else:
+            most = 1 if has_died else self.config.max_group_failures
+            failure = await self.buffer.fail(run.group_id, run.ref, most)
+            if failure is not None and failure.is_quarantined:
+                self.counters.add("prompts_quarantined")
+                times = failure.num_failures
+                log.warning("prompt %d is quarantined (failures: %d)", run.ref.index, times)
         # One process of an environment that dies fails any number of groups.
         self._failures_in_a_row += error.__cause__ is None or error.__cause__ is not self._cause
         self._cause = error.__cause__

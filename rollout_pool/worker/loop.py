@@ -5,7 +5,8 @@
       └───────────────── credit returns  ◄──── trainer ◄──────────────┘
     publish ──► groups in flight that became too old are cancelled, their prompts run again
     idle    ──► external groups without a request are cancelled while their credits are needed
-    failure ──► the prompt runs again, until it is put into quarantine (finish.py)
+    failure ──► the prompt runs again, until it is put into quarantine (finish.py); one during which
+                the process of its environment died counts like the death of a worker
     restart ──► the new worker reclaims the groups that ran; each prompt runs again, and after a
                 second death alone, so that a third one tells which prompt is at fault. Its samples
                 begin with the tokens that were kept (keep.py)

@@ -25,6 +25,7 @@ from rollout_pool.tasks.mixture import task_name
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
+from rollout_pool.tasks.verifiers_process import EnvironmentDied
 from rollout_pool.worker.finish import MAX_FAILURES_IN_A_ROW, GroupFailed
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from tests.support.rollout import FakeCompleter, place_of, plain_chat, rollout_spec, until
@@ -396,6 +397,43 @@ async def test_groups_that_fail_with_one_process_are_one_failure_in_a_row(make_w
     await until(ready(buffer, 4))
     worker.stop()
     assert (await running).num_failed >= MAX_FAILURES_IN_A_ROW
+
+
+async def test_prompts_beside_one_that_ends_their_environment_are_not_quarantined(make_worker):
+    worker, buffer = await make_worker()
+    run, all_run = make_worker.source.run, asyncio.Event()
+    running, companies, deaths = Counter(), {}, []
+
+    async def run_beside_prompt_1(prompt, request):
+        nonlocal all_run
+        running[prompt.index] += 1
+        try:
+            if len(deaths) < 2:  # all of the first four prompts run, and fail
+                if running.total() == 4 * 2:
+                    deaths.append(EnvironmentDied("its process ended"))
+                    all_run.set()
+                    all_run = asyncio.Event()
+                else:
+                    await all_run.wait()
+                raise deaths[-1]
+            companies.setdefault(prompt.index, set()).update(+running)
+            if prompt.index == 1:
+                raise EnvironmentDied("its process ended again")
+            return await run(prompt, request)
+        finally:
+            running[prompt.index] -= 1
+
+    make_worker.source.run = run_beside_prompt_1
+    ended = await make_worker.start(worker)
+    await until(ready(buffer, 4))
+    worker.stop()
+    await ended
+    assert [companies[index] for index in range(4)] == [{0}, {1}, {2}, {3}]
+    (poisonous,) = await buffer.quarantined_prompts()
+    assert (poisonous.index, poisonous.reason) == (1, "failed")
+    assert (await buffer.stats()).abandoned_by_reason == {"environment_died": 8, "failed": 1}
+    lease = await consume(buffer, 0, num_groups=4)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 2, 3, 4]
 
 
 # The end of a group -------------------------------------------------------------------------------
