@@ -40,7 +40,7 @@ def build_task(config: TaskConfig) -> Task:
 
             return AlphabetSortTask(config)
         case TaskKind.verifiers:
-            from rollout_pool.tasks.verifiers import VerifiersTask
+            from rollout_pool.tasks.verifiers.adapter import VerifiersTask
 
             return VerifiersTask(config)
         case TaskKind.mixture:

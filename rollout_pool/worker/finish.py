@@ -41,7 +41,7 @@ from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.sampling.tracing import tracer
 from rollout_pool.tasks.source import GroupEnd
-from rollout_pool.tasks.verifiers_process import EnvironmentDied
+from rollout_pool.tasks.verifiers.process import EnvironmentDied
 from rollout_pool.worker.curriculum import Curriculum
 from rollout_pool.worker.group_run import Counters, GroupRun, Verdict, length_bucket
 

@@ -23,11 +23,10 @@ from starlette.routing import Route
 from configs.choices import TaskKind
 from configs.environment import LOG_DIR_VARIABLE
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks import verifiers_process
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
-from rollout_pool.tasks.verifiers import VerifiersTask
-from rollout_pool.tasks.verifiers_process import EnvironmentDied
+from rollout_pool.tasks.verifiers.adapter import VerifiersTask
+from rollout_pool.tasks.verifiers.process import EnvironmentDied
 from tests.support.launches import RUN, Machine, end_all, finish, result_of, start
 
 pytestmark = pytest.mark.slow
@@ -228,7 +227,7 @@ async def test_process_ends_with_an_orphaned_parent(tmp_path: Path, says: str) -
 async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verifiers_process, "CANCEL_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("rollout_pool.tasks.verifiers.process.CANCEL_TIMEOUT_S", 2.0)
     async with task_of(name="guessing") as task, serving("wait") as model:
 
         async def cancelled() -> None:

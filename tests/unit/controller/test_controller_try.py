@@ -233,7 +233,7 @@ def test_what_cannot_be_tried_is_bad_input(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     row = {"opening": [{"role": "user", "content": "1 + 1 ="}], "task": {"answer": "2"}}
-    monkeypatch.setattr("rollout_pool.tasks.verifiers.load_rows", lambda _: [row, row])
+    monkeypatch.setattr("rollout_pool.tasks.verifiers.adapter.load_rows", lambda _: [row, row])
     assert try_it(server, *arguments) == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err and not server.asked
 

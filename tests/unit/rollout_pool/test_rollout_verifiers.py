@@ -14,9 +14,8 @@ from configs.choices import TaskKind
 from configs.load import ConfigError, load_config
 from configs.rollout_schema import TaskConfig
 from processes.child import has_ended
-from rollout_pool.tasks import verifiers_process
 from rollout_pool.tasks.registry import build_task
-from rollout_pool.tasks.verifiers_process import EnvironmentDied, EnvironmentProcess, Program
+from rollout_pool.tasks.verifiers.process import EnvironmentDied, EnvironmentProcess, Program
 
 INTERPRETER = """#!{python}
 import json, os, socket, sys, time
@@ -130,7 +129,7 @@ def test_process_that_ends_in_the_middle_of_a_row_is_named_with_its_last_words(i
 
 
 async def test_start_without_an_answer_is_named_and_ended(process_of, monkeypatch):
-    monkeypatch.setattr(verifiers_process, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rollout_pool.tasks.verifiers.process.START_TIMEOUT_S", 0.5)
     with pytest.raises(ValueError, match=r"task.name='silent': nothing came from it for 0.5 s"):
         await process_of("silent").start()
 
@@ -145,7 +144,7 @@ async def test_all_episodes_of_a_process_that_died_fail_with_one_error(process_o
 
 
 async def test_process_that_hangs_is_killed_with_a_warning(process_of, monkeypatch, caplog):
-    monkeypatch.setattr(verifiers_process, "CANCEL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rollout_pool.tasks.verifiers.process.CANCEL_TIMEOUT_S", 0.5)
     process = process_of("hangs")
     await process.start()
     cancelled, other = [asyncio.create_task(process.run({}, "", "")) for _ in range(2)]

@@ -25,7 +25,7 @@ from rollout_pool.tasks.mixture import task_name
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
-from rollout_pool.tasks.verifiers_process import EnvironmentDied
+from rollout_pool.tasks.verifiers.process import EnvironmentDied
 from rollout_pool.worker.finish import MAX_FAILURES_IN_A_ROW, GroupFailed
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
 from tests.support.rollout import FakeCompleter, place_of, plain_chat, rollout_spec, until

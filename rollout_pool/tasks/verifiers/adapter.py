@@ -20,7 +20,7 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env, Message
 from rollout_pool.tasks.datasets import ProblemTask
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.tasks.verifiers_process import EnvironmentProcess, Program, load_rows
+from rollout_pool.tasks.verifiers.process import EnvironmentProcess, Program, load_rows
 
 
 class Session(Protocol):

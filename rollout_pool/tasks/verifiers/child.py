@@ -1,6 +1,6 @@
 """An environment of the verifiers library: the program that runs with that library's interpreter.
 
-    python -P verifiers_child.py <descriptor of its socket>
+    python -P child.py <descriptor of its socket>
 
 It needs the standard library and verifiers only. Each message is one line of JSON:
 

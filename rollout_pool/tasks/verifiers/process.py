@@ -1,6 +1,6 @@
 """The process of an environment of the verifiers library, with an interpreter that has the library.
 
-Its program and its messages are described in `verifiers_child.py`.
+`child.py` describes its program and its messages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollout_pool.episodes.request import EpisodeFailed
 
 log = logging.getLogger(__name__)
 
-PROGRAM = Path(__file__).with_name("verifiers_child.py")
+PROGRAM = Path(__file__).with_name("child.py")
 START_TIMEOUT_S = 600.0
 """Environments may download their data."""
 CANCEL_TIMEOUT_S = 30.0
