@@ -1,5 +1,3 @@
-from .endpoint.agents import AgentTask as AgentTask
-from .endpoint.agents import SessionHandle as SessionHandle
 from .episodes.env import Completion as Completion
 from .episodes.env import Env as Env
 from .episodes.env import Message as Message
@@ -10,6 +8,8 @@ from .episodes.env import ToolCall as ToolCall
 from .episodes.env import ToolSpec as ToolSpec
 from .episodes.episode import Episode as Episode
 from .pool import RolloutPool as RolloutPool
+from .tasks.agent import AgentTask as AgentTask
+from .tasks.agent import SessionHandle as SessionHandle
 from .tasks.task import Prompt as Prompt
 from .tasks.task import PromptCut as PromptCut
 from .tasks.task import SingleTurnTask as SingleTurnTask

@@ -41,7 +41,6 @@ from controller.start.preflight import check_model, check_task, plan_here, token
 from controller.units import format_count
 from processes.leftovers import list_path
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.agents import find_agent
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat, as_template_message, as_template_tool
 from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
@@ -55,6 +54,7 @@ from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
 from rollout_pool.sampling.sampler import Sampler
+from rollout_pool.tasks.agent import find_agent
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.task import Task, TaskStream
 from trainer_pool.model.scratch import build_scratch_model

@@ -24,7 +24,6 @@ from controller.start.placement import num_cpus_needed
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
-from rollout_pool.endpoint.agents import find_agent
 from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
@@ -36,6 +35,7 @@ from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.sandbox.environment import BARE
 from rollout_pool.sandbox.run import SandboxError, SandboxLimits, cost_of_missing, protections
+from rollout_pool.tasks.agent import find_agent
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
 from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.programs import CodeTask

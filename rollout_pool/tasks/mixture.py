@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from typing import Any, cast
 
 from configs.rollout_schema import MixedTask, TaskConfig, TaskSource
 from rollout_pool.episodes.env import Env, Message
+from rollout_pool.tasks.agent import AgentTask, Answered, SessionHandle
 from rollout_pool.tasks.task import MAX_SKIPS, Prompt, Task
 
 _FAR = 1_000_003
@@ -137,15 +137,20 @@ class Mixture:
 class AgentMixture(Mixture):
     """A mixture of tasks that all bring their own agent."""
 
-    async def run_agent(self, session: Any, prompt: Prompt) -> Any:
+    async def run_agent(self, session: SessionHandle, prompt: Prompt) -> Answered:
         member, own = self.of(prompt)
-        return await cast(Any, member.task).run_agent(session, own)
+        return await _agent_task(member).run_agent(session, own)
 
     async def start(self) -> None:
-        await asyncio.gather(*(cast(Any, one.task).start() for one in self.members.values()))
+        await asyncio.gather(*(_agent_task(one).start() for one in self.members.values()))
 
     async def close(self) -> None:
-        await asyncio.gather(*(cast(Any, one.task).close() for one in self.members.values()))
+        await asyncio.gather(*(_agent_task(one).close() for one in self.members.values()))
+
+
+def _agent_task(member: MixtureMember) -> AgentTask:
+    assert isinstance(member.task, AgentTask)
+    return member.task
 
 
 def task_name(task: Task, prompt: Prompt) -> str:

@@ -13,7 +13,7 @@ from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
 from configs.choices import PauseMode
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.agents import AgentRunner, AgentTask, find_agent
+from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.engines.client import SGLangClient
@@ -28,6 +28,7 @@ from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
 from rollout_pool.sampling.watch import ASK_EVERY_S, EngineWatch
+from rollout_pool.tasks.agent import AgentTask, find_agent
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.mixture import task_name
 from rollout_pool.tasks.registry import build_task

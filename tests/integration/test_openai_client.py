@@ -21,7 +21,7 @@ from configs.choices import ToolParser
 from configs.dotted import load_callable
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from controller.start.warm_start import imitate
-from rollout_pool.endpoint.agents import AgentRunner, load_agent
+from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.schema import Fields, read_tool
 from rollout_pool.endpoint.sessions import Serving
@@ -31,6 +31,7 @@ from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
+from rollout_pool.tasks.agent import load_agent
 from rollout_pool.tasks.task import Prompt
 from tests.support.openai_page import langchain_example
 from trainer_pool.model.scratch import byte_tokenizer

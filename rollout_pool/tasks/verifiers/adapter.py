@@ -14,22 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Env, Message
+from rollout_pool.tasks.agent import SessionHandle
 from rollout_pool.tasks.datasets import ProblemTask
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.tasks.verifiers.process import EnvironmentProcess, Program, load_rows
-
-
-class Session(Protocol):
-    """The part of a session used here."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def keyed_url(self) -> str: ...
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -78,7 +70,9 @@ class VerifiersTask(ProblemTask[Row]):
             "leave task.env and task.tools out"
         )
 
-    async def run_agent(self, session: Session, prompt: Prompt) -> tuple[float, dict[str, float]]:
+    async def run_agent(
+        self, session: SessionHandle, prompt: Prompt
+    ) -> tuple[float, dict[str, float]]:
         """Runs one episode. Returns its reward and metrics.
 
         Raises RuntimeError if the environment could not finish it, and EpisodeFailed if its process

@@ -6,7 +6,8 @@ import pytest
 from endpoint_parts import call, check_branch
 
 from controller.start.preflight import check_task
-from rollout_pool.endpoint.agents import AgentRunner, load_agent
+from rollout_pool.endpoint.agents import AgentRunner
+from rollout_pool.tasks.agent import load_agent
 from rollout_pool.tasks.task import Prompt
 from tests.support.openai_page import langchain_example
 
