@@ -13,15 +13,23 @@ tokenized, and the run's limits in tokens do not apply.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import itertools
 import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +47,7 @@ from controller.signals import Stopped
 from controller.start.plan import Plan
 from controller.start.preflight import check_model, check_task, plan_here, tokenizer_of
 from controller.units import format_count
-from processes.leftovers import list_path
+from processes.leftovers import list_path, remove_leftovers
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.episodes.chat import ChatFormat, as_template_message, as_template_tool
@@ -61,6 +69,9 @@ from trainer_pool.model.scratch import build_scratch_model
 
 DEFAULT_KEY = "OPENAI_API_KEY"
 ENGINE = "engine"
+FOLDER_PREFIX = "leash-try-"
+LOCK = "lock"
+"""In the folder; the lock on it ends with its process, however that ends."""
 NO_LIMIT = 10**9
 """Of tokens: there are none."""
 STOP_S = 30.0
@@ -211,7 +222,7 @@ async def _run(
 ) -> None:
     rewards = []
     async with AsyncExitStack() as closing:
-        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="leash-try-")))
+        folder = closing.enter_context(_temporary_folder())
         pool = RewardPool(
             config.task,
             num_processes=int(needs_processes(config.task)),
@@ -237,6 +248,22 @@ async def _run(
             print(f"episode {number} of {num_episodes}, prompt {prompt.index}")
             print(printable("\n".join(episode_lines(episode, score))), flush=True)
     print(f"mean reward of {num_episodes} episodes: {sum(rewards) / len(rewards):g}")
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder for logs and a model, after those of killed processes are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), (old / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            remove_leftovers(old)
+            shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+        folder = Path(name)
+        with (folder / f".{LOCK}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / f".{LOCK}").rename(folder / LOCK)  # others find it locked
+            yield folder
 
 
 def episode_lines(episode: Episode, score: Score) -> list[str]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +52,19 @@ config_prompt = "Be brief."
 def brevity(prompt, episode, solution):
     return "short"
 '''
+
+KILLED = """
+import sys, tempfile, time
+from pathlib import Path
+from controller.commands.try_task import _temporary_folder
+from processes.leftovers import list_path, write_list
+
+with _temporary_folder() as folder:
+    sockets = tempfile.mkdtemp(dir=sys.argv[1])
+    write_list(list_path(folder, "engine"), [sockets])
+    print(folder, flush=True)
+    time.sleep(600)
+"""
 
 
 class Server:
@@ -283,3 +299,27 @@ def test_server_that_refuses_or_is_not_there_is_named(
     assert (
         "http://127.0.0.1:9/v1/: no answer from 'm': Connection error." in capsys.readouterr().err
     )
+
+
+def test_folder_of_a_killed_process_is_removed_by_the_next_one(
+    server: Server, fruit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    sockets = tmp_path / "sockets"
+    for path in (tmp_path / "tmp", sockets):
+        path.mkdir()
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(sockets)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        try:
+            folder = Path(process.stdout.readline().strip())
+            assert try_it(server, "--episodes=1", *fruit) == EXIT_FAILED  # it has no answer
+            assert list((tmp_path / "tmp").iterdir()) == [folder] and list(sockets.iterdir())
+        finally:
+            process.kill()
+    assert try_it(server, "--episodes=1", *fruit) == EXIT_FAILED
+    assert list((tmp_path / "tmp").iterdir()) == list(sockets.iterdir()) == []
