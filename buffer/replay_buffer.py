@@ -627,6 +627,14 @@ class ReplayBuffer:
         """The buffer's counts, read atomically per shard."""
         return parse_stats(await self._scripts.run("inspect/read_stats"))
 
+    async def group_state(self, group_id: str) -> str | None:
+        """The state of a pushed group, as "ready" or "acked"; None for an unknown one, and
+        `buffer.remember_s` after its end."""
+        state = cast(
+            "bytes | None", await self._redis.hget(self.keys(f"group:{group_id}"), "state")
+        )
+        return None if state is None else readable(state)
+
     async def events(self, group_id: str) -> list[GroupEvent]:
         """The group's events that are still in the audit stream, oldest first."""
         found: list[GroupEvent] = []

@@ -617,6 +617,9 @@ class ShardedReplayBuffer:
     async def stats(self) -> BufferStats:
         return sum_stats(await self._each(Shard.stats))
 
+    async def group_state(self, group_id: str) -> str | None:
+        return await self._of(group_id).group_state(group_id)
+
     async def events(self, group_id: str) -> list[GroupEvent]:
         return await self._of(group_id).events(group_id)
 

@@ -239,7 +239,7 @@ class _Api:
         group_id = request.path_params["group_id"]
         if (group := self._groups.find(group_id)) is None:
             raise ApiError(404, f"there is no group {group_id!r}", code="no_such_group")
-        return JSONResponse(group.status())
+        return JSONResponse({**group.status(), "in_buffer": await group.state_in_buffer()})
 
     async def reward(self, request: Request) -> Response:
         """Ends a session. Posting the same reward again is allowed."""

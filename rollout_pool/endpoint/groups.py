@@ -178,6 +178,13 @@ class ExternalGroup(EpisodeSource):
             "num_rewarded": num_rewarded,
         }
 
+    async def state_in_buffer(self) -> str | None:
+        """What has become of it there; None if it was not pushed, or is forgotten."""
+        look_up = self._sessions.serving.group_state
+        if self.end is not GroupEnd.pushed or look_up is None:
+            return None
+        return await look_up(self.group_id)
+
     def _count_rewarded(self) -> int:
         if self.end is not None:
             return self._num_rewarded

@@ -15,7 +15,7 @@ import math
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,6 +91,8 @@ class Serving:
     keep_alive_s: float = KEEP_ALIVE_S
     count: Callable[[str], None] = _count_nothing
     """Counts a request that a limit refused."""
+    group_state: Callable[[str], Awaitable[str | None]] | None = None
+    """See ReplayBuffer.group_state."""
     vocab_size: int | None = None
     """Tokens that the model has embeddings for; None: as many as its tokenizer has."""
 

@@ -225,6 +225,7 @@ class WorkerParts:
             grammars=grammars,
             vocab_size=num_tokens,
             count=counters.add,
+            group_state=self._buffer.group_state,
         )
         endpoint = Endpoint(serving, host=self._host, port=port + self._index if port else 0)
         self._closing.push_async_callback(endpoint.close)

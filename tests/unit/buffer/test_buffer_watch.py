@@ -38,6 +38,25 @@ async def test_events_list_the_history_of_one_group(checked_buffer: Any, make_gr
     assert all(e.group_id == "g" and abs(e.at - time.time()) < 60 for e in events)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_state_of_a_group_is_known_from_its_push_on(
+    buffer_factory: Any, make_group: Any, shards: int
+) -> None:
+    buffer = await buffer_factory(1, shards=shards)
+    await buffer.admit("g", 0)
+    states = [await buffer.group_state("g")]
+    await buffer.push(make_group("g"))
+    states.append(await buffer.group_state("g"))
+    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    states.append(await buffer.group_state("g"))
+    await buffer.consume(lease, ["g"])
+    states.append(await buffer.group_state("g"))
+    await buffer.ack(0)
+    states.append(await buffer.group_state("g"))
+    assert states == [None, "ready", "leased", "consumed", "acked"]
+    assert await buffer.group_state("other") is None
+
+
 async def test_groups_that_share_an_audit_entry_have_separate_histories(
     buffer_factory: Any, make_group: Any
 ) -> None:

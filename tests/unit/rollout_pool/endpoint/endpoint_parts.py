@@ -182,6 +182,7 @@ class Scene:
         keep_alive_s=15.0,
         vocab_size=None,
         count=lambda name: None,
+        group_state=None,
         **settings,
     ):
         """`settings`: of the Endpoint."""
@@ -207,6 +208,7 @@ class Scene:
             keep_alive_s=keep_alive_s,
             vocab_size=vocab_size,
             count=count,
+            group_state=group_state,
         )
         self.endpoint = Endpoint(serving, host="127.0.0.1", admin_key=ADMIN_KEY, **settings)
         self.sessions = self.endpoint.sessions

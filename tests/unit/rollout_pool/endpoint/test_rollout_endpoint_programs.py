@@ -90,8 +90,13 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
             openai=OpenAIConfig(**limits),
         )
         counters = Counters(state)
-        scene = await make_scene(rollout=config, count=counters.add, keep_alive_s=keep_alive_s)
         buffer = await buffer_factory(GROUPS_PER_STEP, max_staleness=max_staleness)
+        scene = await make_scene(
+            rollout=config,
+            count=counters.add,
+            keep_alive_s=keep_alive_s,
+            group_state=buffer.group_state,
+        )
         scene.buffer = CountingBuffer(buffer)
         scene.author.version = 0
         await state.record_commits({"engine-0": 0})
@@ -229,6 +234,8 @@ async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_no
     lease = await consume(scene.buffer, 0)
     assert {group.group_id for group in lease.groups} == {busy["group_id"], slow["group_id"]}
     assert {group.prompt.index for group in lease.groups} == {0, 1}
+    fates = [(await status(scene, group))["in_buffer"] for group in (idle, slow, busy)]
+    assert fates == [None, "consumed", "consumed"]
     stats = await scene.buffer.stats()
     assert stats.abandoned_by_reason == {"idle": 1} and stats.is_conserved
     await scene.stop()
@@ -318,7 +325,7 @@ async def test_stream_of_a_group_says_how_it_ended(make_run):
     group, report = await running
     counts = {"num_sessions": 2, "num_rewarded": 2}
     assert report == {"group_id": group["group_id"], "state": "pushed", "reason": None, **counts}
-    assert await status(scene, group) == report
+    assert await status(scene, group) == {**report, "in_buffer": "ready"}
 
 
 async def is_comment(lines):
