@@ -24,6 +24,9 @@ MaskArray = NDArray[np.uint8]
 CANDIDATES_COLUMN = "candidates"
 """Column [T, k] int32 of a trajectory whose sampling is truncated: the ids among which each token
 was drawn, then -1; all -1 where the model did not sample."""
+TEMPERATURE_COLUMN = "temperature"
+"""Column [T] float32 of a trajectory with tokens that were sampled at another temperature than
+their group's: that of each token, 1 where the model did not sample."""
 MAX_VERSION = 2**21 - 1
 """The highest policy version: the buffer's index orders groups by version * 2^32 + a sequence
 number, which Redis keeps as a double, exact below 2^53."""

@@ -121,6 +121,10 @@ class OpenAIConfig(Section):
     idle_timeout_s: float = field(default=300.0, metadata=SECONDS)
     """A group of an external program without a request for this long is given up as soon as its
     credit is needed: another group waits for one, and no full batch is ready."""
+    sampling_overrides: bool = False
+    """Requests may choose their own temperature above 0, and, with rollout.sampling.top_k, a
+    truncation that leaves no more tokens than the run's. False refuses what differs from
+    rollout.sampling."""
     max_groups: int = field(default=128, metadata=at_least(1))
     """Groups of external programs in progress at one worker. Further requests for groups wait."""
     max_requests: int = field(default=64, metadata=at_least(1))

@@ -55,10 +55,11 @@ from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, vocab_size
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import Score
+from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
 from rollout_pool.sampling.sampler import Sampler
@@ -193,7 +194,7 @@ async def _served_here(
                 "show that the task works",
                 flush=True,
             )
-        model = ServedModel(served, config, tokenizer.decode)
+        model = ServedModel(served, config, tokenizer)
         yield EpisodeRunner(model, chat, config.task, config.rollout)
     finally:
         await served.stop()
@@ -287,15 +288,16 @@ def _said(message: Message) -> str:
 class ServedModel:
     """The runner's `Completer` at one server: what it does not answer has no other to go to."""
 
-    def __init__(
-        self, engine: SGLangEngine, config: Config, decode: Callable[[Sequence[int]], str]
-    ) -> None:
+    def __init__(self, engine: SGLangEngine, config: Config, tokenizer: Tokenizer) -> None:
         client = engine.client
         limit = config.rollout.engine.max_running_requests
         router = Router([client], config.buffer.wait_timeout_s, max_running_requests=limit)
         router.follow({client.name: 0}, 0, 0)
         self._engine = engine
-        self._sampler = Sampler(router, 0, decode)
+        model, trust = (engine.spec.model_path, tokenizer), config.model.trust_remote_code
+        ends = end_tokens(*model, trust_remote_code=trust)
+        grammars = Grammars(tokenizer, vocab_size(*model, trust_remote_code=trust), ends)
+        self._sampler = Sampler(router, 0, tokenizer.decode, grammars)
         self.interrupt = self._sampler.interrupt
 
     async def complete(self, sample: Sample) -> None:

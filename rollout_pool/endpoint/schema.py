@@ -163,7 +163,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 
 
-def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
+def check_shared(fields: Fields, model: str) -> None:
     """Raises ApiError for fields that both endpoints do not support."""
     asked = fields.text("model")
     if asked != model:
@@ -173,17 +173,59 @@ def check_shared(fields: Fields, model: str, sampling: SamplingParams) -> None:
             param="model",
             code="model_not_found",
         )
-    for name, configured in asdict(sampling).items():
-        value = fields.number(name, configured)
-        if value != configured:
-            raise refuse(
-                name,
-                f"{value:g} was requested, but this session is sampled with {configured:g}. Its "
-                "tokens are trained on, so they are sampled as the run is configured "
-                "(rollout.sampling); leave the field out",
-            )
     if fields.has("seed") and type(fields.raw("seed")) is not int:
         raise refuse("seed", f"must be a whole number, not {shown(fields.raw('seed'))}")
+
+
+def read_sampling(
+    fields: Fields, usual: SamplingParams, *, may_override: bool, is_trained: bool
+) -> SamplingParams:
+    """How the request is sampled, in a session that samples as `usual`. Raises ApiError."""
+    asked: dict[str, Any] = {
+        name: fields.number(name, value) for name, value in asdict(usual).items()
+    }
+    most_k = usual.top_k if is_trained else MAX_TOP_K
+    for name, value in asked.items():
+        if value == getattr(usual, name):
+            continue
+        if may_override and _may_be(name, value, most_k):
+            continue
+        if may_override:
+            why = f"rollout.openai.sampling_overrides allows {_OVERRIDES}"
+        else:
+            why = (
+                "its tokens are trained on, so they are sampled as the run is configured "
+                "(rollout.sampling; rollout.openai.sampling_overrides=true allows some)"
+            )
+        raise refuse(
+            name,
+            f"{value:g} was requested, but this session is sampled with {getattr(usual, name):g}; "
+            f"{why}; leave the field out",
+        )
+    return SamplingParams(**{**asked, "top_k": int(asked["top_k"])})
+
+
+MAX_TOP_K = 1024
+_OVERRIDES = (
+    "a temperature above 0, at most 2, and where rollout.sampling.top_k is set, top_k from 1 to "
+    "that one, top_p above 0, at most 1, and min_p from 0 to 1"
+)
+
+
+def _may_be(name: str, value: float, most_k: int) -> bool:
+    """Whether what travels with a token, its temperature and up to `most_k` candidates, tells how
+    it was drawn."""
+    match name:
+        case "temperature":
+            return 0 < value <= 2
+        case "top_k":
+            return value == int(value) and 0 < value <= most_k
+        case "top_p":
+            return most_k > 0 and 0 < value <= 1
+        case "min_p":
+            return most_k > 0 and 0 <= value <= 1
+        case _:
+            return False
 
 
 def read_n(fields: Fields) -> int:

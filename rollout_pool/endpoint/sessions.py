@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import RETRY_GRACE_S, Answer
@@ -264,6 +265,7 @@ class Session:
         max_tokens: int | None,
         fingerprints: Sequence[bytes],
         *,
+        sampling: SamplingParams,
         stop: Sequence[str],
         constraint: Constraint | None,
     ) -> list[Answer]:
@@ -288,6 +290,7 @@ class Session:
                 prompt,
                 max_new_tokens,
                 self.clock,
+                sampling=sampling,
                 stop=stop,
                 constraint=constraint,
             )

@@ -27,6 +27,7 @@ from rollout_pool.endpoint.schema import (
     Fields,
     check_shared,
     read_n,
+    read_sampling,
     read_stop,
     read_stream,
 )
@@ -188,7 +189,13 @@ class Turn(ABC):
 
     def __init__(self, session: Session, fields: Fields, *allowed: str) -> None:
         fields.only(*SHARED, *allowed)
-        check_shared(fields, session.serving.model, session.request.sampling)
+        check_shared(fields, session.serving.model)
+        self.sampling = read_sampling(
+            fields,
+            session.request.sampling,
+            may_override=session.serving.rollout.openai.sampling_overrides,
+            is_trained=session.request.priority is Priority.rollout,
+        )
         self.session = session
         self.is_streamed, self.wants_usage = read_stream(fields)
         self.n = read_n(fields)
@@ -263,7 +270,12 @@ class Turn(ABC):
     def begin(self, prompt: list[int], fingerprints: Sequence[bytes]) -> list[Answer]:
         """Starts answers to a rendered `prompt`. Raises ApiError."""
         return self.session.begin(
-            prompt, self.max_tokens, fingerprints, stop=self.stop, constraint=self.constraint
+            prompt,
+            self.max_tokens,
+            fingerprints,
+            sampling=self.sampling,
+            stop=self.stop,
+            constraint=self.constraint,
         )
 
     def feed(self, answer: Answer, *, is_end: bool) -> str:

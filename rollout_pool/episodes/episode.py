@@ -38,6 +38,8 @@ class Branch:
     prompt_length: int
     finish_reason: str
     """Why its last turn ended."""
+    temperatures: list[float] = field(default_factory=list)
+    """Those at which the model's tokens were sampled, 1 elsewhere; empty: all at the group's."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -93,6 +95,7 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
     branch.logprobs += [0.0] * len(given) + sample.logprobs
     branch.candidates += [()] * len(given)
     branch.candidates += sample.candidates or [()] * length
+    branch.temperatures += [1.0] * len(given) + [sample.sampling.temperature] * length
     branch.version_spans += [
         VersionSpan(
             version=span.version, start=len(prompt) + span.start, end=len(prompt) + span.end

@@ -165,14 +165,16 @@ class EpisodeRequest:
         max_new_tokens: int,
         clock: EpisodeClock,
         *,
+        sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
         constraint: Constraint | None = None,
     ) -> Sample:
-        """Makes the episode's sample `number` and calls `on_sample`."""
+        """Makes the episode's sample `number` and calls `on_sample`. `sampling`: None is the
+        episode's."""
         sample = Sample(
             sample_id=f"{self.session}.{number}",
             prompt=prompt,
-            sampling=self.sampling,
+            sampling=sampling or self.sampling,
             max_new_tokens=max_new_tokens,
             stop=tuple(stop),
             constraint=constraint,

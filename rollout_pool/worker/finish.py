@@ -28,6 +28,7 @@ from buffer.roles import WorkerBuffer
 from buffer.run_state import RunState
 from buffer.types import (
     CANDIDATES_COLUMN,
+    TEMPERATURE_COLUMN,
     Rerun,
     SamplingParams,
     Trajectory,
@@ -339,11 +340,14 @@ async def _member(
             f"group {run.group_id} of prompt {run.ref.index}: episode {place} could not "
             f"be scored: {score.reasons}"
         )
-    return make_trajectories(episode, score, place)
+    return make_trajectories(episode, score, place, sampling.temperature)
 
 
-def make_trajectories(episode: Episode, score: Score, place: int) -> list[Trajectory]:
+def make_trajectories(
+    episode: Episode, score: Score, place: int, temperature: float
+) -> list[Trajectory]:
     """One trajectory per branch of the group's episode `place`; all have the episode's reward.
+    `temperature`: the group's.
 
     If the whole episode was cut short, that is their finish reason.
     """
@@ -359,10 +363,21 @@ def make_trajectories(episode: Episode, score: Score, place: int) -> list[Trajec
             finish_reason=branch.finish_reason if episode.end == "done" else episode.end,
             reward_parts=dict(score.parts),
             episode=place,
-            columns={**of_branch, **_candidates(branch)},
+            columns={**of_branch, **_candidates(branch), **_temperatures(branch, temperature)},
         )
         for branch, of_branch in zip(episode.branches, columns, strict=True)
     ]
+
+
+def _temperatures(branch: Branch, usual: float) -> dict[str, NDArray[np.float32]]:
+    """The column of its temperatures; none if all of the model's tokens have the usual one."""
+    if not branch.temperatures:
+        return {}
+    column = np.asarray(branch.temperatures, np.float32)
+    is_own = np.asarray(branch.loss_mask, np.bool_)
+    if (column[is_own] == np.float32(usual)).all():
+        return {}
+    return {TEMPERATURE_COLUMN: column}
 
 
 def _candidates(branch: Branch) -> dict[str, NDArray[np.int32]]:

@@ -19,7 +19,7 @@ from sglang_model import worst_difference
 from buffer.types import SamplingParams
 from configs.choices import ToolParser
 from configs.dotted import load_callable
-from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from controller.start.warm_start import imitate
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
@@ -71,7 +71,11 @@ class Policy:
             tokenizer=tokenizer,
             model="policy",
             task=TaskConfig(chat_template=True, max_turn_tokens=TURN_TOKENS),
-            rollout=RolloutConfig(max_prompt_tokens=400, max_response_tokens=500),
+            rollout=RolloutConfig(
+                max_prompt_tokens=400,
+                max_response_tokens=500,
+                openai=OpenAIConfig(sampling_overrides=True),
+            ),
         )
         self.endpoint = Endpoint(serving, host="127.0.0.1")
         await self.endpoint.start()
@@ -250,7 +254,7 @@ async def report_weather(session, prompt):
         check_report(choice.message.content)
         assert choice.finish_reason == "stop"
     text, calls = "", ""
-    async for chunk in await ask(response_format=JSON_REPORT, stream=True):
+    async for chunk in await ask(response_format=JSON_REPORT, stream=True, temperature=1.5):
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
     check_report(text)
     for forced in ("required", NAMED):
@@ -289,7 +293,11 @@ async def test_answers_of_a_form_rescore_among_the_tokens_that_the_form_left(pol
             widths = [len(ids) for ids in branch.candidates]
             assert [width > 0 for width in widths] == [own > 0 for own in branch.loss_mask]
             assert max(widths) <= 20
-    assert worst_difference(policy.model, samples, 0.8) < 1e-4
+    hot = [sample for sample in samples if sample.sampling.temperature == 1.5]
+    usual = [sample for sample in samples if sample.sampling.temperature == 0.8]
+    assert len(hot) == len(played) and len(hot) + len(usual) == len(samples)
+    assert worst_difference(policy.model, hot, 1.5) < 1e-4
+    assert worst_difference(policy.model, usual, 0.8) < 1e-4
     assert all(
         sum(s.end - s.start for s in one.version_spans) == len(one.output_ids) for one in samples
     )

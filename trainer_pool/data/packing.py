@@ -44,8 +44,9 @@ class Row:
     not train."""
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further values of each token, by name."""
-    temperature: float = 1.0
-    """Sampling temperature: rollout log-probabilities are those of softmax(logits / this)."""
+    temperatures: NDArray[np.float32] | None = None
+    """Sampling temperature of each token: rollout log-probabilities are those of softmax(logits /
+    this). None is 1."""
     candidates: NDArray[Any] | None = None
     """[T, k] int32 `CANDIDATES_COLUMN`; None: every token was drawn from the whole vocabulary."""
     is_current: bool = False
@@ -56,9 +57,9 @@ class Row:
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
         assert len(self.tokens) >= 2 and not self.loss_mask[0]
-        for values in (self.advantages, self.staleness):
+        for values in (self.advantages, self.staleness, self.temperatures):
             assert values is None or values.shape == self.tokens.shape
-        assert self.weight >= 0 and self.temperature > 0
+        assert self.weight >= 0
         assert self.candidates is None or len(self.candidates) == len(self.tokens)
 
     @property
@@ -141,7 +142,7 @@ class MicroBatch:
     weights_N: Tensor
     """`Row.weight`"""
     temperatures_N: Tensor
-    """`Row.temperature`, and 1 for tokens that the policy did not sample."""
+    """`Row.temperatures`, and 1 for tokens that the policy did not sample."""
     candidates_K: Tensor
     """int64: the ids of `Row.candidates`, one token's after the other's."""
     num_candidates_N: Tensor
@@ -364,7 +365,11 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
         staleness_N=by_token([row.staleness for row in rows], np.int64),
         weights_N=by_row([row.weight for row in rows]),
         # The policy sampled its own tokens only with that temperature.
-        temperatures_N=torch.where(mask_N != 0, by_row([row.temperature for row in rows]), 1.0),
+        temperatures_N=torch.where(
+            mask_N != 0,
+            by_token([row.temperatures for row in rows], np.float32, absent=1.0),
+            1.0,
+        ),
         candidates_K=candidates_K,
         num_candidates_N=num_candidates_N,
         is_current_N=by_row([row.is_current for row in rows], np.bool_),

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.types import CANDIDATES_COLUMN, SamplingParams, Trajectory, TrajectoryGroup
+from buffer.types import (
+    CANDIDATES_COLUMN,
+    TEMPERATURE_COLUMN,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+)
 from configs.algorithm_schema import POLICY, REFERENCE_COLUMN, TEACHER_COLUMN, StreamConfig
 from configs.choices import KLPlace, StreamTokens
 from trainer_pool.algorithms.advantages import AdvantageInputs, overlong_penalty
@@ -114,15 +120,32 @@ def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> lis
                 rollout_logprobs=np.where(mask, t.rollout_logprobs, np.float32(0)),
                 staleness=np.where(mask, staleness, 0),
                 weight=share,
-                temperature=group.sampling.temperature,
+                temperatures=_temperatures(t, group),
                 is_current=t.min_version == batch.version,
                 group=place,
                 candidates=t.columns.get(CANDIDATES_COLUMN),
                 streams=weights,
-                columns={k: v for k, v in t.columns.items() if k != CANDIDATES_COLUMN},
+                columns={k: v for k, v in t.columns.items() if k not in _OF_SAMPLING},
             )
         )
     return rows
+
+
+_OF_SAMPLING = (CANDIDATES_COLUMN, TEMPERATURE_COLUMN)
+"""Columns that say how a token was sampled."""
+
+
+def _temperatures(trajectory: Trajectory, group: TrajectoryGroup) -> NDArray[np.float32]:
+    """[T]. Raises ValueError for a temperature at which no token is trained."""
+    usual = np.full(trajectory.num_tokens, group.sampling.temperature, np.float32)
+    found = np.asarray(trajectory.columns.get(TEMPERATURE_COLUMN, usual), np.float32)
+    of_own = found[trajectory.loss_mask != 0]
+    if not (np.isfinite(of_own) & (of_own > 0)).all():
+        raise ValueError(
+            f"group {group.group_id}: its column {TEMPERATURE_COLUMN} has {of_own.min()}; a token "
+            "is trained at the temperature at which it was sampled, which must be above 0"
+        )
+    return found
 
 
 def _shares(trajectories: Sequence[Trajectory], masks: Sequence[NDArray[Any]]) -> list[float]:

@@ -182,6 +182,12 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
             ["rollout.sampling.top_k=1024", "rollout.max_response_tokens=40000"],
             "could take 1.2 GiB, and the most is 1",
         ),
+        (["task.grammar='start: x'"], "task.grammar='start: x'"),
+        (["task.min_turn_tokens=4"], "task.min_turn_tokens=4: the candidates that it leaves"),
+        (
+            ["rollout.sampling.top_k=9", "task.grammar='start: x'", "task.min_turn_tokens=4"],
+            "task.min_turn_tokens=4: a grammar says itself",
+        ),
         (["weight_sync.pause_mode=retract"], "rollout.engine.radix_cache=True"),
         (["weight_sync=delta", "weight_sync.max_delta_density=0"], "weight_sync.full_every=20"),
         (["weight_sync.stage_dir=stage"], "weight_sync.stage_dir='stage'"),

@@ -56,6 +56,10 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
             ["task.env=copy:copy"],
             r"task\.env='copy:copy': is called with \(config, prompt\), .*takes \(x\); change",
         ),
+        (
+            ["rollout.sampling.top_k=9", "task.grammar='start: digits'"],
+            r'task\.grammar: can\'t be compiled: .*unknown name: "digits"',
+        ),
     ],
 )
 def test_dry_run_refuses_what_start_up_would_refuse(settings: list[str], message: str) -> None:

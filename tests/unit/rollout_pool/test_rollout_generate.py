@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,15 +121,23 @@ def episode(*branches, end="done"):
 def test_candidates_are_a_column_as_wide_as_the_largest_set():
     sets = [(), (), [6, 4], [7, 5, 6]]
     made = branch([5, 6, 6, 7], [0, 0, 1, 1], candidates=sets)
-    [trajectory] = make_trajectories(episode(made), Score(reward=0.5), 0)
+    [trajectory] = make_trajectories(episode(made), Score(reward=0.5), 0, 1.0)
     column = trajectory.columns["candidates"]
     assert column.dtype == np.int32
     assert column.tolist() == [[-1] * 3, [-1] * 3, [6, 4, -1], [7, 5, 6]]
 
 
+def test_temperatures_are_a_column_where_one_is_not_the_usual():
+    made = replace(branch([5, 6, 6, 7], [0, 1, 0, 1]), temperatures=[1.0, 0.7, 1.0, 0.7])
+    [usual] = make_trajectories(episode(made), Score(reward=0.5), 0, 0.7)
+    assert not usual.columns
+    [own] = make_trajectories(episode(made), Score(reward=0.5), 0, 0.8)
+    assert own.columns["temperature"].tolist() == np.array([1, 0.7, 1, 0.7], "<f4").tolist()
+
+
 def test_episode_is_one_trajectory_with_its_reward():
     score = Score(reward=0.5, parts={"right": 1.0, "short": 0.0})
-    [trajectory] = make_trajectories(episode(branch([5, 6, 7, 2], [0, 0, 1, 1])), score, 3)
+    [trajectory] = make_trajectories(episode(branch([5, 6, 7, 2], [0, 0, 1, 1])), score, 3, 1.0)
     assert trajectory.tokens.tolist() == [5, 6, 7, 2]
     assert trajectory.loss_mask.tolist() == [0, 0, 1, 1]
     assert trajectory.rollout_logprobs.tolist() == [0, 0, -7, -2]
@@ -143,18 +152,20 @@ def test_episode_is_one_trajectory_with_its_reward():
 def test_each_branch_is_a_trajectory_with_its_own_columns():
     branches = branch([5, 7], [0, 1], "length"), branch([6, 8, 9], [0, 1, 1])
     columns = tuple({"teacher": np.arange(n, dtype=np.float32)} for n in (2, 3))
-    first, second = make_trajectories(episode(*branches), Score(reward=1.0, columns=columns), 1)
+    first, second = make_trajectories(
+        episode(*branches), Score(reward=1.0, columns=columns), 1, 1.0
+    )
     assert first.columns["teacher"].tolist() == [0, 1]
     assert second.columns["teacher"].tolist() == [0, 1, 2]
     assert (first.finish_reason, second.finish_reason) == ("length", "stop")
     assert {first.episode, second.episode} == {1} and first.reward == second.reward == 1.0
     with pytest.raises(ValueError, match="shorter"):
-        make_trajectories(episode(*branches), Score(reward=1.0, columns=columns[:1]), 1)
+        make_trajectories(episode(*branches), Score(reward=1.0, columns=columns[:1]), 1, 1.0)
 
 
 def test_episode_cut_short_says_so_in_every_trajectory():
     broken = episode(branch([5, 7], [0, 1]), branch([6, 8], [0, 1], "length"), end="env_error")
-    made = make_trajectories(broken, Score(reward=0.0), 0)
+    made = make_trajectories(broken, Score(reward=0.0), 0, 1.0)
     assert [trajectory.finish_reason for trajectory in made] == ["env_error", "env_error"]
 
 

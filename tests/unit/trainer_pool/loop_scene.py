@@ -45,7 +45,7 @@ def head_row(number: int) -> Row:
         candidates=np.where(is_one, candidates, -1) if number % 2 else None,
         rollout_logprobs=np.zeros(length, np.float32),
         advantages=np.full(length, dice.normal(), np.float32),
-        temperature=0.7 + 0.1 * number,
+        temperatures=np.full(length, 0.7 + 0.1 * number, np.float32),
     )
 
 

@@ -140,7 +140,7 @@ def rows() -> list[Row]:
                 rollout_logprobs=dice.normal(-4, 1, len(tokens)).astype(np.float32),
                 advantages=np.full(len(tokens), (1.0, -0.5, 0.7, -1.2)[number], np.float32),
                 weight=1 / (1 + number % 2),
-                temperature=0.8,
+                temperatures=np.full(len(tokens), 0.8, np.float32),
             )
         )
     return found

@@ -37,7 +37,7 @@ def make_row(
         advantages=np.full(length, advantage, np.float32),
         staleness=np.arange(length),
         weight=weight,
-        temperature=temperature,
+        temperatures=np.full(length, temperature, np.float32),
     )
 
 

@@ -130,9 +130,18 @@ def test_single_trajectory_of_an_episode_weighs_exactly_one(ranks: Collectives) 
     assert [row.weight for row in rows] == [1.0, 1.0]
 
 
-def test_rows_keep_the_temperature_of_their_group(ranks: Collectives) -> None:
-    some = group(trajectory(0, 1.0), trajectory(1, 0.0), temperature=0.7)
-    assert [row.temperature for row in rows_of(ranks, some)] == [0.7, 0.7]
+def test_rows_have_the_temperature_of_their_group_or_of_each_token(ranks: Collectives) -> None:
+    own = replace(trajectory(1, 0.0), columns={"temperature": np.array([1, 1, 0.2, 1.5], "<f4")})
+    some = group(trajectory(0, 1.0), own, temperature=0.7)
+    first, second = rows_of(ranks, some)
+    assert first.temperatures == pytest.approx([0.7] * 4)
+    assert second.temperatures == pytest.approx([1, 1, 0.2, 1.5])
+    assert "temperature" not in second.columns
+    for wrong in (0, np.nan):
+        broken = {"temperature": np.array([1, 1, wrong, 1], "<f4")}
+        some = group(trajectory(0, 1.0), replace(own, columns=broken))
+        with pytest.raises(ValueError, match=f"group g7: its column temperature has {wrong}"):
+            rows_of(ranks, some)
 
 
 def test_episode_that_was_cut_off_is_not_trained_but_counts_in_its_group(

@@ -103,7 +103,7 @@ def test_tokens_of_any_stream_are_scored_and_only_the_policys_have_its_temperatu
         tokens=np.arange(6, dtype=np.int32),
         loss_mask=np.array([0, 0, 1, 0, 0, 1], np.uint8),
         rollout_logprobs=np.zeros(6, np.float32),
-        temperature=0.5,
+        temperatures=np.full(6, 0.5, np.float32),
         streams={"words": np.array([0, 0, 0, 0.5, 0, 0], np.float32)},
         columns={"mine": np.arange(6, dtype=np.float32)},
     )

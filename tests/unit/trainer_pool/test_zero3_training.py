@@ -332,7 +332,9 @@ def head(ranks: Ranks) -> Outcome:
 def row_logprobs(model: Any, row: Row) -> torch.Tensor:
     """[T - 1, V] from full logits: at its temperature, and among the candidates of each token."""
     tokens = torch.from_numpy(row.tokens).long()
-    logits = model(input_ids=tokens[None]).logits[0, :-1] / row.temperature
+    logits = model(input_ids=tokens[None]).logits[0, :-1] / torch.from_numpy(
+        row.temperatures[1:, None]
+    )
     if row.candidates is not None:
         for at, ids in enumerate(row.candidates[1:]):
             if (ids >= 0).any():

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -18,8 +19,8 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from buffer.types import SamplingParams
-from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.sampling.sample import SampleFailed
+from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
+from rollout_pool.sampling.sample import Priority, SampleFailed
 from weight_sync.http_server import HttpLimits
 
 USER = {"role": "user", "content": "hello"}
@@ -247,6 +248,41 @@ async def test_session_is_sampled_as_the_run_is_configured(make_scene):
     assert scene.author.samples[0].sampling == SamplingParams(temperature=0.7)
     with pytest.raises(openai.BadRequestError, match=r"sampled with 0\.7"):
         await client.chat.completions.create(model=MODEL, messages=[USER], temperature=1.0)
+
+
+async def test_run_may_let_requests_choose_their_sampling(make_scene):
+    rollout = RolloutConfig(openai=OpenAIConfig(sampling_overrides=True))
+    usual = SamplingParams(temperature=0.7, top_k=40)
+    scene = await make_scene(sampling=usual, rollout=rollout)
+    http = scene.http(scene.session().key)
+    mine = {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.1}
+    for asked, expected in (({}, usual), (mine, SamplingParams(**mine))):
+        answer = await http.post(CHAT, json=body(**asked))
+        assert answer.status_code == 200, answer.text
+        assert scene.author.samples[-1].sampling == expected
+    for name, value in (
+        ("temperature", 0),
+        ("temperature", 2.5),
+        ("top_k", 41),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0),
+        ("min_p", 2),
+        ("frequency_penalty", 0.5),
+    ):
+        answer = await http.post(CHAT, json=body(**{name: value}))
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["param"] == name, error
+        assert "sampling_overrides allows" in error["message"]
+    whole = await make_scene(rollout=rollout)
+    answer = await whole.http(whole.session().key).post(CHAT, json=body(top_p=0.9))
+    assert answer.status_code == 400, "a token would need an unbounded number of candidates"
+    greedy = SamplingParams(temperature=0.0)
+    evaluated = whole.sessions.open(
+        replace(whole.ask(priority=Priority.evaluation), sampling=greedy)
+    )
+    answer = await whole.http(evaluated.key).post(CHAT, json=body(temperature=0.5, top_p=0.9))
+    assert answer.status_code == 200, "nothing of an evaluation is trained"
 
 
 async def test_invalid_body_is_refused(scene):
