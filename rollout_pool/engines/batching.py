@@ -502,7 +502,8 @@ class GenerateCalls(ABC):
         if reason["type"] in ("stop", "length"):
             if not request.num_tokens:
                 raise SampleRefused(f"{self._name} returned a sample without a token")
-            sample.finish_reason = reason["type"]
+            if reason["type"] == "stop" or sample.num_left <= 0:
+                sample.finish_reason = reason["type"]
         # SGLang does not look whether the last token of an aborted request ends it.
         elif sample.output_ids and sample.output_ids[-1] in self._end_tokens:
             sample.finish_reason = "stop"
@@ -602,7 +603,7 @@ def generate_body(
         "sampling_params": [
             {
                 **asdict(sample.sampling),
-                "max_new_tokens": sample.num_left,
+                "max_new_tokens": sample.num_asked,
                 "stream_interval": interval_of(sample, stream_interval),
             }
             for sample in samples.values()

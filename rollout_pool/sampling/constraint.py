@@ -33,6 +33,9 @@ from numpy.typing import NDArray
 
 from rollout_pool.sampling.sample import Constraint, Sample, SampleFailed
 
+FEW = 4
+"""Tokens of the request after a refusal, twice as many of the one after that, and so on: a policy
+that is refused once is often refused again, and what it says behind that is wasted."""
 GRAMMARS_KEPT = 64
 """Compiled ones, by worker."""
 
@@ -172,7 +175,10 @@ class Guide:
         alternative. Call when the engine has ended the request. Whether there was one to refuse."""
         correction, self._correction = self._correction, None
         if correction is None or sample.ends_at is None:
+            if sample.max_asked is not None:
+                sample.max_asked *= 2
             return False
+        sample.max_asked = FEW
         place, sample.ends_at, sample.finish_reason = sample.ends_at, None, None
         sample.is_probe = correction.is_probe
         if correction.token is None:

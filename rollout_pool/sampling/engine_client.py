@@ -52,9 +52,9 @@ class EngineClient(Protocol):
 
         Appends tokens as they arrive, with log-probabilities and versions, and then calls
         `on_arrival`. `request_id` must be unique for the engine, and none may be a prefix of
-        another. Returns without a finish_reason only after `stop`. Raises EngineError or
-        BadLogprobs; tokens that arrived before stay in the sample and are valid. Cancelling it
-        stops the engine's request.
+        another. Returns without a finish_reason only after `stop`, or with all that was asked for
+        (`Sample.num_asked`). Raises EngineError or BadLogprobs; tokens that arrived before stay in
+        the sample and are valid. Cancelling it stops the engine's request.
         """
         ...
 

@@ -108,6 +108,8 @@ class Sample:
     `constraint` does not allow. Until the engine has ended the request there may be more."""
     alternatives: list[Alternatives] = field(default_factory=list)
     """Of the last tokens, until the constraint was applied to them."""
+    max_asked: int | None = None
+    """A limit of the next request's tokens."""
     is_probe: bool = False
     """The next request is for as many alternatives of the next token as PROBED."""
     num_attempts: int = 0
@@ -144,6 +146,11 @@ class Sample:
     @property
     def num_left(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens that the next request may bring."""
+        return self.num_left if self.max_asked is None else min(self.num_left, self.max_asked)
 
     def drop_tokens(self) -> None:
         """Loses its tokens, which count as wasted; the next request begins at its prompt."""

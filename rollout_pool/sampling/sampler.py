@@ -120,9 +120,10 @@ class Sampler:
                 while goes_on:
                     num_failures = run.num_failures
                     await self._ask(sample, run, slot)
-                    is_corrected = self._correct(sample, run)
+                    self._correct(sample, run)
                     has_failed = run.num_failures > num_failures
-                    goes_on = is_corrected and not has_failed and not run.is_interrupted
+                    has_ended = sample.finish_reason is not None or sample.ends_at is not None
+                    goes_on = not (has_ended or has_failed or run.is_interrupted)
             finally:
                 slot.release()
                 times = (began, slot.begun, run.first_token_at)
@@ -185,14 +186,12 @@ class Sampler:
         finally:
             run.in_flight = None
 
-    def _correct(self, sample: Sample, run: _Run) -> bool:
-        """Whether the constraint refused a token, and the corrected sample goes on."""
+    def _correct(self, sample: Sample, run: _Run) -> None:
+        """Puts right what the constraint has refused, if anything."""
         num_before = sample.num_ready
-        if run.guide is None or not run.guide.correct(sample):
-            return False
-        self._look_for_stop(sample, num_before)
-        self._report(sample)
-        return sample.finish_reason is None and sample.ends_at is None
+        if run.guide is not None and run.guide.correct(sample):
+            self._look_for_stop(sample, num_before)
+            self._report(sample)
 
     def _look_for_stop(self, sample: Sample, num_seen: int) -> bool:
         """Whether one is found among the tokens that stay; those from `num_seen` on are new."""
