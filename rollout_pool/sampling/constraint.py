@@ -23,6 +23,7 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -87,31 +88,49 @@ class _Rules:
         """Follows a complete grammar."""
         self.end_tokens = end_tokens
         self._constraint = constraint
-        self._num_embeddings = num_embeddings
+        self._all = np.packbits(np.ones(num_embeddings, np.uint8), bitorder="little")
         self._length = 0
 
-    def allowed(self) -> NDArray[np.bool_]:
-        """[vocabulary]. Raises ConstraintFailed if it is empty."""
-        mask = np.ones(self._num_embeddings, np.bool_)
-        if self.matcher is not None:
-            if self.matcher.is_stopped():  # only the end can follow
-                mask[:] = False
-                mask[self.last_token] = True
-            else:
-                bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-                mask = np.unpackbits(bits, bitorder="little")[: len(mask)].astype(np.bool_)
-        mask[list(self._constraint.banned)] = False
-        if self._length < self._constraint.min_tokens:
-            mask[self.end_tokens] = False
-        if not mask.any():
+    def allowed(self) -> _Allowed:
+        """Raises ConstraintFailed if there is none."""
+        if self.matcher is None:
+            bits = self._all.copy()
+        elif self.matcher.is_stopped():  # only the end can follow
+            bits = np.zeros_like(self._all)
+            bits[self.last_token // 8] = 1 << self.last_token % 8
+        else:
+            bits = np.frombuffer(bytearray(self.matcher.compute_bitmask()), np.uint8)
+        ends = self.end_tokens if self._length < self._constraint.min_tokens else ()
+        for token in (*self._constraint.banned, *ends):
+            bits[token // 8] &= ~(1 << token % 8) & 255
+        if not bits.any():
             problem = self.matcher.get_error() if self.matcher is not None else ""
             raise ConstraintFailed(problem or "no token may follow; allow one of those left out")
-        return mask
+        return _Allowed(bits)
 
     def accept(self, token: int) -> None:
         self._length += 1
         if self.matcher is not None and not self.matcher.is_stopped():
             self.matcher.consume_token(token)
+
+
+class _Allowed:
+    """A set of tokens, with a bit for each of the vocabulary: a list would be slow to make."""
+
+    def __init__(self, bits: NDArray[np.uint8]) -> None:
+        self._bits = bits
+
+    def has(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """[K]: whether each of [K] ids is among them."""
+        bits = self._bits[ids >> 3] >> (ids & 7).astype(np.uint8)
+        found: NDArray[np.bool_] = (bits & 1).astype(np.bool_)
+        return found
+
+    def first(self, number: int) -> list[int]:
+        """So many of them, or all."""
+        places = np.flatnonzero(self._bits)[:number].tolist()
+        found = (8 * at + bit for at in places for bit in range(8) if self._bits[at] >> bit & 1)
+        return list(islice(found, number))
 
 
 class ConstraintFailed(SampleFailed):
@@ -154,10 +173,11 @@ class Guide:
             return  # they will be cut off
         start = len(sample.output_ids) - len(arrived)
         for place, known in enumerate(arrived, start):
-            mask, token = self._rules.allowed(), sample.output_ids[place]
-            ids, logprobs = known.among(mask)
-            if sample.is_probe or not mask[token] or (sample.has_candidates and token not in ids):
-                self._correction = self._draw(sample, mask, ids, logprobs)
+            allowed, token = self._rules.allowed(), sample.output_ids[place]
+            ids, logprobs = known.among(allowed.has(known.ids))
+            is_allowed = allowed.has(np.array([token], np.int32)).item()
+            if sample.is_probe or not is_allowed or (sample.has_candidates and token not in ids):
+                self._correction = self._draw(sample, allowed, ids, logprobs)
                 sample.ends_at = place
                 return
             if sample.has_candidates:
@@ -188,10 +208,10 @@ class Guide:
         sample.put_last(correction.token, correction.logprob, correction.candidates)
         self._note_last(sample)
         while sample.finish_reason is None:
-            allowed = np.flatnonzero(self._rules.allowed())
-            if len(allowed) > 1:
+            only, *others = self._rules.allowed().first(2)
+            if others:
                 break
-            sample.extend_last(int(allowed[0]))
+            sample.extend_last(only)
             self._note_last(sample)
         return True
 
@@ -205,15 +225,15 @@ class Guide:
     def _draw(
         self,
         sample: Sample,
-        mask: NDArray[np.bool_],
+        allowed: _Allowed,
         ids: NDArray[np.int32],
         logprobs: NDArray[np.float64],
     ) -> _Correction:
         if not len(ids):
-            others = np.flatnonzero(mask)[:2].tolist()
-            if len(others) > 1 and not sample.is_probe:
+            first, *others = allowed.first(2)
+            if others and not sample.is_probe:
                 return _Correction(is_probe=True)
-            return _Correction(token=others[0], candidates=others[:1])
+            return _Correction(token=first, candidates=[first])
         most = sample.sampling.top_k if sample.has_candidates else len(ids)
         best = np.sort(np.argsort(-logprobs, kind="stable")[:most])
         ids, logprobs = ids[best], logprobs[best]  # a probe may have found more

@@ -53,9 +53,8 @@ class Alternatives(NamedTuple):
     logprobs: NDArray[np.float64]
     """Natural logs, in the same order, up to a constant."""
 
-    def among(self, is_allowed: NDArray[np.bool_]) -> Alternatives:
-        """Those that a mask over the vocabulary allows."""
-        chosen = is_allowed[self.ids]
+    def among(self, chosen: NDArray[np.bool_]) -> Alternatives:
+        """Those for which `chosen`, [K], is true."""
         return Alternatives(self.ids[chosen], self.logprobs[chosen])
 
 
