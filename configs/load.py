@@ -370,8 +370,9 @@ def _anchor_task(task: TaskSource) -> None:
         reward.function = reward.function and _absolute_code(reward.function)
         reward.path = reward.path and _absolute(reward.path)
         reward.python = reward.python and _absolute(reward.python)
-        if reward.command and "/" in reward.command[0]:
-            reward.command[0] = _absolute(reward.command[0])
+        for command in (reward.command, reward.compile):
+            if command and "/" in command[0]:
+                command[0] = _absolute(command[0])
 
 
 def _absolute(path: str) -> str:

@@ -339,31 +339,34 @@ class RewardConfig(Section):
         metadata=matching(r"https?://[^\s/]+.*", "an address as http://host:port/path"),
     )
     """http: where to POST; judge, teacher: the base URL, as in http://host:port/v1. teacher:
-    without /v1 that of an SGLang server."""
+    without /v1 that of an SGLang server. code_tests: a sandbox service (`make sandbox`, or
+    SandboxFusion) that runs the programs; None: this run's own machines."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
     """teacher: instead of `url`, the folder of a model that the run serves itself; only on a single
     machine without GPUs."""
     model: str | None = field(default=None, metadata=NOT_EMPTY)
     """judge, teacher: name of the model there; an SGLang server needs none."""
     api_key_env: str | None = field(default=None, metadata=VARIABLE)
-    """judge, teacher, http: environment variable that holds the key."""
+    """For `url`: environment variable that holds the key."""
     prompt: str | None = None
     """judge: its prompt; {prompt}, {answer} and {solution} are filled in."""
     timeout_s: float = field(default=120.0, metadata=SECONDS)
-    """http, judge, teacher: longest that one answer may take."""
+    """For `url`: longest that one answer may take. code_tests with `url`: longest that one test may
+    take, and that all tests of an answer may run."""
     max_retries: int = field(default=3, metadata=at_least(0))
-    """http, judge, teacher: retries after a failure. Then the episode is unscored: its group is not
-    trained and its prompt runs again, as after any failed group."""
+    """For `url`: retries after a failure. Then the episode is unscored: its group is not trained
+    and its prompt runs again, as after any failed group."""
     max_per_second: float | None = field(default=None, metadata=POSITIVE)
-    """http, judge, teacher: the most requests per second from one worker; None for no limit."""
+    """For `url`: the most requests per second from one worker; None for no limit."""
     all_or_nothing: bool = False
     """code_tests: 1 if all tests of a prompt pass, else 0, instead of the share that passes; the
     tests after a failed one are skipped."""
     cpu_time_s: int = field(default=5, metadata=within(1, 3600))
-    """code_tests: the most seconds of CPU of one test, all threads together."""
+    """code_tests: the most seconds of CPU of one test, all threads together. A service at `url` has
+    its own."""
     wall_time_s: float = field(default=10.0, metadata=SECONDS)
     """code_tests: the most seconds that one test may take; all tests of an answer share
-    rollout.reward_timeout_s."""
+    rollout.reward_timeout_s, with `url` task.rewards.*.timeout_s."""
     memory_bytes: int = field(default=512 * 2**20, metadata=within(64 * 2**20, LARGEST_SIZE))
     """code_tests: the most memory of one test, as address space."""
     python: str | None = field(default=None, metadata=NOT_EMPTY)
@@ -372,9 +375,14 @@ class RewardConfig(Section):
     command: list[str] = field(default_factory=list, metadata=ARGUMENTS)
     """code_tests: what runs a program of another language, as [node, "{file}"]; its tests must be
     inputs with outputs. If empty, programs are Python."""
+    compile: list[str] = field(default_factory=list, metadata=ARGUMENTS)
+    """code_tests: the compiler that makes a file of the program, as [gcc, -x, c, "{file}", -o,
+    "{output}"]. `command` then runs that file, as ["{file}"]."""
+    compile_time_s: float = field(default=10.0, metadata=SECONDS)
+    """code_tests: the most seconds that `compile` may take for one answer."""
     languages: list[str] = field(default_factory=list, metadata=LANGUAGES)
     """code_tests: how an answer may call the language of `command` after the backquotes, as
-    [javascript, js]."""
+    [javascript, js]. With `url` the first is what the service calls it."""
 
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
@@ -404,12 +412,15 @@ class RewardConfig(Section):
             "algorithm.streams.teacher.weight",
         )
         yield Rule(
-            not self.command or any("{file}" in argument for argument in self.command[1:]),
+            not self.command
+            or any("{file}" in argument for argument in self.command[1:])
+            or (bool(self.compile) and self.command[0] == "{file}"),
             "command",
             'an argument must hold {file}, the path of the program, as in [node, "{file}"]',
         )
         yield Rule(
-            bool(self.languages) == bool(self.command),
+            bool(self.languages) == bool(self.command)
+            or (kind is RewardKind.code_tests and self.url is not None),
             "languages",
             "names the language of task.rewards.*.command, as it follows the backquotes of a "
             "program: set both or neither",
@@ -419,12 +430,43 @@ class RewardConfig(Section):
             "python",
             "programs run either with this Python or by task.rewards.*.command",
         )
+        yield from self._compile_rules()
         for setting in fields(self):
             if setting.name in _OF_CODE_TESTS and kind is not RewardKind.code_tests:
                 is_default = getattr(self, setting.name) in (setting.default, [])
                 yield Rule(is_default, setting.name, f"{name} runs no tests of programs: leave out")
 
+    def _compile_rules(self) -> Iterator[Rule]:
+        yield Rule(
+            not self.compile or bool(self.command),
+            "compile",
+            'makes what task.rewards.*.command runs; set that too, to ["{file}"] for an executable',
+        )
+        yield Rule(
+            not self.compile
+            or all(any(word in argument for argument in self.compile[1:]) for word in _MADE),
+            "compile",
+            "its arguments must hold {file}, the path of the program, and {output}, that of what "
+            'it makes, as in [gcc, -x, c, "{file}", -o, "{output}"]',
+        )
+        if self.kind is RewardKind.code_tests and self.url is not None:
+            for setting in ("python", "command", "compile"):
+                yield Rule(
+                    not getattr(self, setting),
+                    setting,
+                    "the service at task.rewards.*.url runs the programs; set it there (make "
+                    "sandbox), and here only the language, as task.rewards.*.languages",
+                )
+            needed_s = self.wall_time_s + self.compile_time_s
+            yield Rule(
+                needed_s <= self.timeout_s,
+                "timeout_s",
+                f"one test may take {needed_s:g} s (task.rewards.*.wall_time_s and "
+                "compile_time_s); raise this, or lower them",
+            )
 
+
+_MADE = ("{file}", "{output}")
 _OF_CODE_TESTS = (
     "all_or_nothing",
     "cpu_time_s",
@@ -432,6 +474,8 @@ _OF_CODE_TESTS = (
     "memory_bytes",
     "python",
     "command",
+    "compile",
+    "compile_time_s",
 )
 SHARE_OF_TESTS = 0.8
 """Share of `rollout.reward_timeout_s` for running all tests of an answer, before it is cut off."""

@@ -579,16 +579,20 @@ class Config(Section):
             "or an agent",
             shown,
         )
-        slowest = [r.wall_time_s for r in parts if r.kind is RewardKind.code_tests]
         timeout_s = self.rollout.reward_timeout_s
-        yield Rule(
-            max(slowest, default=0.0) <= SHARE_OF_TESTS * timeout_s,
-            "rewards.*.wall_time_s",
-            f"all tests of an answer must end within {SHARE_OF_TESTS:g} of "
-            f"rollout.reward_timeout_s={timeout_s:g}, so that one would never get as long; give it "
-            "less, or raise rollout.reward_timeout_s",
-            max(slowest, default=0.0),
-        )
+        for reward in parts:
+            if reward.kind is not RewardKind.code_tests or reward.url is not None:
+                continue
+            compile_s = reward.compile_time_s if reward.compile else 0.0
+            after = f" (after compile_time_s={compile_s:g})" if compile_s else ""
+            yield Rule(
+                compile_s + reward.wall_time_s <= SHARE_OF_TESTS * timeout_s,
+                "rewards.*.wall_time_s",
+                f"all tests of an answer{after} must end within {SHARE_OF_TESTS:g} of "
+                f"rollout.reward_timeout_s={timeout_s:g}, so that one would never get as long; "
+                "give it less, or raise rollout.reward_timeout_s",
+                reward.wall_time_s,
+            )
         for setting, value in (
             ("grammar", task.grammar),
             ("min_turn_tokens", task.min_turn_tokens),

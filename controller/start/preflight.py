@@ -28,13 +28,13 @@ from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
-from rollout_pool.rewards.code_tests import environment_of, limits_of
+from rollout_pool.rewards.code_tests import PYTHON as PYTHONS
+from rollout_pool.rewards.code_tests import languages_of, limits_of, local_sandbox
 from rollout_pool.rewards.process import load_function
 from rollout_pool.rewards.teacher import check_teacher
 from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.tracing import make_exporter
-from rollout_pool.sandbox.environment import BARE
-from rollout_pool.sandbox.run import SandboxError, SandboxLimits, cost_of_missing, protections
+from rollout_pool.sandbox.run import LocalSandbox, SandboxError, SandboxLimits, cost_of_missing
 from rollout_pool.tasks.agent import find_agent
 from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
 from rollout_pool.tasks.mixture import Mixture
@@ -326,9 +326,11 @@ def _check_rewards_and_environment(config: TaskConfig, task: Task) -> None:
                 "have no tests; those of task.kind=code have, or score by task.rewards."
                 f"{name}.kind=task"
             )
-        if reward.command and isinstance(task, CodeTask):
+        if isinstance(task, CodeTask) and reward.command:
             task.check_inputs_only(f"task.rewards.{name}.command={reward.command}")
-    _check_sandbox(config)
+        if isinstance(task, CodeTask) and languages_of(reward)[0] not in PYTHONS:
+            task.check_inputs_only(f"task.rewards.{name}.languages={reward.languages}")
+    check_sandbox(config)
 
 
 def _check_env_rewards(config: TaskConfig, task: Task) -> None:
@@ -344,21 +346,22 @@ def _check_env_rewards(config: TaskConfig, task: Task) -> None:
             )
 
 
-def _check_sandbox(config: TaskConfig) -> None:
+def check_sandbox(config: TaskConfig) -> None:
+    """Raises ValueError if this machine cannot run the programs of rewards and tools safely."""
     tested = {
         f"task.rewards.{name}.kind={reward.kind.name}": (
-            environment_of(reward, f"task.rewards.{name}"),
+            local_sandbox(reward, f"task.rewards.{name}"),
             limits_of(reward),
         )
         for name, reward in config.rewards.items()
-        if reward.kind is RewardKind.code_tests
+        if reward.kind is RewardKind.code_tests and reward.url is None
     }
     if PYTHON in config.tools:
-        tested[f"task.tools={PYTHON}"] = BARE, SandboxLimits()
+        tested[f"task.tools={PYTHON}"] = LocalSandbox(), SandboxLimits()
     warnings: dict[str, str] = {}
-    for setting, (environment, limits) in tested.items():
+    for setting, (sandbox, limits) in tested.items():
         try:
-            layers = asyncio.run(protections(environment, limits))
+            layers = asyncio.run(sandbox.protections(limits))
         except SandboxError as error:
             raise ValueError(f"{setting}: {error}") from error
         if (cost := cost_of_missing(layers)) is not None:

@@ -7,22 +7,17 @@ import dataclasses
 import logging
 import math
 import re
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from configs.rollout_schema import SHARE_OF_TESTS, RewardConfig
-from rollout_pool.sandbox.environment import (
-    BARE,
-    ProgramEnvironment,
-    find_command,
-    find_python,
-)
+from rollout_pool.sandbox.environment import BARE, find_command, find_python
 from rollout_pool.sandbox.run import (
+    LocalSandbox,
+    Sandbox,
     SandboxLimits,
+    SandboxResult,
     cost_of_missing,
-    protections,
-    run_program,
 )
 from rollout_pool.tasks.programs import CodeTask, ProgramTest
 from rollout_pool.tasks.task import Prompt, Task
@@ -30,6 +25,9 @@ from rollout_pool.tasks.task import Prompt, Task
 log = logging.getLogger(__name__)
 
 _USUAL = SandboxLimits()
+_HERE = LocalSandbox()
+COMPILER_MEMORY_BYTES = 2 * 2**30
+"""Or as much as a test may take, if that is more."""
 MAX_TIMEOUTS = 2
 """After so many timeouts the remaining tests are skipped."""
 _BLOCK = re.compile(r"```[ \t]*([\w+#]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -56,47 +54,79 @@ class CodeTests:
 
         Raises ValueError for a task whose prompts have no tests or a Python that cannot be used,
         SandboxError if programs cannot be run safely on this machine."""
-        if not isinstance(task, CodeTask):
-            raise ValueError(
-                f"{setting}.kind=code_tests: the prompts of {task.name} have no tests; "
-                "use task.kind=code"
-            )
-        self._task = task
-        self._all_or_nothing = config.all_or_nothing
-        self._languages = tuple(config.languages) or PYTHON
-        self._limits = limits_of(config)
-        self._environment = environment_of(config, setting)
+        self._task = code_task(task, setting)
+        self._config = config
+        self._sandbox = local_sandbox(config, setting)
         self._total_s = SHARE_OF_TESTS * timeout_s
         self._runner = asyncio.Runner()
-        layers = self._runner.run(protections(self._environment, self._limits))
+        layers = self._runner.run(self._sandbox.protections(limits_of(config)))
         if (cost := cost_of_missing(layers)) is not None:
             log.warning("%s.kind=code_tests: %s", setting, cost)
 
     def score(self, prompt: Prompt, answer: str) -> float:
-        """Share of the prompt's tests that the answer's program passes, or whether all pass."""
-        tests = self._task.tests(prompt)
-        verdict = self._runner.run(
-            judge(
-                program_of(answer, self._languages),
-                tests,
-                self._limits,
-                self._environment,
-                total_s=self._total_s,
-                stops_at_failure=self._all_or_nothing,
-            )
+        """See score_answer."""
+        return self._runner.run(
+            score_answer(self._task, self._config, prompt, answer, self._sandbox, self._total_s)
         )
-        if verdict.explanation:
-            passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
-            log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
-        return float(verdict.share == 1.0) if self._all_or_nothing else verdict.share
 
 
-def environment_of(config: RewardConfig, setting: str) -> ProgramEnvironment:
-    """What runs the programs. Raises ValueError naming `setting`, the part of the reward, for a
-    Python or a command that cannot be used."""
+async def score_answer(
+    task: CodeTask,
+    config: RewardConfig,
+    prompt: Prompt,
+    answer: str,
+    sandbox: Sandbox,
+    total_s: float,
+) -> float:
+    """Share of the prompt's tests that the answer's program passes, or whether all pass; those that
+    have not passed after `total_s` fail."""
+    verdict = await judge(
+        program_of(answer, languages_of(config)),
+        task.tests(prompt),
+        limits_of(config),
+        sandbox,
+        total_s=total_s,
+        stops_at_failure=config.all_or_nothing,
+    )
+    if verdict.explanation:
+        passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
+        log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
+    return float(verdict.share == 1.0) if config.all_or_nothing else verdict.share
+
+
+def code_task(task: Task, setting: str) -> CodeTask:
+    """Raises ValueError naming `setting`, the part of the reward, for a task without tests."""
+    if isinstance(task, CodeTask):
+        return task
+    raise ValueError(
+        f"{setting}.kind=code_tests: the prompts of {task.name} have no tests; use task.kind=code"
+    )
+
+
+def local_sandbox(config: RewardConfig, setting: str) -> LocalSandbox:
+    """Runs the programs on this machine. Raises ValueError naming `setting`, the part of the
+    reward, for a Python or a command that cannot be used."""
+    environment, compiler = BARE, None
     if config.command:
-        return find_command(config.command, f"{setting}.command")
-    return find_python(config.python, f"{setting}.python") if config.python else BARE
+        environment = find_command(config.command, f"{setting}.command")
+    elif config.python:
+        environment = find_python(config.python, f"{setting}.python")
+    if config.compile:
+        compiler = find_command(config.compile, f"{setting}.compile", compiles=True)
+    return LocalSandbox(
+        environment,
+        compiler,
+        SandboxLimits(
+            cpu_time_s=_USUAL.max_threads * math.ceil(config.compile_time_s),  # so never reached
+            wall_time_s=config.compile_time_s,
+            memory_bytes=max(COMPILER_MEMORY_BYTES, config.memory_bytes),
+            max_open_files=256,
+        ),
+    )
+
+
+def languages_of(config: RewardConfig) -> tuple[str, ...]:
+    return tuple(config.languages) or PYTHON
 
 
 def limits_of(config: RewardConfig) -> SandboxLimits:
@@ -120,53 +150,48 @@ async def judge(
     program: str,
     tests: Sequence[ProgramTest],
     limits: SandboxLimits = _USUAL,
-    environment: ProgramEnvironment = BARE,
+    sandbox: Sandbox = _HERE,
     total_s: float = math.inf,
     stops_at_failure: bool = False,
 ) -> Verdict:
     """Runs the tests one by one, since a scoring process is meant to use one core. `limits` are
     those of each. Tests that have not passed after `total_s` fail, with `stops_at_failure` also
-    those after a failed one."""
-    ends = time.monotonic() + total_s
+    those after a failed one. Raises what `sandbox` raises."""
+    left_s = total_s  # of the program's own time: a sandbox that is slow to answer costs no score
     too_long = f"all tests together took longer than {total_s:g} s"
     num_passed = num_timeouts = 0
     explanation = ""
     for place, test in enumerate(tests, start=1):
-        left_s = ends - time.monotonic()
         if left_s <= 0:
             explanation = explanation or f"test {place}: {too_long}"
             break
         wall_time_s = min(limits.wall_time_s, left_s)
         within = dataclasses.replace(limits, wall_time_s=wall_time_s)
-        failure, reason = await _run(program, test, within, environment)
+        failure, result = await _run(program, test, within, sandbox)
+        reason, left_s = result.reason, left_s - result.seconds
         if reason == "wall_time" and wall_time_s < limits.wall_time_s:
             failure = too_long
         num_passed += not failure
         num_timeouts += reason in ("cpu_time", "wall_time")
         if failure and not explanation:
             explanation = f"test {place}: {failure}"
-        if num_timeouts >= MAX_TIMEOUTS or (failure and stops_at_failure):
+        is_hopeless = num_timeouts >= MAX_TIMEOUTS or reason == "compile"
+        if is_hopeless or (failure and stops_at_failure):
             break
     return Verdict(num_tests=len(tests), num_passed=num_passed, explanation=explanation)
 
 
 async def _run(
-    program: str, test: ProgramTest, limits: SandboxLimits, environment: ProgramEnvironment
-) -> tuple[str, str | None]:
-    """Why the test failed ("" if it passed), and the sandbox's reason if that ended it."""
-    result = await run_program(
-        program,
-        stdin=test.input,
-        limits=limits,
-        statements=test.statements,
-        environment=environment,
-    )
+    program: str, test: ProgramTest, limits: SandboxLimits, sandbox: Sandbox
+) -> tuple[str, SandboxResult]:
+    """Why the test failed ("" if it passed), and how the program ended."""
+    result = await sandbox.run(program, stdin=test.input, limits=limits, statements=test.statements)
     failure = result.explanation
     if not failure and test.statements is not None:
         failure = "" if result.held else "it ended before its tests"
     elif not failure and _lines(result.stdout) != _lines(test.output):
         failure = "wrong output"
-    return failure, result.reason
+    return failure, result
 
 
 def _lines(text: str) -> list[str]:

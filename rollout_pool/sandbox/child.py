@@ -6,7 +6,8 @@
     statements  the same, in a process of their own, if there are any that test the program
 
 A command of another language replaces the program, and keeps every layer. The filter then allows
-it to become another program too: that gives it nothing which native code inside Python lacks.
+it to become another program too: that gives it nothing which native code inside Python lacks. A
+compiler may also start processes, and the keeper returns the file that it made.
 
 Started by `rollout_pool.sandbox.run` with an empty environment and only the standard library. Each
 layer is used where the kernel allows it; without the filter, or a layer that protects files,
@@ -18,11 +19,12 @@ from __future__ import annotations
 import _thread
 import os
 import resource
+import stat
 import sys
 import time
 
 from rollout_pool.sandbox import kernel, landlock, seccomp, view
-from rollout_pool.sandbox.program import Notes, become, run, run_tests
+from rollout_pool.sandbox.program import Notes, become, put_file, run, run_tests
 from rollout_pool.sandbox.request import Request
 from rollout_pool.sandbox.statements import GONE, Pipes
 
@@ -34,6 +36,8 @@ _NAMESPACES = (
     | kernel.CLONE_NEWUTS
 )
 _LARGEST_STACK, _SMALLEST_STACK = 8 * 2**20, 256 * 2**10
+_PATH = {"PATH": "/usr/bin:/bin"}
+"""The environment of a compiler."""
 _FIRST_USER = 0x60000000
 """First of the unused user ids; a program's is this plus its keeper's process id."""
 
@@ -43,9 +47,9 @@ class Unsafe(Exception):
 
 
 def main() -> None:
-    """`argv[2:]`: descriptors of the request, the notes, the ending, and the statements if there
-    are any that test the program."""
-    request_fd, notes_fd, ending_fd, *statements_fds = (int(text) for text in sys.argv[2:])
+    """`argv[2:]`: descriptors of the request, the notes, the ending, and of the statements if there
+    are any that test the program, or of what a compiler makes."""
+    request_fd, notes_fd, ending_fd, *others = (int(text) for text in sys.argv[2:])
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     with open(request_fd, "rb") as file:
         request = Request.decode(file.read())
@@ -58,9 +62,10 @@ def main() -> None:
         return  # the parent died before this took effect
     alive_read, alive_write = os.pipe()
     os.set_blocking(alive_read, False)
-    pipes = Pipes() if statements_fds else None
+    made_fd, statements_fd = (others, []) if request.compiles else ([], others)
+    pipes = Pipes() if statements_fd else None
     if not (program := os.fork()):
-        for descriptor in (alive_write, ending_fd, *statements_fds):
+        for descriptor in (alive_write, ending_fd, *others):
             os.close(descriptor)
         channel = pipes.of("program") if pipes else None
         try:
@@ -70,8 +75,8 @@ def main() -> None:
             os._exit(1)
         notes.write("layers", ",".join(layers))
         if request.command:
-            become(request.command, request.code, notes)
-        run(request.code, notes, channel)
+            become(request.command, _PATH if request.compiles else {}, notes)
+        run(request.code.decode(), notes, channel)
         return
     tests = None
     if pipes:
@@ -80,7 +85,7 @@ def main() -> None:
             for descriptor in (alive_write, ending_fd, notes_fd):
                 os.close(descriptor)
             channel = pipes.of("statements")
-            with open(statements_fds[0], "rb") as file:
+            with open(statements_fd[0], "rb") as file:
                 text = file.read().decode()
             _read_nothing()
             try:
@@ -90,7 +95,7 @@ def main() -> None:
             run_tests(text, channel)
             return
         pipes.close()
-    _keep(program, tests, ending_fd, request.limits["cpu_time_s"])
+    _keep(program, tests, ending_fd, made_fd, request.limits["cpu_time_s"])
 
 
 def _fork() -> int | None:
@@ -107,9 +112,11 @@ def _read_nothing() -> None:
     os.close(nothing)
 
 
-def _keep(program: int, tests: int | None, ending_fd: int, cpu_time_s: int) -> None:
-    """Waits for the program and its statements, if any, and reports how they ended. Never
-    returns. SIGTERM ends both."""
+def _keep(
+    program: int, tests: int | None, ending_fd: int, made_fd: list[int], cpu_time_s: int
+) -> None:
+    """Waits for the program and its statements, if any, and reports how they ended, and what a
+    compiler made. Never returns. SIGTERM ends both."""
     for standard in (0, 1, 2):
         os.close(standard)
     import signal  # while the program is already running
@@ -137,8 +144,22 @@ def _keep(program: int, tests: int | None, ending_fd: int, cpu_time_s: int) -> N
         tested = GONE  # ended with the program's namespace
     if exit_code == 0 and tests and tested != GONE:
         exit_code, cpu_s = tested, tested_cpu_s
+    if made_fd and exit_code == 0:
+        _hand_over(made_fd[0])  # its namespace has ended: nothing can change the file any more
     os.write(ending_fd, f"{exit_code} {cpu_s} {int(tested == 0)}".encode())
     os._exit(0)
+
+
+def _hand_over(made_fd: int) -> None:
+    """Copies what the compiler made."""
+    try:
+        # The program's text may have made it a link or a pipe.
+        made = os.open(view.OUTPUT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    if stat.S_ISREG(os.fstat(made).st_mode):
+        while os.sendfile(made_fd, made, None, 2**20):
+            pass
 
 
 def _cpu_time_of_the_limit(pid: int) -> float:
@@ -219,15 +240,13 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
     has_own_user = "own user" in layers or (
         not was_root and "user namespace" in (*inherited, *layers)
     )
+    if request.compiles and not has_own_user:
+        raise Unsafe(
+            "a compiler starts processes, and without a user of its own (user.max_user_namespaces "
+            "above 0) their number cannot be limited"
+        )
     _limit(request.limits, has_own_user)
     layers.append("limits")
-    _keep_files_away(request, inherited, layers)
-    _check_packages(request.packages)
-    if not seccomp.is_supported() or "seccomp" in request.without:
-        raise Unsafe(
-            "no filter of system calls (seccomp) on this machine: it needs Linux with "
-            "CONFIG_SECCOMP_FILTER on x86_64 or aarch64"
-        )
     has_own_root = "own root" in inherited
     if request.command and not has_own_root:
         raise Unsafe(
@@ -235,10 +254,20 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
             "none (kernel.unprivileged_userns_clone=1, user.max_user_namespaces above 0, and in a "
             "container a seccomp profile that allows unshare and mount)"
         )
+    if request.command:
+        put_file(request.code)  # Landlock's rule for an executable needs the file
+    _keep_files_away(request, inherited, layers)
+    _check_packages(request.packages)
+    if not seccomp.is_supported() or "seccomp" in request.without:
+        raise Unsafe(
+            "no filter of system calls (seccomp) on this machine: it needs Linux with "
+            "CONFIG_SECCOMP_FILTER on x86_64 or aarch64"
+        )
     seccomp.apply(
         with_threads=has_own_user,
         with_attributes=has_own_root,
         with_exec=bool(request.command),
+        with_processes=request.compiles,
     )
     return [*layers, "seccomp"]
 
@@ -264,7 +293,7 @@ def _keep_files_away(request: Request, inherited: list[str], layers: list[str]) 
         landlock.apply(
             readable=view.readable(request.chosen),
             listable=view.python_folders(),
-            executable=view.executable(request.command),
+            executable=view.executable(request.command, request.compiles),
             writable=writable,
             fillable=view.SINKS,
         )

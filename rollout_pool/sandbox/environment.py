@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_pool.sandbox.view import FILE, SCRATCH
+from rollout_pool.sandbox.view import FILE, OUTPUT, SCRATCH
 
 OLDEST_PYTHON = (3, 11)
 _TIMEOUT_S = 60.0
@@ -31,27 +31,36 @@ class ProgramEnvironment:
     command: tuple[str, ...] = ()
     """Runs a program of another language: the path of the executable, then its arguments, the first
     of which is its name. `interpreter` only prepares it."""
+    compiles: bool = False
+    """The command makes a file of the program; it may start processes, and sees /usr."""
 
 
 BARE = ProgramEnvironment(interpreter=sys._base_executable)  # type: ignore[attr-defined]
 """This process's Python with its standard library only."""
 
 
-def find_command(command: Sequence[str], setting: str) -> ProgramEnvironment:
-    """The environment of `command`, in which {file} stands for the program's file.
+def find_command(
+    command: Sequence[str], setting: str, *, compiles: bool = False
+) -> ProgramEnvironment:
+    """The environment of `command`, in which {file} stands for the program's file, and {output} for
+    the one that a compiler makes.
 
     Raises ValueError naming `setting` if there is no such command.
     """
-    what = f"{setting}={list(command)}"
-    found = shutil.which(command[0])
+    arguments = [word.replace("{file}", FILE).replace("{output}", OUTPUT) for word in command]
+    path = arguments[0]
+    if path != FILE:
+        path = _find_executable(path, f"{setting}={list(command)}")
+    return dataclasses.replace(BARE, command=(path, *arguments), compiles=compiles)
+
+
+def _find_executable(name: str, what: str) -> str:
+    found = shutil.which(name)
     if found is None:
-        raise ValueError(
-            f"{what}: there is no executable {command[0]!r}; install it, or give its path"
-        )
+        raise ValueError(f"{what}: there is no executable {name!r}; install it, or give its path")
     path = os.path.realpath(found)
     _check_place(path, what)
-    arguments = [argument.replace("{file}", FILE) for argument in command]
-    return dataclasses.replace(BARE, command=(path, *arguments))
+    return path
 
 
 def _check_place(path: str, what: str) -> None:

@@ -87,17 +87,21 @@ def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> N
         raise SystemExit(1) from None
 
 
-def become(command: list[str], code: str, notes: Notes) -> NoReturn:
-    """Replace this process by `command`, which runs a file with the code."""
+def put_file(code: bytes) -> None:
+    """Write the program where its command finds it."""
+    with open(os.open(view.FILE, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o755), "wb") as file:
+        file.write(code)
+
+
+def become(command: list[str], environment: dict[str, str], notes: Notes) -> NoReturn:
+    """Replace this process by `command`, which runs the file with the code."""
     import signal
 
-    with open(view.FILE, "w", encoding="utf-8", errors="replace") as file:
-        file.write(code)
     notes.end()
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and the command would inherit it
         signal.signal(ignored, signal.SIG_DFL)
     try:
-        os.execve(command[0], command[1:], {})
+        os.execve(command[0], command[1:], environment)
     except OSError as error:
         os.write(2, f"{command[0]} cannot be started: {error.strerror}\n".encode())
     os._exit(NOT_STARTED)

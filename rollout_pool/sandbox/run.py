@@ -7,7 +7,7 @@
 The layers are in `child` and the modules that it uses. The program sees the standard library, the
 packages of the environment that the user chose, its standard input and an empty folder of its own
 (none where the kernel allows no root of its own). It can start threads, but no process and no
-connection.
+connection. Only a compiler, which does not run the program, can start processes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ import os
 import signal
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sandbox.environment import BARE, ProgramEnvironment
 from rollout_pool.sandbox.program import NOT_STARTED
 from rollout_pool.sandbox.request import Request
+from rollout_pool.sandbox.view import FILE
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ _NOTES_LIMIT = 65536
 _KILL_AGAIN_S = 2.0
 _END_TIMEOUT_S = 30.0
 """A killed process that has not ended after this time is stuck in the kernel."""
+_MOST_MADE_BYTES = 64 * 2**20
 _AT_ONCE = max(2, os.cpu_count() or 1)
 """More concurrent programs would only use up each other's time limits."""
 
@@ -55,6 +58,7 @@ REASONS = {
     "network": "it tried to use the network",
     "processes": "it tried to start or signal a process, or started too many threads",
     "files": "it tried to use a forbidden or missing file, or wrote too much",
+    "compile": "it does not compile",
     "exit": "it ended with an error",
 }
 """Reasons for a failed program, as text."""
@@ -79,6 +83,7 @@ class SandboxLimits:
     """For standard output and standard error each."""
     max_open_files: int = 64
     max_threads: int = 32
+    """Of a compiler: processes and their threads. The limits on memory and CPU are of each."""
 
     def of_the_kernel(self) -> dict[str, int]:
         """The limits that the kernel enforces; the parent enforces the others."""
@@ -105,6 +110,8 @@ class SandboxResult:
     """Denied actions that it tried ("network", "processes"), even if it continued."""
     held: bool = False
     """Whether it finished and the statements that test it passed; False without any."""
+    made: bytes = b""
+    """The file that a compiler made."""
 
     @property
     def explanation(self) -> str:
@@ -112,12 +119,78 @@ class SandboxResult:
         if self.reason is None:
             return ""
         last = self.stderr.strip().rpartition("\n")[2]
+        if self.reason == "compile":  # what follows an error only points at its place
+            last = next((line for line in self.stderr.splitlines() if "error" in line), last)
         words = f"{REASONS[self.reason]} (exit code {self.exit_code})"
         return f"{words}: {last[:300]}" if last else words
 
 
+class Sandbox(Protocol):
+    """Runs programs: on this machine, or by a service."""
+
+    async def run(
+        self, code: str, *, limits: SandboxLimits, stdin: str = "", statements: str | None = None
+    ) -> SandboxResult:
+        """See run_program. Raises an error if the program could not be run, and is not at fault."""
+        ...
+
+
+class LocalSandbox:
+    """A `Sandbox`: this machine."""
+
+    def __init__(
+        self,
+        environment: ProgramEnvironment = BARE,
+        compiler: ProgramEnvironment | None = None,
+        compiler_limits: SandboxLimits = SandboxLimits(),
+    ) -> None:
+        """`compiler` makes the file that `environment` runs."""
+        self._environment = environment
+        self._compiler = compiler
+        self._compiler_limits = compiler_limits
+        self._made: OrderedDict[str, bytes] = OrderedDict()
+        """What the compiler made of the last programs: each has several tests."""
+
+    async def run(
+        self, code: str, *, limits: SandboxLimits, stdin: str = "", statements: str | None = None
+    ) -> SandboxResult:
+        seconds, file = 0.0, self._made.get(code)
+        if self._compiler is not None and file is None:
+            compiled = await self._compile(code, self._compiler)
+            if compiled.reason is not None:
+                return compiled
+            seconds, file = compiled.seconds, compiled.made
+        result = await run_program(
+            code if file is None else file,
+            stdin=stdin,
+            limits=limits,
+            statements=statements,
+            environment=self._environment,
+        )
+        return dataclasses.replace(result, seconds=result.seconds + seconds)
+
+    async def protections(self, limits: SandboxLimits) -> tuple[str, ...]:
+        """See `protections`."""
+        layers: tuple[str, ...] = ()
+        if self._compiler is not None:
+            layers = await protections(self._compiler, self._compiler_limits)
+        if self._environment.command[:1] != (FILE,):  # without a program there is nothing to try
+            layers = await protections(self._environment, limits)
+        return layers
+
+    async def _compile(self, code: str, compiler: ProgramEnvironment) -> SandboxResult:
+        result = await run_program(code, limits=self._compiler_limits, environment=compiler)
+        if result.reason is None and result.made:
+            self._made[code] = result.made
+            while sum(map(len, self._made.values())) > _MOST_MADE_BYTES:
+                self._made.popitem(last=False)
+            return result
+        why = "" if result.reason == "exit" else REASONS.get(result.reason or "", "it made no file")
+        return dataclasses.replace(result, reason="compile", stderr=f"{result.stderr}\n{why}")
+
+
 async def run_program(
-    code: str,
+    code: str | bytes,
     *,
     stdin: str = "",
     limits: SandboxLimits = SandboxLimits(),
@@ -125,7 +198,8 @@ async def run_program(
     environment: ProgramEnvironment = BARE,
     without: Collection[str] = (),
 ) -> SandboxResult:
-    """Run `code` as a program of `environment`. Only a few run at once; others wait.
+    """Run `code` as a program of `environment`, or let its compiler make a file of it. Only a few
+    run at once; others wait.
 
     `statements` run after a Python program, in a process of their own with the same limits: they
     can call what it has defined, and it sees nothing of them but these calls. `without`: layers not
@@ -180,12 +254,14 @@ class _Run:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(
-        self, code: str, stdin: str, without: Collection[str], statements: str | None = None
+        self, code: str | bytes, stdin: str, without: Collection[str], statements: str | None = None
     ) -> SandboxResult:
         with contextlib.ExitStack() as stack:
             request = Request(
-                code=code,
+                # Code from a model may contain lone surrogates, which Python refuses anyway.
+                code=code.encode("utf-8", "replace") if isinstance(code, str) else code,
                 command=list(self._environment.command),
+                compiles=self._environment.compiles,
                 limits=self._limits.of_the_kernel(),
                 packages=list(self._environment.packages),
                 parent_pid=os.getpid(),
@@ -195,8 +271,9 @@ class _Run:
             notes_read, notes_write = _pipe(stack)
             ending_read, ending_write = _pipe(stack)
             descriptors = [request_fd, notes_write, ending_write]
-            if statements is not None:
-                descriptors.append(_file_in_memory(statements.encode("utf-8", "replace"), stack))
+            if statements is not None or self._environment.compiles:
+                text = (statements or "").encode("utf-8", "replace")
+                descriptors.append(_file_in_memory(text, stack))
             started = time.perf_counter()
             try:
                 await self._start(*descriptors)
@@ -205,6 +282,7 @@ class _Run:
                 await self._end()
             seconds = time.perf_counter() - started
             notes, ending = _notes(_read_pipe(notes_read)), _read_pipe(ending_read)
+            made = _read_from_start(descriptors[-1]) if self._environment.compiles else b""
         exit_code, cpu_s, held = ending.split() if ending else (-signal.SIGKILL, 0.0, 0)
         return SandboxResult(
             stdout=stdout,
@@ -215,6 +293,7 @@ class _Run:
             layers=_layers(notes, self._killed_for, stderr),
             tried=tuple(value for kind, value in notes if kind == "tried"),
             held=bool(int(held)),
+            made=made,
         )
 
     async def _start(self, *descriptors: int) -> None:
@@ -336,6 +415,12 @@ def _file_in_memory(content: bytes, stack: contextlib.ExitStack) -> int:
         file.write(content)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
+
+
+def _read_from_start(descriptor: int) -> bytes:
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, "rb", closefd=False) as file:
+        return file.read()
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:

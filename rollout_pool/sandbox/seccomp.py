@@ -1,4 +1,5 @@
-"""The system call filter: no new processes, no network, no access to other processes, no mounts.
+"""The system call filter: no new processes (but a compiler's), no network, no access to other
+processes, no mounts.
 
 It needs no privileges and cannot be removed. The program sees a refused call as a missing
 permission, and calls newer than this list as unimplemented.
@@ -24,6 +25,8 @@ _NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16
 _NEWEST = 462
 """The newest system call that this list covers."""
 _CLONE_THREAD = 0x10000
+_CLONE_NAMESPACES = 0x7E020000
+"""All CLONE_NEW... that clone knows."""
 
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in the tables below, and the AUDIT_ARCH constant."""
@@ -172,9 +175,11 @@ def is_supported() -> bool:
     return os.uname().machine in _MACHINES
 
 
-def apply(*, with_threads: bool, with_attributes: bool, with_exec: bool) -> None:
-    """Filters this process: whether it may start threads, change attributes of files, and become
-    another program, which the filter still binds.
+def apply(
+    *, with_threads: bool, with_attributes: bool, with_exec: bool, with_processes: bool
+) -> None:
+    """Filters this process: whether it may start threads, change attributes of files, become
+    another program, and start processes; the filter binds these too.
 
     Needs no_new_privs; raises OSError.
     """
@@ -184,6 +189,7 @@ def apply(*, with_threads: bool, with_attributes: bool, with_exec: bool) -> None
         with_threads=with_threads,
         with_attributes=with_attributes,
         with_exec=with_exec,
+        with_processes=with_processes,
     )
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
@@ -192,12 +198,20 @@ def apply(*, with_threads: bool, with_attributes: bool, with_exec: bool) -> None
 
 
 def program(
-    machine: str, own_pid: int, *, with_threads: bool, with_attributes: bool, with_exec: bool
+    machine: str,
+    own_pid: int,
+    *,
+    with_threads: bool,
+    with_attributes: bool,
+    with_exec: bool,
+    with_processes: bool,
 ) -> bytes:
     """The filter as classic BPF, 8 bytes per instruction."""
     column, architecture = _MACHINES[machine]
     thread_flag = _if_argument(0, _ANY_BIT, (_CLONE_THREAD,))
     threads = thread_flag if with_threads else [_refuse(errno.EAGAIN)]
+    if with_processes:
+        threads = _unless_argument(0, (_CLONE_NAMESPACES,), _ANY_BIT)
     steps = [
         _step(_LOAD, _ARCHITECTURE),
         _step(_EQUAL, architecture, 1, 0),
@@ -219,11 +233,14 @@ def program(
         ),
     ]
     attributes = () if with_attributes else (ATTRIBUTES,)
+    allowed = ("execve",) if with_exec else ()
+    if with_processes:
+        allowed = (*allowed, "fork", "vfork")
     for numbers in _TO_ITSELF.values():
         steps += _when(_EQUAL, numbers[column], _if_argument(0, _EQUAL, (own_pid,)))
     for table in (NEW_PROCESS, NETWORK, OTHERS, OUTLIVES, SYSTEM, *attributes):
         for name, columns in table.items():
-            if (number := columns[column]) is not None and not (with_exec and name == "execve"):
+            if (number := columns[column]) is not None and name not in allowed:
                 steps += _when(_EQUAL, number, [_refuse(errno.EPERM)])
     return b"".join([*steps, _step(_RETURN, ALLOW)])
 
@@ -249,9 +266,9 @@ def _unless_other(index: int, value: int) -> list[bytes]:
     return [load, _step(_EQUAL, value, 1, 0), _refuse(errno.EPERM)]
 
 
-def _unless_argument(index: int, values: tuple[int, ...]) -> list[bytes]:
-    """Refuses the call if the low half of an argument is one of `values`."""
-    checks = [_step(_EQUAL, value, len(values) - place, 0) for place, value in enumerate(values)]
+def _unless_argument(index: int, values: tuple[int, ...], test: int = _EQUAL) -> list[bytes]:
+    """Refuses the call if the low half of an argument passes the test with one of `values`."""
+    checks = [_step(test, value, len(values) - place, 0) for place, value in enumerate(values)]
     load = _step(_LOAD, _ARGUMENTS + 8 * index)
     return [load, *checks, _step(_RETURN, ALLOW), _refuse(errno.EPERM)]
 

@@ -16,6 +16,10 @@ SCRATCH = "/tmp"
 """The program's own folder: in memory, limited in size, deleted with the program."""
 FILE = f"{SCRATCH}/program"
 """Where a command finds its program."""
+OUTPUT = f"{SCRATCH}/output"
+"""Where a compiler puts what it makes."""
+OF_COMPILERS = ("/usr", "/bin", "/etc/alternatives")
+"""What a compiler sees besides: the programs that it starts, headers and libraries."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 SINKS = ("/dev/null",)
 """Writable devices."""
@@ -75,9 +79,9 @@ def is_readable_by_all(through: bool) -> bool:
     return True
 
 
-def executable(command: list[str]) -> list[str]:
-    """The command's executable, and the loaders of shared libraries."""
-    return [command[0], *_LIBRARIES] if command else []
+def executable(command: list[str], compiles: bool) -> list[str]:
+    """The command's executable, the loaders of shared libraries, and what a compiler starts."""
+    return [command[0], *_LIBRARIES, *(OF_COMPILERS if compiles else ())] if command else []
 
 
 def enter(scratch_bytes: int, chosen: list[str]) -> None:
@@ -86,7 +90,8 @@ def enter(scratch_bytes: int, chosen: list[str]) -> None:
     root = SCRATCH  # any folder can be the mount point; it is hidden afterwards
     kernel.mount("tmpfs", root, "tmpfs", kernel.MS_NOSUID, "size=4m,nr_inodes=4k,mode=0755")
     python = (*python_folders(), *python_libraries())
-    for path in (*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python, *chosen):
+    # A folder before what is in it, which it shows too.
+    for path in sorted((*_LIBRARIES, *_SINGLE_FILES, *DEVICES, *python, *chosen), key=len):
         _show(root, path)
     for folder in python_folders():
         for name in _NOT_PYTHON_ITSELF:

@@ -156,6 +156,9 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
     assert refusal(override) == message
 
 
+SH = ("task.rewards.tests.command=[sh, '{file}']", "task.rewards.tests.languages=[sh]")
+
+
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
@@ -329,6 +332,31 @@ def test_wrong_type_is_refused_with_the_expected_one(override: str, message: str
                 "languages: [sh]}",
             ],
             "task.rewards.*.python='p': programs run either with",
+        ),
+        (["task=code", "task.rewards.tests.compile=[cc, '{file}', '{output}']"], "set that too"),
+        (
+            ["task=code", *SH, "task.rewards.tests.compile=[cc, '{file}']"],
+            "task.rewards.*.compile=['cc', '{file}']: its arguments must hold {file}",
+        ),
+        (
+            ["task=code", "task.rewards.tests={command: ['{file}'], languages: [c]}"],
+            "command=['{file}']: an argument must hold",
+        ),
+        (
+            ["task=code", *SH, "task.rewards.tests.url=http://host"],
+            "task.rewards.*.command=['sh', '{file}']: the service at task.rewards.*.url runs the",
+        ),
+        (
+            ["task=code", "task.rewards.tests={url: http://host, timeout_s: 15}"],
+            "task.rewards.*.timeout_s=15.0: one test may take 20 s",
+        ),
+        (
+            [
+                "task=code",
+                *SH,
+                "task.rewards.tests={compile: [cc, '{file}', '{output}'], compile_time_s: 20}",
+            ],
+            "wall_time_s=10.0: all tests of an answer (after compile_time_s=20) must end within",
         ),
         (["task.rewards={a: {kind: env, cpu_time_s: 9}}"], "task.rewards.*.cpu_time_s=9: task.rew"),
         (

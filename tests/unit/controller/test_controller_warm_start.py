@@ -177,6 +177,10 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
 
 PROGRAMS = {"kind": TaskKind.code, "path": str(CONFIG_DIR / "data" / "programs.jsonl")}
 TESTS = {"kind": RewardKind.code_tests}
+REMOTE_SHELL = RewardConfig(url="http://127.0.0.1:9", languages=["sh"], **TESTS)
+NO_COMPILER = RewardConfig(
+    compile=["no-cc", "{file}", "{output}"], command=["{file}"], languages=["c"], **TESTS
+)
 NO_SHELL = RewardConfig(command=["no-sh", "{file}"], languages=["sh"], **TESTS)
 
 
@@ -226,6 +230,14 @@ NO_SHELL = RewardConfig(command=["no-sh", "{file}"], languages=["sh"], **TESTS)
         (
             {"kind": TaskKind.code, "path": "FILE.jsonl", "rewards": {"tests": NO_SHELL}},
             r"task.rewards.tests.command=\['no-sh', '{file}'\]: there is no executable 'no-sh'",
+        ),
+        (
+            {**PROGRAMS, "rewards": {"tests": REMOTE_SHELL}},
+            r"task.rewards.tests.languages=\['sh'\]: the tests of exercise '.*' are statements of",
+        ),
+        (
+            {"kind": TaskKind.code, "path": "FILE.jsonl", "rewards": {"tests": NO_COMPILER}},
+            r"task.rewards.tests.compile=\['no-cc', .*\]: there is no executable 'no-cc'",
         ),
     ],
 )
