@@ -31,6 +31,7 @@ from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.rewards.code_tests import PYTHON as PYTHONS
 from rollout_pool.rewards.code_tests import languages_of, limits_of, local_sandbox
 from rollout_pool.rewards.process import load_function
+from rollout_pool.rewards.remote_sandbox import check_remote_sandbox
 from rollout_pool.rewards.teacher import check_teacher
 from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.tracing import make_exporter
@@ -91,6 +92,19 @@ def check_inputs(config: Config) -> None:
     for name, reward in config.task.rewards.items():
         if reward.kind is RewardKind.teacher and reward.url is not None:
             asyncio.run(check_teacher(name, reward, tokenizer))
+    _check_remote_sandboxes(config.task, task)
+
+
+def _check_remote_sandboxes(config: TaskConfig, task: Task) -> None:
+    """Raises ValueError for a service that does not run the programs of a reward."""
+    if isinstance(task, Mixture):
+        for name, member in task.members.items():
+            with task.named_in_errors(name):
+                _check_remote_sandboxes(member.config, member.task)
+        return
+    for name, reward in config.rewards.items():
+        if reward.kind is RewardKind.code_tests and reward.url is not None:
+            asyncio.run(check_remote_sandbox(name, reward, limits_of(reward)))
 
 
 def check_plan(config: Config) -> list[str]:

@@ -56,7 +56,7 @@ def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, Pa
         elif reward.kind is RewardKind.function:
             assert reward.function is not None, name
             parts[name] = load_function(name, reward.function, task)
-        elif reward.kind is RewardKind.code_tests:
+        elif reward.kind is RewardKind.code_tests and reward.url is None:
             parts[name] = _by_tests(task, reward, setting, timeout_s)
     return parts
 

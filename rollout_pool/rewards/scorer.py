@@ -2,7 +2,7 @@
 
           ┌─ task, function, code_tests ──► scoring process
 episode ──┼─ env ──► known already               ──► sum of weight x part ──► Score
-          └─ http, judge, teacher ──► service
+          └─ http, judge, teacher, code_tests with a url ──► service
 """
 
 from __future__ import annotations
@@ -11,32 +11,43 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 
 from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.episode import Episode
+from rollout_pool.rewards.code_tests import code_task, score_answer
 from rollout_pool.rewards.http import HttpReward
 from rollout_pool.rewards.judge import Judge
-from rollout_pool.rewards.service import RemoteFailure, RemoteService
+from rollout_pool.rewards.remote_sandbox import RemoteSandbox
+from rollout_pool.rewards.service import RemoteFailure
 from rollout_pool.rewards.teacher import Teacher
-from rollout_pool.rewards.types import Columns, PartScore, Score, ScoringPool, encode_request
+from rollout_pool.rewards.types import (
+    Columns,
+    PartScore,
+    PartService,
+    Score,
+    ScoringPool,
+    encode_request,
+)
 from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.task import Prompt, Task
 
 log = logging.getLogger(__name__)
 
 IN_PROCESS = (RewardKind.task, RewardKind.function, RewardKind.code_tests)
-_SERVICES: dict[RewardKind, type[RemoteService]] = {
-    RewardKind.http: HttpReward,
-    RewardKind.judge: Judge,
-    RewardKind.teacher: Teacher,
-}
 
 
 def needs_processes(config: TaskConfig) -> bool:
     """Whether a part, or without parts the task, may be scored in a scoring process."""
     rewards = [_rewards(one) for one in config.by_name.values()]
-    return any(not one or any(r.kind in IN_PROCESS for r in one.values()) for one in rewards)
+    return any(not one or any(is_in_process(r) for r in one.values()) for one in rewards)
+
+
+def is_in_process(reward: RewardConfig) -> bool:
+    if reward.kind is RewardKind.code_tests:
+        return reward.url is None
+    return reward.kind in IN_PROCESS
 
 
 def make_scorer(config: TaskConfig, task: Task, pool: ScoringPool) -> EpisodeScorer | MixtureScorer:
@@ -44,6 +55,35 @@ def make_scorer(config: TaskConfig, task: Task, pool: ScoringPool) -> EpisodeSco
     if isinstance(task, Mixture):
         return MixtureScorer(task, pool)
     return EpisodeScorer(config, task=task, pool=pool)
+
+
+class RemoteTests:
+    """Runs the tests of the model's programs at a sandbox service."""
+
+    def __init__(self, part: str, config: RewardConfig, task: Task) -> None:
+        """Raises ValueError for a task without tests, or if the service's key is missing."""
+        self._config = config
+        self._task = code_task(task, f"task.rewards.{part}")
+        self._sandbox = RemoteSandbox(part, config)
+
+    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        """Raises RemoteFailure if a test could not be run: the program is not at fault."""
+        total_s = self._config.timeout_s
+        value = await score_answer(
+            self._task, self._config, prompt, episode.answer, self._sandbox, total_s
+        )
+        return PartScore(value=value)
+
+    async def close(self) -> None:
+        await self._sandbox.close()
+
+
+_SERVICES: dict[RewardKind, Callable[[str, RewardConfig, Task], PartService]] = {
+    RewardKind.http: HttpReward,
+    RewardKind.judge: Judge,
+    RewardKind.teacher: Teacher,
+    RewardKind.code_tests: RemoteTests,
+}
 
 
 class EpisodeScorer:
@@ -66,7 +106,7 @@ class EpisodeScorer:
         self._services = {
             name: _SERVICES[reward.kind](name, reward, task)
             for name, reward in config.rewards.items()
-            if reward.kind in _SERVICES
+            if reward.kind in _SERVICES and not is_in_process(reward)
         }
         self._queue = queue or WaitMeter()
         self._failed_before: set[str] = set()
@@ -92,7 +132,7 @@ class EpisodeScorer:
             columns = columns or answer.columns
             if answer.failure is not None:
                 failures[name] = answer.failure
-                is_unscored |= reward.kind in _SERVICES
+                is_unscored |= name in self._services
                 self._log_failure(prompt, name, answer.failure)
             if reward.kind is RewardKind.teacher:
                 continue
@@ -120,7 +160,7 @@ class EpisodeScorer:
             if episode.env_reward is None:
                 return PartScore(failure="the environment gave no reward")
             return PartScore(value=episode.env_reward)
-        if reward.kind in IN_PROCESS:
+        if is_in_process(reward):
             return await self._in_process(name, reward, prompt, episode)
         try:
             return await self._services[name].score(prompt, episode, secrets.token_hex(16))

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
@@ -16,9 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 
 from configs.rollout_schema import RewardConfig
-from rollout_pool.episodes.episode import Episode
-from rollout_pool.rewards.types import PartScore
-from rollout_pool.tasks.task import Prompt, Task
+from rollout_pool.tasks.task import Task
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
@@ -35,7 +32,7 @@ class RemoteFailure(RuntimeError):
     """A service gave no usable answer in all attempts; the message says why."""
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """One attempt failed; another may succeed."""
 
     def __init__(self, why: str, pause_s: float | None = None) -> None:
@@ -60,8 +57,8 @@ class Spacing:
         await asyncio.sleep(mine - now)
 
 
-class RemoteService(ABC):
-    """The service of one reward part. Used in one event loop."""
+class RemoteService:
+    """The client of one reward part's service. Used in one event loop."""
 
     path: ClassVar[str] = ""
     """Appended to the configured URL."""
@@ -86,10 +83,6 @@ class RemoteService(ABC):
             trust_env=False,  # no proxy to the cluster's own services
         )
 
-    @abstractmethod
-    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
-        """`key` identifies the call, for the service. Raises RemoteFailure."""
-
     async def ask(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
         """The service's answer, a JSON object. `key` is the same for all attempts, so that the
         service can recognise a retry. Raises RemoteFailure."""
@@ -99,7 +92,7 @@ class RemoteService(ABC):
                 await self._spacing.wait()
                 try:
                     return await self._attempt(content, key)
-                except _Refused as error:
+                except Refused as error:
                     if attempt == self.config.max_retries:
                         tries = f"{attempt + 1} attempts" if attempt else "1 attempt"
                         raise RemoteFailure(f"{self._name}: {error} ({tries})") from error
@@ -121,15 +114,17 @@ class RemoteService(ABC):
                 finally:
                     await response.aclose()
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise _Refused(f"no answer within {self.config.timeout_s:g} s") from error
+            raise Refused(f"no answer within {self.config.timeout_s:g} s") from error
         except httpx.HTTPError as error:
-            raise _Refused(f"{type(error).__name__}: {error}") from error
-        return self._checked(response, answer)
+            raise Refused(f"{type(error).__name__}: {error}") from error
+        return self.checked(response, answer)
 
-    def _checked(self, response: httpx.Response, answer: bytes) -> dict[str, Any]:
+    def checked(self, response: httpx.Response, answer: bytes) -> dict[str, Any]:
+        """The service's answer. Raises Refused if another attempt may do better, else
+        RemoteFailure."""
         status = response.status_code
         if status in _WORTH_ANOTHER_TRY or status >= 500:
-            raise _Refused(f"HTTP {status}", _retry_after_s(response.headers))
+            raise Refused(f"HTTP {status}", _retry_after_s(response.headers))
         if status >= 300:
             text = answer.decode("utf-8", "replace")
             detail = text.replace(self._key, "(key)") if self._key else text

@@ -67,6 +67,16 @@ class PartScore:
     """See Score."""
 
 
+class PartService(Protocol):
+    """The service of one reward part."""
+
+    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        """`key` identifies the call, for the service. Raises RemoteFailure."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 class ScoringPool(Protocol):
     """Scoring processes of the worker, or of actors on other hosts."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -20,14 +22,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from configs.choices import RewardKind
-from configs.rollout_schema import RewardConfig
+from configs.choices import RewardKind, TaskKind
+from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.env import Message
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.rewards.http import HttpReward
 from rollout_pool.rewards.judge import Judge, parse_score
+from rollout_pool.rewards.remote_sandbox import RemoteSandbox, check_remote_sandbox
+from rollout_pool.rewards.scorer import EpisodeScorer, RemoteTests, needs_processes
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
 from rollout_pool.rewards.teacher import Teacher, check_teacher
+from rollout_pool.sandbox.run import SandboxLimits
+from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.task import Prompt
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -108,6 +114,8 @@ def service(server):
 
 class Solved:
     """A task that knows one solution."""
+
+    name = "solved"
 
     def solution(self, prompt: Prompt) -> str:
         return "S7"
@@ -514,3 +522,216 @@ async def test_teacher_that_cannot_be_reached_is_told_before_a_run_starts():
     config = RewardConfig(kind=RewardKind.teacher, url=url, timeout_s=5, max_retries=0)
     with pytest.raises(ValueError, match=r"mine\.url='http://127\.0\.0\.1:1'.*ConnectError"):
         await check_teacher("mine", config, byte_tokenizer())
+
+
+# Sandboxes ---------------------------------------------------------------------------------------
+
+DOUBLE = "print(2 * int(input()))"
+LIMITS = SandboxLimits(wall_time_s=3.0, memory_bytes=64 * 2**20)
+
+
+def ended(stdout: str = "", return_code: int | None = 0, status: str = "Finished", **more) -> dict:
+    """An answer of SandboxFusion."""
+    result = {
+        "status": status,
+        "return_code": return_code,
+        "stdout": stdout,
+        "stderr": "",
+        "execution_time": 0.05,
+    }
+    is_good = status == "Finished" and return_code == 0
+    return {
+        "status": "Success" if is_good else "Failed",
+        "message": "",
+        "compile_result": None,
+        "run_result": {**result, **more},
+        "executor_pod_name": None,
+        "files": {},
+    }
+
+
+def double(body: dict) -> dict:
+    return ended(f"{2 * int(body['stdin'])}\n")
+
+
+@pytest.fixture
+def exercises(tmp_path) -> CodeTask:
+    tests = [{"input": str(n), "output": str(2 * n)} for n in (1, 2, 3, 4)]
+    asserts = {"assert": "assert f(1) == 2"}
+    lines = [{"prompt": "Double", "tests": tests}, {"prompt": "f", "tests": asserts}]
+    path = tmp_path / "exercises.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in [*lines, lines[0]]))
+    return CodeTask(TaskConfig(kind=TaskKind.code, path=str(path), eval_size=1))
+
+
+@pytest.fixture
+async def make_sandbox(service):
+    """Makes the client of a sandbox service; each is closed."""
+    made = []
+
+    def make(**settings) -> RemoteSandbox:
+        made.append(RemoteSandbox("tests", service_reward(**{"url": service.url, **settings})))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+
+
+def service_reward(**settings) -> RewardConfig:
+    return RewardConfig(kind=RewardKind.code_tests, **settings)
+
+
+@pytest.fixture
+def score(service, exercises):
+    """Scores a program by the exercise with this prompt."""
+
+    async def score(code: str = DOUBLE, prompt: str = "Double", **settings) -> float:
+        [asked] = [one for one in map(exercises.example, range(2)) if one.text == prompt]
+        messages = (Message(role="assistant", content=f"```python\n{code}\n```"),)
+        tests = RemoteTests("tests", service_reward(**{"url": service.url, **settings}), exercises)
+        try:
+            scored = await tests.score(asked, replace(EPISODE, messages=messages), "k")
+        finally:
+            await tests.close()
+        return scored.value
+
+    return score
+
+
+async def test_sandbox_is_sent_each_test_and_its_answers_are_scored(service, score):
+    service.replies = [double]
+    assert await score(wall_time_s=3, compile_time_s=4, memory_bytes=64 * 2**20 + 1) == 1.0
+    assert [body.pop("stdin") for body in service.bodies] == ["1", "2", "3", "4"]
+    assert service.bodies[0] == {
+        "code": f"{DOUBLE}\n",
+        "language": "python",
+        "run_timeout": 3,
+        "compile_timeout": 4,
+        "memory_limit_MB": 65,
+    }
+    assert set(service.paths) == {"/run_code"}
+    service.reset()
+    service.replies = [ended("2"), ended("5"), ended("6"), ended("8")]
+    assert await score(url=f"{service.url}/run_code") == 0.75
+    assert set(service.paths) == {"/run_code"}
+    service.reset()
+    service.replies = [ended("2"), ended("5")]
+    assert await score(all_or_nothing=True) == 0.0
+    assert len(service.bodies) == 2
+
+
+async def test_service_is_told_its_own_name_of_the_language(service, make_sandbox):
+    service.replies = [ended("2")]
+    sandbox = make_sandbox(languages=["nodejs", "js"], api_key_env="HOME")
+    await sandbox.run("console.log(2)", limits=LIMITS)
+    assert service.bodies[0]["language"] == "nodejs"
+    assert service.headers[0]["authorization"] == f"Bearer {os.environ['HOME']}"
+
+
+NOT_COMPILED = {
+    **ended(return_code=1),
+    "compile_result": {"status": "Finished", "return_code": 1, "stderr": "x.c:1: error: no"},
+    "run_result": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "num_tests"),
+    [
+        (ended("2", return_code=1, stderr="ValueError"), "exit", 4),
+        (ended("2", return_code=None, status="Error"), "exit", 4),
+        (ended("2", return_code=None, status="TimeLimitExceeded"), "wall_time", 2),
+        (NOT_COMPILED, "compile", 1),
+    ],
+)
+async def test_program_that_fails_at_the_service_scores_0(
+    service, make_sandbox, score, answer, reason, num_tests
+):
+    service.replies = [answer]
+    assert (await make_sandbox().run(DOUBLE, limits=LIMITS)).reason == reason
+    service.bodies.clear()
+    assert await score() == 0.0
+    assert len(service.bodies) == num_tests
+
+
+async def test_tests_share_the_time_that_their_programs_ran(service, score):
+    service.replies = [ended("2", execution_time=2.0), ended("4", execution_time=2.0), double]
+    assert await score(timeout_s=4, wall_time_s=2, compile_time_s=2) == 0.5
+    assert len(service.bodies) == 2
+
+
+ANSWERS_TO_RETRY = [429, 503, {"status": "SandboxError", "message": "no disk"}]
+
+
+@pytest.mark.parametrize("answer", ANSWERS_TO_RETRY)
+async def test_failure_of_the_sandbox_is_retried_and_is_not_the_programs(service, score, answer):
+    service.replies = [answer, double]
+    assert await score() == 1.0
+    service.replies = [answer]
+    what = "SandboxError: no disk" if isinstance(answer, dict) else f"HTTP {answer}"
+    with pytest.raises(RemoteFailure) as failure:
+        await score(max_retries=1)
+    assert str(failure.value) == (
+        f"task.rewards.tests.url: {service.url}/run_code: {what} (2 attempts); start the sandbox "
+        "there (make sandbox), or correct task.rewards.tests.url, api_key_env or languages"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({}, "not that of a sandbox: Object missing required field `status`"),
+        ({"status": "Success"}, "has no run_result"),
+        ({"status": "Done", "run_result": None}, "Invalid enum value 'Done'"),
+        ({"status": "Success", "run_result": {"status": 7}}, "Expected `str`, got `int`"),
+        (401, "HTTP 401"),
+    ],
+)
+async def test_answer_of_another_form_is_no_score(service, score, answer, why):
+    service.replies = [answer]
+    with pytest.raises(RemoteFailure, match=f"task.rewards.tests.url: .*{why}"):
+        await score()
+    assert len(service.bodies) == 1
+
+
+async def test_episode_of_a_dead_sandbox_is_unscored(exercises):
+    # Port 9 is reserved; nothing listens there.
+    url = "http://127.0.0.1:9"
+    reward = service_reward(url=url, max_retries=0)
+    config = TaskConfig(kind=TaskKind.code, path="x", rewards={"tests": reward})
+    assert not needs_processes(config)
+    scorer = EpisodeScorer(config, task=exercises, pool=None)
+    scored = await scorer.score(exercises.example(0), EPISODE)
+    await scorer.close()
+    assert scored.is_unscored and scored.reward == 0.0
+    assert re.match(rf"task.rewards.tests.url: {url}/run_code: ConnectE", scored.failures["tests"])
+    with pytest.raises(ValueError, match=rf"task.rewards.tests.url: {url}/run_code: ConnectE"):
+        await check_remote_sandbox("tests", reward, LIMITS)
+
+
+async def test_statements_pass_only_if_they_ran_to_their_end(service, score):
+    def run(body: dict) -> dict:
+        assert body["code"][: body["statements_at"]] == "def f(x): return 2 * x\n"
+        [word] = re.findall(r"write\('(\w+)'\)", body["code"])
+        assert "assert f(1) == 2\n" in body["code"]
+        return ended(f"printed\n{word}")
+
+    service.replies = [run]
+    assert await score("def f(x): return 2 * x", "f") == 1.0
+    service.replies = [ended("it ended before")]
+    assert await score("def f(x): return 2 * x", "f") == 0.0
+
+
+async def test_service_that_fails_an_empty_program_is_refused(service):
+    service.replies = [ended(return_code=1, stderr="MemoryError")]
+    reward = service_reward(url=service.url)
+    with pytest.raises(ValueError, match=r"tests\.url=.*an empty program fails .*: MemoryError"):
+        await check_remote_sandbox("tests", reward, LIMITS)
+    service.replies = [ended()]
+    await check_remote_sandbox("tests", reward, LIMITS)
+
+
+def test_sandbox_needs_a_task_with_tests():
+    with pytest.raises(ValueError, match=r"tests\.kind=code_tests: the prompts of solved have no"):
+        RemoteTests("tests", service_reward(url="http://127.0.0.1:9"), Solved())
