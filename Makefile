@@ -22,7 +22,7 @@ RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run try status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
@@ -59,6 +59,9 @@ dry-run: install ## print the resolved config and the plan, start nothing
 
 try: install ## run a few episodes of a task without training: make try TASK=capitals [MODEL=folder | URL=http://host/v1 MODEL=name [KEY_ENV=...]] [EPISODES=4] [ARGS=...]
 	@$(LEASH) try $(EXPERIMENT_FLAG) $(if $(URL),--url '$(URL)') $(if $(MODEL),--model '$(MODEL)') $(if $(EPISODES),--episodes $(EPISODES)) $(if $(KEY_ENV),--key-env $(KEY_ENV)) $(if $(TASK),task=$(TASK)) $(ARGS)
+
+sandbox: install ## run programs for code rewards of other machines: make sandbox [TASK=code] [PORT=8080] [HOST=0.0.0.0 KEY_ENV=...] [ARGS=...]
+	@$(LEASH) sandbox $(if $(HOST),--host '$(HOST)') $(if $(PORT),--port '$(PORT)') $(if $(KEY_ENV),--key-env $(KEY_ENV)) task=$(or $(TASK),code) $(ARGS)
 
 status: install ## what a run is doing, and its bottleneck (RUN=name; default: the newest)
 	@$(LEASH) status $(RUN_FLAG)

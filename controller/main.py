@@ -1,6 +1,6 @@
-"""The command line: `leash launch | resume | attach | dry-run | try | status | stop | report |
-export | tune | timeline`, and for a run's buffer `leash depth | trace | show | quarantine |
-buffer-dump | buffer-load`.
+"""The command line: `leash launch | resume | attach | dry-run | try | sandbox | status | stop |
+report | export | tune | timeline`, and for a run's buffer `leash depth | trace | show |
+quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         ("launch", "train"),
         ("dry-run", "print config and plan, start nothing"),
         ("try", "run a few episodes of a task with any model, without training"),
+        ("sandbox", "run programs for rewards of runs on other machines"),
     ):
         sub = verbs.add_parser(verb, help=what)
         sub.add_argument(
@@ -57,17 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
 
-    trial = verbs.choices["try"]
-    trial.add_argument(
-        "--url",
-        help="OpenAI-compatible, as http://host/v1 (default: an SGLang server is started here)",
-    )
-    trial.add_argument(
-        "--model",
-        help="name of the model there; without a URL a folder to serve (default: the launch's)",
-    )
-    trial.add_argument("--key-env", help="environment variable of the key (OPENAI_API_KEY)")
-    trial.add_argument("--episodes", type=int, default=4, help="how many (default: %(default)s)")
+    _add_options_of_try(verbs.choices["try"])
+    _add_options_of_sandbox(verbs.choices["sandbox"])
 
     def on_run(verb: str, what: str, function: str) -> argparse.ArgumentParser:
         """A command on an existing run; `function` gets its folder and the other arguments."""
@@ -123,6 +115,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_options_of_try(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url",
+        help="OpenAI-compatible, as http://host/v1 (default: an SGLang server is started here)",
+    )
+    parser.add_argument(
+        "--model",
+        help="name of the model there; without a URL a folder to serve (default: the launch's)",
+    )
+    parser.add_argument("--key-env", help="environment variable of the key (OPENAI_API_KEY)")
+    parser.add_argument("--episodes", type=int, default=4, help="how many (default: %(default)s)")
+
+
+def _add_options_of_sandbox(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="to listen at (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="(default: %(default)s)")
+    parser.add_argument("--key-env", help="environment variable of the key (default: no key)")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; an expected error prints one message on stderr and sets the exit code."""
     # SIGINT too: a shell's background job would ignore it.
@@ -175,6 +186,17 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             model=arguments.model,
             key_env=arguments.key_env,
             num_episodes=arguments.episodes,
+        )
+        return 0
+    if arguments.verb == "sandbox":
+        from controller.commands.sandbox import serve_sandbox
+
+        serve_sandbox(
+            arguments.overrides,
+            arguments.experiment,
+            host=arguments.host,
+            port=arguments.port,
+            key_env=arguments.key_env,
         )
         return 0
     return _on_existing_run(arguments)

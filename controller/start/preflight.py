@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import logging
 import os
 import shutil
 import socket
@@ -22,22 +21,20 @@ from controller.metrics.sinks import check_loggers
 from controller.ray_environment import LOOPBACK
 from controller.start.placement import num_cpus_needed
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from controller.start.sandboxes import check_remote_sandboxes, check_sandbox
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from rollout_pool.engines.engine import shared_memory_bytes
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import SingleTurn
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
-from rollout_pool.rewards.code_tests import PYTHON as PYTHONS
-from rollout_pool.rewards.code_tests import languages_of, limits_of, local_sandbox
+from rollout_pool.rewards.code_tests import PYTHON, languages_of
 from rollout_pool.rewards.process import load_function
-from rollout_pool.rewards.remote_sandbox import check_remote_sandbox
 from rollout_pool.rewards.teacher import check_teacher
 from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.tracing import make_exporter
-from rollout_pool.sandbox.run import LocalSandbox, SandboxError, SandboxLimits, cost_of_missing
 from rollout_pool.tasks.agent import find_agent
-from rollout_pool.tasks.environments import PYTHON, environment_factory, load_tools
+from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.mixture import Mixture
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.registry import build_task
@@ -46,8 +43,6 @@ from rollout_pool.worker.loop import PromptReader
 from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.model.checkpoint_names import check_names, parameter_names
 from trainer_pool.model.scratch import byte_tokenizer, model_config
-
-log = logging.getLogger(__name__)
 
 SURE_SHARE = 0.9
 """Of an estimated size: models are hardly ever smaller."""
@@ -92,19 +87,7 @@ def check_inputs(config: Config) -> None:
     for name, reward in config.task.rewards.items():
         if reward.kind is RewardKind.teacher and reward.url is not None:
             asyncio.run(check_teacher(name, reward, tokenizer))
-    _check_remote_sandboxes(config.task, task)
-
-
-def _check_remote_sandboxes(config: TaskConfig, task: Task) -> None:
-    """Raises ValueError for a service that does not run the programs of a reward."""
-    if isinstance(task, Mixture):
-        for name, member in task.members.items():
-            with task.named_in_errors(name):
-                _check_remote_sandboxes(member.config, member.task)
-        return
-    for name, reward in config.rewards.items():
-        if reward.kind is RewardKind.code_tests and reward.url is not None:
-            asyncio.run(check_remote_sandbox(name, reward, limits_of(reward)))
+    check_remote_sandboxes(config.task, task)
 
 
 def check_plan(config: Config) -> list[str]:
@@ -342,7 +325,7 @@ def _check_rewards_and_environment(config: TaskConfig, task: Task) -> None:
             )
         if isinstance(task, CodeTask) and reward.command:
             task.check_inputs_only(f"task.rewards.{name}.command={reward.command}")
-        if isinstance(task, CodeTask) and languages_of(reward)[0] not in PYTHONS:
+        if isinstance(task, CodeTask) and languages_of(reward)[0] not in PYTHON:
             task.check_inputs_only(f"task.rewards.{name}.languages={reward.languages}")
     check_sandbox(config)
 
@@ -358,30 +341,6 @@ def _check_env_rewards(config: TaskConfig, task: Task) -> None:
                 f"gives no reward; set task.rewards.{name}.kind=task, or name an environment in "
                 "task.env"
             )
-
-
-def check_sandbox(config: TaskConfig) -> None:
-    """Raises ValueError if this machine cannot run the programs of rewards and tools safely."""
-    tested = {
-        f"task.rewards.{name}.kind={reward.kind.name}": (
-            local_sandbox(reward, f"task.rewards.{name}"),
-            limits_of(reward),
-        )
-        for name, reward in config.rewards.items()
-        if reward.kind is RewardKind.code_tests and reward.url is None
-    }
-    if PYTHON in config.tools:
-        tested[f"task.tools={PYTHON}"] = LocalSandbox(), SandboxLimits()
-    warnings: dict[str, str] = {}
-    for setting, (sandbox, limits) in tested.items():
-        try:
-            layers = asyncio.run(sandbox.protections(limits))
-        except SandboxError as error:
-            raise ValueError(f"{setting}: {error}") from error
-        if (cost := cost_of_missing(layers)) is not None:
-            warnings.setdefault(cost, setting)
-    for cost, setting in warnings.items():
-        log.warning("%s: %s", setting, cost)
 
 
 # Errors that workers and the warm start would otherwise find after everything has started -------

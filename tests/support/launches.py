@@ -64,6 +64,11 @@ def try_task(*words: str) -> subprocess.Popen[str]:
     return _start([sys.executable, "-m", "controller.main", "try", *words])
 
 
+def serve_sandbox(*words: str) -> subprocess.Popen[str]:
+    """`leash sandbox` with these words."""
+    return _start([sys.executable, "-m", "controller.main", "sandbox", *words])
+
+
 def _start(command: list[str]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         command,

@@ -1,0 +1,132 @@
+"""The sandbox of this machine as an HTTP service."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from rollout_pool.sandbox.app import Language, make_app
+from rollout_pool.sandbox.run import LocalSandbox, SandboxError, SandboxLimits, SandboxResult
+
+LIMITS = SandboxLimits(wall_time_s=30.0, memory_bytes=128 * 2**20)
+KEY = "k"
+
+
+class Waiting:
+    """A `Sandbox` whose programs end when they may."""
+
+    def __init__(self) -> None:
+        self.is_running, self.may_end = asyncio.Event(), asyncio.Event()
+
+    async def run(self, code: str, **settings) -> SandboxResult:
+        self.is_running.set()
+        await self.may_end.wait()
+        raise SandboxError("this machine is unsafe")
+
+
+@pytest.fixture
+def waiting():
+    return Waiting()
+
+
+@pytest.fixture
+async def client(waiting):
+    languages = {
+        "python": Language(sandbox=LocalSandbox(), limits=LIMITS),
+        "slow": Language(sandbox=waiting, limits=LIMITS),
+    }
+    transport = httpx.ASGITransport(make_app(languages, KEY, max_open=1))
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://here", headers=headers
+    ) as client:
+        yield client
+
+
+def program(code: str = "print(2 * int(input()))", **fields) -> dict:
+    return {"code": code, "language": "python", "stdin": "21", **fields}
+
+
+async def test_program_runs_with_its_input(client):
+    answer = (await client.post("/run_code", json=program(files={}, fetch_files=[]))).json()
+    seconds = answer["run_result"].pop("execution_time")
+    assert 0 < seconds < 30
+    assert answer == {
+        "status": "Success",
+        "message": "",
+        "compile_result": None,
+        "run_result": {"status": "Finished", "return_code": 0, "stdout": "42\n", "stderr": ""},
+    }
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "message"),
+    [
+        ("raise ValueError(3)", "Finished", "it ended with an error (exit code 1): ValueError: 3"),
+        ("import os; os.fork()", "Finished", "it tried to start or signal a process"),
+        ("while True: pass", "TimeLimitExceeded", "it took too long"),
+        ("while True: print(1)", "Finished", "it printed too much"),
+        ("x = bytes(10**9)", "Finished", "it exceeded its memory"),
+    ],
+)
+async def test_program_that_fails_is_answered_with_the_reason(client, code, status, message):
+    limits = {"run_timeout": 1} if status == "TimeLimitExceeded" else {"memory_limit_MB": 64}
+    answer = (await client.post("/run_code", json=program(code, **limits))).json()
+    assert (answer["status"], answer["run_result"]["status"]) == ("Failed", status)
+    assert answer["message"].startswith(message) and answer["run_result"]["return_code"] != 0
+
+
+async def test_statements_run_in_a_process_of_their_own(client):
+    statements = "assert f(1) == 2\nprint('held')"
+    for code, held in (
+        ("def f(x): return 2 * x\n", True),
+        ("def f(x): return 3 * x\n", False),
+        (
+            "print('held', flush=True); import os; os._exit(0)\n",
+            True,
+        ),  # why clients ask for a secret word
+        (
+            "import sys\nclass E:\n    def __eq__(self, o): return True\ndef f(x): return E()\n",
+            False,
+        ),
+    ):
+        body = program(code + statements, statements_at=len(code))
+        answer = (await client.post("/run_code", json=body)).json()
+        assert ("held" in answer["run_result"]["stdout"]) == held, answer
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (program(language="rust"), "language='rust': there is none here but python, slow"),
+        (program(run_timeout=31), "run_timeout=31: at most 30 s are allowed here"),
+        (program(run_timeout=0), "run_timeout=0: at most 30 s"),
+        (program(memory_limit_MB=129), "memory_limit_MB=129: at most 128 are allowed here"),
+        (program(files={"a": "aGk="}), "files: this service gives programs no files"),
+        ({"language": "python"}, "the request cannot be read: Object missing required field"),
+        ([], "the request cannot be read"),
+    ],
+)
+async def test_request_that_cannot_be_met_is_refused(client, body, why):
+    answer = await client.post("/run_code", json=body)
+    assert answer.status_code == 422 and answer.text.startswith(why)
+
+
+async def test_key_is_needed(client):
+    for key in ("", "Bearer ", "Bearer no"):
+        answer = await client.post("/run_code", json=program(), headers={"Authorization": key})
+        assert answer.status_code == 401
+    assert (await client.get("/v1/ping", headers={"Authorization": ""})).status_code == 200
+
+
+async def test_number_of_open_requests_is_bounded(client, waiting):
+    first = asyncio.create_task(client.post("/run_code", json=program(language="slow")))
+    await asyncio.wait_for(waiting.is_running.wait(), 60)
+    refused = await client.post("/run_code", json=program())
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    waiting.may_end.set()
+    answer = (await first).json()
+    assert answer == {"status": "SandboxError", "message": "this machine is unsafe"}
+    assert (await client.post("/run_code", json=program())).status_code == 200
