@@ -122,8 +122,8 @@ class OpenAIConfig(Section):
     """A group of an external program without a request for this long is given up as soon as its
     credit is needed: another group waits for one, and no full batch is ready."""
     sampling_overrides: bool = False
-    """Requests may choose their own temperature above 0, and, with rollout.sampling.top_k, a
-    truncation that leaves no more tokens than the run's. False refuses what differs from
+    """Requests may choose their own temperature, from 0.05 to 2, and, with rollout.sampling.top_k,
+    a truncation that leaves no more tokens than the run's. False refuses what differs from
     rollout.sampling."""
     max_groups: int = field(default=128, metadata=at_least(1))
     """Groups of external programs in progress at one worker. Further requests for groups wait."""
@@ -287,6 +287,12 @@ class RolloutConfig(Section):
             most = MAX_PORT - self.num_workers + 1
             fix = f"must lie in 0..{most}: each of {self.num_workers} workers takes the next one"
             yield Rule(port <= most, "openai.port", fix)
+        yield Rule(
+            not (self.openai.sampling_overrides and self.engine.deterministic),
+            "openai.sampling_overrides",
+            "a request could choose min_p, at which SGLang ends with the seeds that "
+            "rollout.engine.deterministic=true gives each request; set one of them to false",
+        )
         if self.sampling.is_truncated:
             yield from self._truncation_rules()
 

@@ -31,7 +31,8 @@ from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.rewards.code_tests import PYTHON, languages_of
 from rollout_pool.rewards.process import load_function
 from rollout_pool.rewards.teacher import check_teacher
-from rollout_pool.sampling.constraint import Grammars
+from rollout_pool.sampling.constraint import ConstraintFailed, Grammars
+from rollout_pool.sampling.sample import Constraint
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.tasks.agent import find_agent
 from rollout_pool.tasks.environments import environment_factory, load_tools
@@ -243,9 +244,10 @@ def check_grammar(config: Config, tokenizer: Tokenizer) -> None:
     if config.task.grammar is None:
         return
     try:
-        Grammars(tokenizer, len(tokenizer), []).check(config.task.grammar)
-    except ValueError as error:
-        raise ValueError(f"task.grammar: can't be compiled: {error}") from error
+        grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id or 0])
+        grammars.check(Constraint(grammar=config.task.grammar))
+    except (ValueError, ConstraintFailed) as error:
+        raise ValueError(f"task.grammar: no answer can have this form: {error}") from error
 
 
 def plan_here(config: Config) -> Plan:

@@ -159,7 +159,7 @@ class _Api:
             fingerprints = [fingerprint + index.to_bytes() for index in range(turn.n)]
             known = self._first_answers(request, fingerprints, is_retry)
             if len(known) < turn.n:
-                prompt = await self._room.read(body, turn.prepare)
+                prompt = await self._room.read(body, turn.prepare, is_slow=turn.is_slow_to_prepare)
                 known = self._first_answers(request, fingerprints, is_retry)
                 missing = [one for one in fingerprints if one not in known]
                 known |= zip(missing, turn.begin(prompt, missing), strict=True)
@@ -253,7 +253,7 @@ class _Api:
                 return self._rewarded(session_id, outcome)
             raise
         if session.num_turns == 0:
-            raise ApiError(409, "the model was never called in this session", should_retry=False)
+            raise ApiError(409, "the model gave no token in this session", should_retry=False)
         if not session.outcome.done():
             session.outcome.set_result(outcome)
         elif session.outcome.result() != outcome:

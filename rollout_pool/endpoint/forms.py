@@ -23,27 +23,29 @@ MAX_BANNED = 1024
 
 
 def read_constraint(
-    fields: Fields, grammar: str, num_embeddings: int, longest: int
-) -> Constraint | None:
-    """The constraint of a request whose answer must follow `grammar` ("": any text); None if it
-    asks for none.
+    fields: Fields, grammar: str, usual: Constraint, num_embeddings: int, longest: int
+) -> Constraint:
+    """The constraint of a request whose answer must follow `grammar` ("": that of `usual`, the
+    run's).
 
     `longest`: no answer has more tokens.
     """
-    min_tokens = min(longest, fields.count("min_tokens", 0))
+    min_tokens = min(longest, fields.count("min_tokens", 0 if grammar else usual.min_tokens))
     if fields.flag("ignore_eos", False):
         min_tokens = longest
-    if grammar and min_tokens:
+    form = grammar or usual.grammar
+    if form and min_tokens:
         name = "min_tokens" if fields.has("min_tokens") else "ignore_eos"
-        raise refuse(name, "does not go with a form, which says itself where an answer ends")
+        whose = "a form" if grammar else "task.grammar"
+        raise refuse(name, f"does not go with {whose}, which says itself where an answer ends")
     banned = _read_banned(fields, num_embeddings)
-    if not (grammar or min_tokens or banned):
-        return None
-    return Constraint(grammar=grammar, min_tokens=min_tokens, banned=banned)
+    return Constraint(grammar=form, min_tokens=min_tokens, banned=banned)
 
 
 def _read_banned(fields: Fields, num_embeddings: int) -> tuple[int, ...]:
-    biases = fields.raw("logit_bias") or {}
+    biases = fields.raw("logit_bias")
+    if biases is None:
+        return ()
     if not isinstance(biases, Mapping) or len(biases) > MAX_BANNED:
         problem = f"must be an object of at most {MAX_BANNED} tokens, not {shown(biases)}"
         raise refuse("logit_bias", problem)
@@ -57,7 +59,7 @@ def _read_banned(fields: Fields, num_embeddings: int) -> tuple[int, ...]:
                 f"{shown(bias)} is not supported, only -100, which bans a token: another bias "
                 "would have to be known to the trainer",
             )
-    return tuple(sorted(map(int, biases)))
+    return tuple(sorted({int(token) for token in biases}))
 
 
 def read_form(
@@ -123,7 +125,9 @@ def response_form(fields: Fields) -> str:
                 raise refuse(form.name("json_schema.schema"), "is missing: it must be an object")
             return f"{_JSON_FORM}{_json(about.raw('schema'))}\n"
         case "grammar":
-            return form.text("grammar")
+            if not (lark := form.text("grammar")).strip():
+                raise refuse(form.name("grammar"), "is empty")
+            return lark
         case other:
             kinds = "text, json_object, json_schema, grammar"
             raise refuse(form.name("type"), f"{shown(other)} is none of {kinds}")
@@ -142,10 +146,11 @@ def _calls(
     rules = [f"calls: call{f' ({_text(between)} call)*' if may_be_several else ''}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
-        opening = _text(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+        name = json.dumps(tool.name, ensure_ascii=False)  # as templates write it
+        opening = _text(f'{{"name": {name}, "{key}": ')
         rules.append(f"call_{i}: {before} {opening} arguments_{i} {_text('}')} {after}")
         # In a rule of its own, so that "#" in its references stands for the tool's schema.
-        schema = _json({"type": "object", **tool.parameters})
+        schema = _json({**tool.parameters, "type": "object"})
         rules.append(f"arguments_{i}: %json {schema}")
     return "\n".join(rules) + "\n"
 

@@ -207,8 +207,8 @@ def read_sampling(
 
 MAX_TOP_K = 1024
 _OVERRIDES = (
-    "a temperature above 0, at most 2, and where rollout.sampling.top_k is set, top_k from 1 to "
-    "that one, top_p above 0, at most 1, and min_p from 0 to 1"
+    "a temperature from 0.05 to 2, and where rollout.sampling.top_k is set, top_k from 1 to that "
+    "one, top_p from 0.01 to 1 and min_p from 0 to 1"
 )
 
 
@@ -217,11 +217,11 @@ def _may_be(name: str, value: float, most_k: int) -> bool:
     it was drawn."""
     match name:
         case "temperature":
-            return 0 < value <= 2
+            return 0.05 <= value <= 2  # SGLang takes one near 0 for greedy sampling
         case "top_k":
             return value == int(value) and 0 < value <= most_k
         case "top_p":
-            return most_k > 0 and 0 < value <= 1
+            return most_k > 0 and 0.01 <= value <= 1
         case "min_p":
             return most_k > 0 and 0 <= value <= 1
         case _:

@@ -34,7 +34,7 @@ from rollout_pool.episodes.request import (
     EpisodeRequest,
 )
 from rollout_pool.episodes.tokenizer import Tokenizer
-from rollout_pool.sampling.constraint import Grammars
+from rollout_pool.sampling.constraint import ConstraintFailed, Grammars
 from rollout_pool.sampling.sample import Completer, Constraint, Sample, SampleFailed
 
 log = logging.getLogger(__name__)
@@ -343,6 +343,8 @@ class Session:
             has_ended = await self.request.complete(
                 sample, self.serving.completer, self.clock, is_over=lambda: self._is_cut
             )
+        except ConstraintFailed:
+            raise  # the agent asked for what can't be
         except (SampleFailed, TimeoutError) as error:
             self.failure = error
             raise
@@ -355,7 +357,7 @@ class Session:
         """The answers delivered so far. Raises SessionLost if there are none."""
         if self.num_turns == 0:
             why = f": {error}" if error else ""
-            raise SessionLost(f"session {self.session_id} never called the model{why}")
+            raise SessionLost(f"session {self.session_id} got no token of the model{why}")
         return Episode(
             branches=self._branches,
             messages=self.messages,

@@ -35,6 +35,7 @@ from rollout_pool.endpoint.sessions import Session
 from rollout_pool.episodes.request import constraint_of
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
+from rollout_pool.sampling.constraint import ConstraintFailed
 from rollout_pool.sampling.sample import Constraint, Priority, Sample, SampleFailed
 from rollout_pool.sampling.stop import first_stop, safe_length
 
@@ -52,6 +53,10 @@ async def ended(answer: Answer, session: Session) -> None:
         raise ApiError(
             410, f"this answer was given up: {why}", code="session_over", should_retry=False
         )
+    if isinstance(error, ConstraintFailed):
+        raise ApiError(
+            400, f"the answer can't go on in its form: {error}", should_retry=False
+        ) from error
     if isinstance(error, SampleFailed | TimeoutError):
         # The sampler has already retried as often as the settings allow.
         raise ApiError(
@@ -199,10 +204,11 @@ class Turn(ABC):
         self.session = session
         self.is_streamed, self.wants_usage = read_stream(fields)
         self.n = read_n(fields)
-        self._has_form = fields.has("response_format")
         stop = read_stop(fields)
         self.stop = tuple(session.serving.task.stop) if stop is None else stop
         self.constraint: Constraint | None = None
+        self._form_field = ""
+        """The request's field that asks for it."""
         self.index = 0
         """Of the answer that it writes, among the n of the request."""
         self.streamed = ""
@@ -211,30 +217,37 @@ class Turn(ABC):
         """Text that may be the beginning of one that ends the answer."""
 
     def constrain(self, fields: Fields, grammar: str) -> None:
-        """Takes what the request, or else the run, wants of the answer's form. Raises ApiError."""
+        """Takes what the request, and else the run, wants of the answer's form. Raises ApiError."""
         serving, request = self.session.serving, self.session.request
-        asked = read_constraint(fields, grammar, serving.num_embeddings, serving.max_tokens)
-        if asked is None:
-            self.constraint = constraint_of(serving.task)
+        usual = constraint_of(serving.task)
+        wanted = read_constraint(fields, grammar, usual, serving.num_embeddings, serving.max_tokens)
+        if wanted == Constraint():
             return
-        if request.priority is Priority.rollout and not request.sampling.is_truncated:
+        asked = next((name for name in FORM_FIELDS if fields.has(name)), "")
+        is_trained = request.priority is Priority.rollout
+        if wanted != usual and is_trained and not request.sampling.is_truncated:
             raise refuse(
-                next(name for name in FORM_FIELDS if fields.has(name)),
+                asked,
                 "needs rollout.sampling.top_k, which this run has not set: tokens are trained on "
                 "under the distribution that they were drawn from, so the ids that the form left "
                 "travel with each, and need a bound; set it (as 50), or let the reward judge",
             )
-        self.constraint = asked
+        self.constraint = wanted
+        self._form_field = asked or "response_format"
+
+    @property
+    def is_slow_to_prepare(self) -> bool:
+        return self.constraint is not None and bool(self.constraint.grammar)
 
     def prepare(self) -> list[int]:
-        """The prompt's tokens. Raises ApiError, also for a form that can't be compiled. May be
-        called in a thread."""
-        if self.constraint is not None and self.constraint.grammar:
+        """The prompt's tokens. Raises ApiError, also for a form that can't be compiled or has no
+        first token. May be called in a thread."""
+        if self.constraint is not None:
             try:
-                self.session.serving.grammars.check(self.constraint.grammar)
-            except ValueError as error:
-                name = "response_format" if self._has_form else "tools"
-                raise refuse(name, f"can't be compiled: {error}") from error
+                self.session.serving.grammars.check(self.constraint)
+            except (ValueError, ConstraintFailed) as error:
+                problem = f"no answer can have this form: {error}"
+                raise refuse(self._form_field, problem) from error
         return self.render()
 
     def each(self) -> Iterator[Turn]:

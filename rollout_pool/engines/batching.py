@@ -46,6 +46,8 @@ STREAM_INTERVAL = 64
 of them on average, which takes a second or two to sample again. A larger interval saves little:
 a part costs both processes about as much as a few hundred bytes."""
 _VERSION = re.compile("[0-9]+")
+LOWEST_LOGPROB = -1e30
+"""SGLang has the lowest float in place of the log-probability of what was rounded to 0."""
 MAX_SAMPLES = 32
 """Per call: the server's work per part grows with the number of samples in the call."""
 CALL_GAP_S = 0.005
@@ -679,7 +681,7 @@ def read_alternatives(
     for place, entries in enumerate(lists):
         logprobs = np.array([entry[0] for entry in entries], np.float64)
         ids = np.array([entry[1] for entry in entries], np.int32)
-        chosen = np.isfinite(logprobs)  # null, for a probability that was rounded to 0, is NaN here
+        chosen = logprobs > LOWEST_LOGPROB
         if tokens.candidates and not is_probe:
             chosen &= np.isin(ids, tokens.candidates[place])
         found.append(Alternatives(ids[chosen], logprobs[chosen]))

@@ -124,10 +124,8 @@ async def go_on(sample: Sample) -> None:
     """Lets an interrupted sample continue at once."""
 
 
-def constraint_of(task: TaskConfig) -> Constraint | None:
+def constraint_of(task: TaskConfig) -> Constraint:
     """That of every answer of the task."""
-    if task.grammar is None and not task.min_turn_tokens:
-        return None
     return Constraint(grammar=task.grammar or "", min_tokens=task.min_turn_tokens)
 
 
@@ -177,7 +175,7 @@ class EpisodeRequest:
             sampling=sampling or self.sampling,
             max_new_tokens=max_new_tokens,
             stop=tuple(stop),
-            constraint=constraint,
+            constraint=None if constraint == Constraint() else constraint,
             session=self.session,
             group=self.group,
             priority=self.priority,

@@ -23,7 +23,6 @@ from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
 from random import Random
 from typing import Any
 
@@ -54,26 +53,34 @@ class Grammars:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         """Takes a second with a large vocabulary, and is needed by few runs."""
-        return from_tokenizer(self._hf_tokenizer, n_vocab=self._num_embeddings)
+        return from_tokenizer(
+            self._hf_tokenizer, n_vocab=self._num_embeddings, eos_token=self._end_tokens
+        )
 
-    def check(self, grammar: str) -> None:
-        """Raises ValueError with the reason if it can't be compiled. May take some seconds."""
-        self._compiled(grammar)
+    def check(self, constraint: Constraint) -> None:
+        """Raises ValueError if its grammar can't be compiled, ConstraintFailed if no answer can
+        begin. May take some seconds."""
+        self._rules(constraint).allowed()
 
-    def guide(self, sample: Sample) -> Guide | None:
-        """What makes `sample` follow its constraint; None if it has none."""
-        if sample.constraint is None:
-            return None
-        rules = _Rules(sample.constraint, self._num_embeddings, self._end_tokens)
-        if sample.constraint.grammar:
-            rules.matcher = self._compiled(sample.constraint.grammar).deep_copy()
-            rules.last_token = self._tokenizer.eos_token
-        return Guide(sample, rules)
+    def guide(self, sample: Sample) -> Guide:
+        """What makes `sample` follow its constraint. Raises ConstraintFailed. May take as long."""
+        assert sample.constraint is not None
+        try:
+            return Guide(sample, self._rules(sample.constraint))
+        except ValueError as error:
+            raise ConstraintFailed(f"{sample.sample_id}: {error}") from error
+
+    def _rules(self, constraint: Constraint) -> _Rules:
+        grammar = constraint.grammar
+        matcher = self._compiled(grammar).deep_copy() if grammar else None
+        return _Rules(constraint, matcher, self._num_embeddings, self._end_tokens)
 
     def _compile(self, grammar: str) -> LLMatcher:
+        if not self._end_tokens:
+            raise ValueError("the model has no token that ends an answer")
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(matcher.get_error())
+            raise ValueError(matcher.get_error().strip())
         return matcher
 
 
@@ -81,37 +88,50 @@ class _Rules:
     """Which tokens may come next."""
 
     def __init__(
-        self, constraint: Constraint, num_embeddings: int, end_tokens: Sequence[int]
+        self,
+        constraint: Constraint,
+        matcher: LLMatcher | None,
+        num_embeddings: int,
+        end_tokens: Sequence[int],
     ) -> None:
-        self.matcher: LLMatcher | None = None
-        self.last_token = -1
-        """Follows a complete grammar."""
         self.end_tokens = end_tokens
-        self._constraint = constraint
-        self._all = np.packbits(np.ones(num_embeddings, np.uint8), bitorder="little")
+        self._matcher = matcher
+        self._min_tokens = constraint.min_tokens
+        self._all = _as_bits(range(num_embeddings), num_embeddings)
+        self._ends = _as_bits(end_tokens, num_embeddings)
+        self._banned = _as_bits(constraint.banned, num_embeddings)
         self._length = 0
 
     def allowed(self) -> _Allowed:
         """Raises ConstraintFailed if there is none."""
-        if self.matcher is None:
-            bits = self._all.copy()
-        elif self.matcher.is_stopped():  # only the end can follow
-            bits = np.zeros_like(self._all)
-            bits[self.last_token // 8] = 1 << self.last_token % 8
+        if self._matcher is None:
+            bits = self._all
+        elif self._matcher.is_stopped():
+            bits = self._ends
         else:
-            bits = np.frombuffer(bytearray(self.matcher.compute_bitmask()), np.uint8)
-        ends = self.end_tokens if self._length < self._constraint.min_tokens else ()
-        for token in (*self._constraint.banned, *ends):
-            bits[token // 8] &= ~(1 << token % 8) & 255
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(self._all)]
+        if self._matcher is not None and self._matcher.is_error():  # it counts as stopped, too
+            bits = np.zeros_like(self._all)
+        bits = bits & ~self._banned
+        if self._length < self._min_tokens:
+            bits &= ~self._ends
         if not bits.any():
-            problem = self.matcher.get_error() if self.matcher is not None else ""
-            raise ConstraintFailed(problem or "no token may follow; allow one of those left out")
+            problem = "" if self._matcher is None else self._matcher.get_error().strip()
+            raise ConstraintFailed(
+                problem.partition("\n")[0] or "no token may follow; allow one of those left out"
+            )
         return _Allowed(bits)
 
     def accept(self, token: int) -> None:
         self._length += 1
-        if self.matcher is not None and not self.matcher.is_stopped():
-            self.matcher.consume_token(token)
+        if self._matcher is not None and not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+
+
+def _as_bits(tokens: Collection[int], num_embeddings: int) -> NDArray[np.uint8]:
+    mask = np.zeros(8 * ((num_embeddings + 31) // 32 * 4), np.uint8)
+    mask[list(tokens)] = 1
+    return np.packbits(mask, bitorder="little")
 
 
 class _Allowed:
@@ -126,11 +146,10 @@ class _Allowed:
         found: NDArray[np.bool_] = (bits & 1).astype(np.bool_)
         return found
 
-    def first(self, number: int) -> list[int]:
-        """So many of them, or all."""
-        places = np.flatnonzero(self._bits)[:number].tolist()
-        found = (8 * at + bit for at in places for bit in range(8) if self._bits[at] >> bit & 1)
-        return list(islice(found, number))
+    def first_two(self) -> list[int]:
+        """Or the only one."""
+        places = np.flatnonzero(self._bits)[:2].tolist()
+        return [8 * at + bit for at in places for bit in range(8) if self._bits[at] >> bit & 1][:2]
 
 
 class ConstraintFailed(SampleFailed):
@@ -141,6 +160,7 @@ class ConstraintFailed(SampleFailed):
 class _Correction:
     """What comes in the place of a refused token: one that was drawn, or a probe."""
 
+    place: int
     token: int | None = None
     logprob: float = 0.0
     candidates: Sequence[int] = ()
@@ -158,7 +178,7 @@ class Guide:
 
     def __init__(self, sample: Sample, rules: _Rules) -> None:
         self._rules = rules
-        self._random = Random()
+        self._random = Random(f"{sample.sample_id}.{sample.num_attempts}")
         self._correction: _Correction | None = None
         sample.alternatives.clear()
         sample.is_probe = False
@@ -177,7 +197,7 @@ class Guide:
             ids, logprobs = known.among(allowed.has(known.ids))
             is_allowed = allowed.has(np.array([token], np.int32)).item()
             if sample.is_probe or not is_allowed or (sample.has_candidates and token not in ids):
-                self._correction = self._draw(sample, allowed, ids, logprobs)
+                self._correction = self._draw(sample, place, allowed, ids, logprobs)
                 sample.ends_at = place
                 return
             if sample.has_candidates:
@@ -192,14 +212,15 @@ class Guide:
 
     def correct(self, sample: Sample) -> bool:
         """Puts the drawn token in the place of the refused one, and those behind it that have no
-        alternative. Call when the engine has ended the request. Whether there was one to refuse."""
+        alternative. Call when the engine has ended a request. Whether there was one to refuse; if
+        not, the next request may ask for twice as many tokens."""
         correction, self._correction = self._correction, None
-        if correction is None or sample.ends_at is None:
+        if correction is None:
             if sample.max_asked is not None:
                 sample.max_asked *= 2
             return False
-        sample.max_asked = FEW
-        place, sample.ends_at, sample.finish_reason = sample.ends_at, None, None
+        place, sample.ends_at, sample.finish_reason = correction.place, None, None
+        sample.max_asked = 1 if correction.is_probe else FEW
         sample.is_probe = correction.is_probe
         if correction.token is None:
             sample.cut(place)
@@ -208,7 +229,7 @@ class Guide:
         sample.put_last(correction.token, correction.logprob, correction.candidates)
         self._note_last(sample)
         while sample.finish_reason is None:
-            only, *others = self._rules.allowed().first(2)
+            only, *others = self._rules.allowed().first_two()
             if others:
                 break
             sample.extend_last(only)
@@ -225,25 +246,29 @@ class Guide:
     def _draw(
         self,
         sample: Sample,
+        place: int,
         allowed: _Allowed,
         ids: NDArray[np.int32],
         logprobs: NDArray[np.float64],
     ) -> _Correction:
         if not len(ids):
-            first, *others = allowed.first(2)
+            first, *others = allowed.first_two()
             if others and not sample.is_probe:
-                return _Correction(is_probe=True)
-            return _Correction(token=first, candidates=[first])
+                return _Correction(place=place, is_probe=True)
+            return _Correction(place=place, token=first, candidates=[first])
         most = sample.sampling.top_k if sample.has_candidates else len(ids)
         best = np.sort(np.argsort(-logprobs, kind="stable")[:most])
         ids, logprobs = ids[best], logprobs[best]  # a probe may have found more
         shares = logprobs - _logsumexp(logprobs)
         if sample.sampling.temperature == 0:
-            place = int(shares.argmax())
+            at = int(shares.argmax())
         else:
-            [place] = self._random.choices(range(len(ids)), np.exp(shares).tolist())
+            [at] = self._random.choices(range(len(ids)), np.exp(shares).tolist())
         return _Correction(
-            token=int(ids[place]), logprob=min(0.0, float(shares[place])), candidates=ids.tolist()
+            place=place,
+            token=int(ids[at]),
+            logprob=min(0.0, float(shares[at])),
+            candidates=ids.tolist(),
         )
 
 

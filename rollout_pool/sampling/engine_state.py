@@ -273,6 +273,11 @@ class Slot:
     def engine(self) -> EngineClient:
         return self._engine.client
 
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the engine takes further requests: not one that drains or leaves."""
+        return self._engine.may_roll_out or self._priority is Priority.evaluation
+
     def progress(self) -> None:
         now = time.monotonic()
         self._engine.last_progress = now

@@ -116,6 +116,8 @@ class Sample:
     """Failed requests; interruptions do not count."""
     num_refused: int = 0
     """Answers refused for their log-probabilities."""
+    num_restarts: int = 0
+    """How often it lost all its tokens."""
     num_wasted: int = 0
     """Sampled tokens that are lost or refused."""
 
@@ -154,6 +156,7 @@ class Sample:
     def drop_tokens(self) -> None:
         """Loses its tokens, which count as wasted; the next request begins at its prompt."""
         self.cut(0)
+        self.num_restarts += 1
         self.ends_at = None
         self.alternatives.clear()
 

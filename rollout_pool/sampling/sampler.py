@@ -8,6 +8,7 @@ complete(sample): slot ──► engine ──► ended
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -76,8 +77,9 @@ class Sampler:
             try:
                 if sample.constraint is not None:
                     assert self._grammars is not None, "this sampler has no grammars"
-                    run.guide = self._grammars.guide(sample)
-                self._look_for_stop(sample, 0)  # a worker before may have found it
+                    # A grammar may take seconds to compile.
+                    run.guide = await asyncio.to_thread(self._grammars.guide, sample)
+                self._look_for_stop(sample, run, 0)  # a worker before may have found it
                 while not self._has_ended(sample):
                     await self._attempt(sample, run)
             finally:
@@ -98,7 +100,8 @@ class Sampler:
 
     def _has_ended(self, sample: Sample) -> bool:
         if sample.finish_reason is None and (sample.ends_at is not None or sample.num_left <= 0):
-            # The engine died after the last token, before the end.
+            # The engine died after the last token, before the end. (What a constraint refuses is
+            # corrected after each request.)
             if sample.ends_at is not None:
                 sample.end_at_stop()
             else:
@@ -113,7 +116,6 @@ class Sampler:
         with _span("request") as span:
             slot = await self._wait_for_slot(sample, run)
             name, run.first_token_at = slot.engine.name, None
-            self.counted[f"requests:{name}"] += 1
             self._count_time("queue", name, slot.begun - began)
             try:
                 goes_on = not run.is_interrupted
@@ -123,7 +125,7 @@ class Sampler:
                     self._correct(sample, run)
                     has_failed = run.num_failures > num_failures
                     has_ended = sample.finish_reason is not None or sample.ends_at is not None
-                    goes_on = not (has_ended or has_failed or run.is_interrupted)
+                    goes_on = slot.may_go_on and not (has_ended or has_failed or run.is_interrupted)
             finally:
                 slot.release()
                 times = (began, slot.begun, run.first_token_at)
@@ -151,6 +153,7 @@ class Sampler:
 
     async def _ask(self, sample: Sample, run: _Run, slot: Slot) -> None:
         sample.num_attempts += 1
+        self.counted[f"requests:{slot.engine.name}"] += 1
         # SGLang aborts all requests whose ids begin with the given one: the mark at the end keeps
         # an abort of sample 1 from ending sample 10.
         request_id = f"{sample.sample_id}.{sample.num_attempts}!"
@@ -161,8 +164,7 @@ class Sampler:
             self.counted["tokens_arrived"] += len(sample.output_ids) - num_arrived
             if run.guide is not None:
                 run.guide.follow(sample)
-            if self._look_for_stop(sample, num_arrived) and run.guide is not None:
-                run.guide.forget()
+            self._look_for_stop(sample, run, num_arrived)
             if sample.ends_at is not None and sample.finish_reason is None:
                 slot.engine.stop(request_id)
             num_arrived = len(sample.output_ids)
@@ -190,20 +192,20 @@ class Sampler:
         """Puts right what the constraint has refused, if anything."""
         num_before = sample.num_ready
         if run.guide is not None and run.guide.correct(sample):
-            self._look_for_stop(sample, num_before)
+            self._look_for_stop(sample, run, num_before)
             self._report(sample)
 
-    def _look_for_stop(self, sample: Sample, num_seen: int) -> bool:
-        """Whether one is found among the tokens that stay; those from `num_seen` on are new."""
+    def _look_for_stop(self, sample: Sample, run: _Run, num_seen: int) -> None:
+        """Among the tokens that stay; those from `num_seen` on are new."""
         if not sample.stop or sample.num_ready <= num_seen:
-            return False
+            return
         assert self._decode is not None, "this sampler cannot read tokens"
         tokens = sample.output_ids[: sample.num_ready]
         end = find_stop(tokens, num_seen, sample.stop, self._decode)
-        if end is None:
-            return False
-        sample.ends_at = end
-        return True
+        if end is not None:
+            sample.ends_at = end
+            if run.guide is not None:
+                run.guide.forget()
 
     def _count_time(self, what: str, engine: str, seconds: float) -> None:
         bound = next(bound for bound in TIME_BOUNDS_S if seconds <= bound)

@@ -152,8 +152,8 @@ class _Progress:
     sample: Sample
     chain: str
     num_kept: int = 0
-    num_wasted: int = 0
-    """Of the sample, when it was last kept: more if it has begun again since."""
+    num_restarts: int = 0
+    """Of the sample, when it was last kept."""
     is_whole: bool = False
     """Its end is kept too."""
 
@@ -164,9 +164,9 @@ class _Progress:
     def take_new(self) -> Part | None:
         """What the buffer does not have; counts as kept from now on."""
         sample = self.sample
-        if sample.num_wasted != self.num_wasted or self.num_new < 0:
+        if sample.num_restarts != self.num_restarts or self.num_new < 0:
             self.chain, self.num_kept, self.is_whole = _new_chain(), 0, False
-            self.num_wasted = sample.num_wasted
+            self.num_restarts = sample.num_restarts
         start, end, new = self.num_kept, _end(sample), slice(self.num_kept, sample.num_ready)
         if not self.num_new and (self.is_whole or not end):
             return None

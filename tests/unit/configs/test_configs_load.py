@@ -186,6 +186,10 @@ SH = ("task.rewards.tests.command=[sh, '{file}']", "task.rewards.tests.languages
             "could take 1.2 GiB, and the most is 1",
         ),
         (["task.grammar='start: x'"], "task.grammar='start: x'"),
+        (
+            ["rollout.openai.sampling_overrides=true", "rollout.engine.deterministic=true"],
+            "rollout.openai.sampling_overrides=True: a request could choose min_p",
+        ),
         (["task.min_turn_tokens=4"], "task.min_turn_tokens=4: the candidates that it leaves"),
         (
             ["rollout.sampling.top_k=9", "task.grammar='start: x'", "task.min_turn_tokens=4"],

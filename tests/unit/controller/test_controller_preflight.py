@@ -58,7 +58,7 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
         ),
         (
             ["rollout.sampling.top_k=9", "task.grammar='start: digits'"],
-            r'task\.grammar: can\'t be compiled: .*unknown name: "digits"',
+            r'task\.grammar: no answer can have this form: .*unknown name: "digits"',
         ),
     ],
 )

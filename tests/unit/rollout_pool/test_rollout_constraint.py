@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from buffer.types import SamplingParams
 from rollout_pool.sampling.constraint import ConstraintFailed, Grammars
@@ -88,10 +91,14 @@ def complete(sample, grammars, engine):
     return sample
 
 
+NUMBERS = itertools.count()
+
+
 def constrained(constraint, **fields):
     sampling = SamplingParams(temperature=1.0, top_k=TOP_K)
     return make_sample(
-        **{"sampling": sampling, "max_new_tokens": 12, "constraint": constraint, **fields}
+        next(NUMBERS),
+        **{"sampling": sampling, "max_new_tokens": 12, "constraint": constraint, **fields},
     )
 
 
@@ -223,7 +230,47 @@ def test_evaluation_needs_no_candidates_and_takes_the_likeliest_when_greedy(gram
 )
 def test_grammar_that_cannot_be_compiled_says_why(grammars, grammar, problem):
     with pytest.raises(ValueError, match=problem):
-        grammars.check(grammar)
+        grammars.check(Constraint(grammar=grammar))
+
+
+def test_grammar_that_gives_up_in_the_middle_fails_the_sample(grammars, monkeypatch):
+    """Its matcher then counts as stopped, which would look like the end of the form."""
+    limits = LLParserLimits(max_items_in_row=3)
+    matcher = partial(LLMatcher, limits=limits)
+    monkeypatch.setattr("rollout_pool.sampling.constraint.LLMatcher", matcher)
+    engine, own = Engine(), Grammars(TOKENIZER, SIZE, [EOS])
+    ambiguous = 'start: x\nx: x x x x | "a" | "b" | ""'
+    sample = constrained(Constraint(grammar=ambiguous, min_tokens=12))
+    with pytest.raises(ConstraintFailed, match="Current row has"):
+        complete(sample, own, engine)
+    assert sample.finish_reason is None
+
+
+def test_any_token_that_ends_an_answer_ends_its_form():
+    other = 257
+    own = Grammars(TOKENIZER, SIZE, [other, EOS])
+    for ends in (other, EOS):
+        sample = constrained(Constraint(grammar="start: /[ab]{1,9}/"))
+        guide = own.guide(sample)
+        for token in (97, ends):
+            write(sample, [token], 3, 0.0)
+            sample.candidates.append(array("i", [token]))
+            sample.alternatives.append(Alternatives(np.array([token], np.int32), np.zeros(1)))
+        guide.follow(sample)
+        assert sample.ends_at is None
+
+
+def test_stop_right_before_a_refused_token_ends_the_sample(grammars):
+    sample = constrained(Constraint(grammar='start: "ab" "x"'))
+    guide = grammars.guide(sample)
+    for token in b"aba":
+        write(sample, [token], 3, 0.0)
+        sample.candidates.append(array("i", [token]))
+        sample.alternatives.append(Alternatives(np.array([token], np.int32), np.zeros(1)))
+    guide.follow(sample)
+    assert sample.ends_at == 2
+    guide.forget()  # "ab" is a text of stop
+    assert not guide.correct(sample) and sample.ends_at == 2
 
 
 def test_sample_without_a_token_that_may_follow_fails(grammars):

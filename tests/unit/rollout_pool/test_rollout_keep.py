@@ -136,13 +136,14 @@ def test_tokens_behind_a_text_that_ends_the_sample_are_not_kept() -> None:
     grow(sample, 4, 5)
     sample.ends_at, sample.finish_reason = 5, "length"  # the engine's last part, not cut yet
     again = sample_of("0-1-b")
-    begun_with(tokens.take_new(), again)
+    first = tokens.take_new()
+    begun_with(first, again)
     assert columns(again) == ([0, 1, 2, 3, 4], sample.logprobs[:5], [(4, 0, 3), (5, 3, 5)])
     assert again.finish_reason is None, "the text is found again before any other is sampled"
     sample.end_at_stop()
     tokens.end(sample)
     ended = sample_of("0-2-c")
-    begun_with(tokens.take_new(), ended, group="0-2-c")
+    begun_with({**first, **tokens.take_new()}, ended, group="0-2-c")
     assert columns(ended) == columns(sample) and ended.finish_reason == "stop"
 
 

@@ -117,9 +117,9 @@ async def test_agent_that_never_calls_the_model_yields_no_episode(scene, play):
     async def broken(session, prompt):
         raise KeyError("too early")
 
-    with pytest.raises(SessionLost, match="never called"):
+    with pytest.raises(SessionLost, match="got no token"):
         await play(agent)
-    with pytest.raises(SessionLost, match="never called the model: KeyError: 'too early'"):
+    with pytest.raises(SessionLost, match="got no token of the model: KeyError: 'too early'"):
         await play(broken)
 
 

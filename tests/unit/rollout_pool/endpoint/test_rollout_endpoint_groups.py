@@ -86,7 +86,7 @@ async def test_reward_may_be_posted_again_but_not_changed(scene):
         changed = await post_reward(scene, first, key, reward=0)
         assert changed.status_code == 410 and "posted" in changed.json()["error"]["message"]
     unasked = await post_reward(scene, second, reward=1)
-    assert unasked.status_code == 409 and "never called" in unasked.json()["error"]["message"]
+    assert unasked.status_code == 409 and "gave no token" in unasked.json()["error"]["message"]
     strange = await post_reward(scene, {"id": "nobody"}, ADMIN_KEY, reward=1)
     assert strange.status_code == 404
     for outcome in ({}, {"reward": "1"}, {"reward": 1, "parts": [1]}, {"reward": 1, "more": 2}):

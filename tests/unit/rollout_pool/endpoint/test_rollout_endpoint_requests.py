@@ -20,7 +20,7 @@ from llguidance.hf import from_tokenizer
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
-from rollout_pool.sampling.sample import Priority, SampleFailed
+from rollout_pool.sampling.sample import Constraint, Priority, SampleFailed
 from weight_sync.http_server import HttpLimits
 
 USER = {"role": "user", "content": "hello"}
@@ -55,6 +55,8 @@ REFUSED = [
     (body(logit_bias={"5": 1}), "logit_bias.5", "only -100"),
     (body(logit_bias={"99999": -100}), "logit_bias", "there is no token '99999'"),
     (body(logit_bias=[5]), "logit_bias", "must be an object"),
+    (body(logit_bias=[]), "logit_bias", "must be an object"),
+    (body(response_format={"type": "grammar", "grammar": " "}), "response_format.grammar", "empty"),
     (body(logit_bias={"5": -100}), "logit_bias", "needs rollout.sampling.top_k"),
     (body(min_tokens=5), "min_tokens", "needs rollout.sampling.top_k"),
     (body(min_tokens=-1), "min_tokens", "at least 0"),
@@ -221,12 +223,18 @@ async def test_form_that_cannot_be_compiled_is_refused_with_the_reason(make_scen
             "response_format",
             "unknown name",
         ),
-        (body(tools=[broken], tool_choice="required"), "tools", "does not exist"),
+        (body(tools=[broken], tool_choice="required"), "tool_choice", "does not exist"),
+        (
+            body(response_format={"type": "grammar", "grammar": "start: A\nA: /a/ & /b/"}),
+            "response_format",
+            "no answer can",
+        ),
     ):
         answer = await http.post(CHAT, json=asked)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == param, error
-        assert "can't be compiled" in error["message"] and words in error["message"], error
+        assert "no answer can have this form" in error["message"], error
+        assert words in error["message"], error
     assert scene.author.samples == []
 
 
@@ -234,10 +242,16 @@ async def test_task_gives_a_form_to_requests_without_one(make_scene):
     task = TaskConfig(chat_template=True, grammar='start: "yes" | "no"')
     scene = await make_scene(sampling=SamplingParams(top_k=20), task=task)
     client = scene.client(scene.session())
-    for wish in ({}, {"min_tokens": 3}):
+    for wish in ({}, {"logit_bias": {"5": -100}}, {"response_format": JSON}):
         await client.chat.completions.create(model=MODEL, messages=[USER], extra_body=wish)
-    first, second = [sample.constraint for sample in scene.author.samples]
-    assert first.grammar == task.grammar and (second.grammar, second.min_tokens) == ("", 3)
+    usual, banned, own = [sample.constraint for sample in scene.author.samples]
+    assert usual == Constraint(grammar=task.grammar)
+    assert banned == Constraint(grammar=task.grammar, banned=(5,))
+    assert "%json" in own.grammar
+    with pytest.raises(openai.BadRequestError, match=r"min_tokens: does not go with task\.grammar"):
+        await client.chat.completions.create(
+            model=MODEL, messages=[USER], extra_body={"min_tokens": 3}
+        )
 
 
 async def test_session_is_sampled_as_the_run_is_configured(make_scene):
@@ -262,6 +276,7 @@ async def test_run_may_let_requests_choose_their_sampling(make_scene):
         assert scene.author.samples[-1].sampling == expected
     for name, value in (
         ("temperature", 0),
+        ("temperature", 1e-46),
         ("temperature", 2.5),
         ("top_k", 41),
         ("top_k", -1),
