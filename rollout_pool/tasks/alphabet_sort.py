@@ -16,13 +16,30 @@ from dataclasses import dataclass, fields
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, opening
 from rollout_pool.tasks.datasets import check_params
-from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
 from rollout_pool.tasks.task import Prompt
 
 EVAL_SEED_OFFSET = 2**30
 """Keeps the seeds of held-out prompts disjoint from those of the training stream."""
 EVAL_DRAWS = 50
 """Draws per held-out episode before there are too few different ones."""
+
+# Names to sort, the shortest first; each list has no duplicates.
+_FIRST = (
+    # The first twenty have different initials.
+    "Ada Bob Cal Dan Eva Fay Gus Hal Ida Joe Kim Lou Max Ned Pam Ray Sue Tom Una Zoe "
+    "Amy Ben Dee Eli Gil Ian Jan Ken Leo Mia Nia Pat Ron Sam Ted Val Wes Abe Bea Lea "
+    "Alma Bert Cora Dora Emil Fern Gwen Hugo Iris Jude Kurt Lena Mila Nora Otto Paul Rosa Saul "
+    "Theo Vera Walt Yara"
+)
+_FAMILY = (
+    "Ash Bell Cole Dunn Ek Frey Gray Holm Ito Jung Kerr Lund Moss Nash Orr Park Quist Reed Stone "
+    "Todd Ueda Voss Webb Xu York Zorn Abbas Boyd Cruz Diaz Egan Fox Gale Hill Ives Jain Khan Levy "
+    "Mora Neri Oduya Pohl Rao Sato Tran Urban Vega Wolf Young Zeller Amato Bauer Costa Duval "
+    "Evans Fuchs Grant Hayes Irwin Jonas Klein Lopez"
+)
+
+FIRST_NAMES = tuple(_FIRST.split())
+FAMILY_NAMES = tuple(_FAMILY.split())
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

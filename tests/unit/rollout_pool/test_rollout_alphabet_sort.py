@@ -10,8 +10,7 @@ from configs.choices import TaskKind
 from configs.load import load_config
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.env import Completion
-from rollout_pool.tasks.alphabet_sort import share_in_place
-from rollout_pool.tasks.names import FAMILY_NAMES, FIRST_NAMES
+from rollout_pool.tasks.alphabet_sort import FAMILY_NAMES, FIRST_NAMES, share_in_place
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
 
