@@ -44,7 +44,7 @@ class ParsedAnswer:
 
 def parse_tool_calls(parser: ToolParser, text: str) -> ParsedAnswer:
     """The calls in `text`, in the format that `parser` names."""
-    thoughts, said = _split_thoughts(text)
+    thoughts, said = split_thoughts(text)
     content, calls, bad_call = PARSERS[parser](said)
     if not calls and bad_call is None:
         return ParsedAnswer(content=text)
@@ -59,11 +59,11 @@ _Parsed = tuple[str, list[Call], str | None]
 """Content, calls, why one is invalid."""
 
 
-class _BadCall(ValueError):
+class BadCall(ValueError):
     """Its message goes to the model as the reason."""
 
 
-def _split_thoughts(text: str) -> tuple[str, str]:
+def split_thoughts(text: str) -> tuple[str, str]:
     """Splits the text into thoughts and answer."""
     end = text.rfind(END_OF_THINK)
     if end >= 0:
@@ -84,12 +84,12 @@ def _parse_hermes(text: str) -> _Parsed:
         [text] = rests
         try:
             value, end = _read_json(text)
-            calls.append(_as_call(value))
+            calls.append(as_call(value))
             rest = text[end:].lstrip()
             if rest.strip() and not rest.startswith((CLOSE, OPEN)):
                 bad_call = bad_call or f"there is text between a call and its {CLOSE}"
                 rest = _after_close(rest)
-        except _BadCall as error:
+        except BadCall as error:
             bad_call = bad_call or str(error)
             rest = _after_close(text)
         between, *rests = rest.removeprefix(CLOSE).split(OPEN, 1)
@@ -117,8 +117,8 @@ def _parse_llama3(text: str) -> _Parsed:
     while True:
         try:
             value, end = _read_json(rest)
-            calls.append(_as_call(value))
-        except _BadCall as error:
+            calls.append(as_call(value))
+        except BadCall as error:
             return (before if calls or tag else text), calls, str(error)
         rest = rest[end:].lstrip()
         if not rest.startswith((";", ",")):
@@ -151,39 +151,41 @@ def _read_json(text: str) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, start)
     except RecursionError:
-        raise _BadCall("the call is nested too deeply") from None
+        raise BadCall("the call is nested too deeply") from None
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         written = text.partition(CLOSE)[0].strip()
-        raise _BadCall(f"not valid JSON ({reason}): {written[:SHOWN]!r}") from None
+        raise BadCall(f"not valid JSON ({reason}): {written[:SHOWN]!r}") from None
 
 
-def _as_call(value: Any) -> Call:
-    """Ignores keys besides the name and the arguments."""
+def as_call(value: Any) -> Call:
+    """Ignores keys besides the name and the arguments. Raises BadCall."""
     if not isinstance(value, dict):
-        raise _BadCall(f"a call must be a JSON object, not {_shown(value)}")
+        raise BadCall(f"a call must be a JSON object, not {_shown(value)}")
     name = value.get("name")
     if not isinstance(name, str) or not name.strip():
-        raise _BadCall(f'a call must have a "name", a string: {_shown(value)}')
+        raise BadCall(f'a call must have a "name", a string: {_shown(value)}')
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str) and arguments.strip():
         arguments, _ = _read_json(arguments)
     if arguments is None or arguments == "":
         arguments = {}
     if not isinstance(arguments, dict):
-        raise _BadCall(f'the arguments of "{name}" must be a JSON object: {_shown(arguments)}')
+        raise BadCall(f'the arguments of "{name}" must be a JSON object: {_shown(arguments)}')
     _check_text({"name": name, "arguments": arguments})
     return name.strip(), arguments
 
 
 def _check_text(call: Any) -> None:
-    """Refuses lone surrogates, which JSON can spell but UTF-8 cannot encode."""
+    """Refuses lone surrogates, which JSON can spell but UTF-8 cannot encode, and NaN."""
     try:
-        json.dumps(call, ensure_ascii=False).encode()
+        json.dumps(call, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise _BadCall("the call contains a lone surrogate") from None
+        raise BadCall("the call contains a lone surrogate") from None
+    except ValueError:
+        raise BadCall("the call contains NaN or infinity, which are not JSON") from None
     except RecursionError:
-        raise _BadCall("the call is nested too deeply") from None
+        raise BadCall("the call is nested too deeply") from None
 
 
 def _shown(value: Any) -> str:
