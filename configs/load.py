@@ -50,7 +50,7 @@ GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(fold
 # `${data:word_problems.jsonl}` in a YAML file names a file that ships with the project.
 OmegaConf.register_new_resolver("data", lambda name: str(CONFIG_DIR / "data" / name), replace=True)
 
-OF_ANY_TASK = ("chat_template", "tool_parser", "seed")
+OF_ANY_TASK = ("chat_template", "renderer", "tool_parser", "seed")
 """Settings of a task that are kept when its kind changes: they belong to the model or the run."""
 NAMED_KINDS = (TaskKind.reasoning_gym.name, TaskKind.verifiers.name)
 """Kinds whose tasks come from a library, chosen by task.name."""

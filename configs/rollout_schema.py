@@ -33,6 +33,7 @@ from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKin
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
 ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
 STOPS = matching(r"(?s).+", "not empty")
+RENDERER = matching(r"[a-z0-9][a-z0-9.-]*", "auto or the name of a renderer, as qwen3")
 LANGUAGES = matching(r"[a-z0-9_][a-z0-9_+#]*", "words in lower case, as [cpp, c++]")
 TOOLS = matching(
     rf"python|mcp:.+|{CODE_PATTERN}",
@@ -591,6 +592,10 @@ class TaskConfig(TaskSource):
     chat_template: bool = False
     """Format the conversation with the tokenizer's chat template; otherwise texts are concatenated.
     """
+    renderer: str | None = field(default=None, metadata=RENDERER)
+    """The model family's renderer of the renderers library, as qwen3 or glm-5, which then writes
+    conversations and reads tool calls: docs/tasks.md#renderers. `auto`: by model.path, if that is a
+    name on the hub that the library knows. None: the tokenizer's chat template and tool_parser."""
     system_prompt: str | None = None
     """First message of every conversation."""
     agent: str | None = field(default=None, metadata=CODE)
@@ -639,6 +644,16 @@ class TaskConfig(TaskSource):
             self.agent is None or self.env is None,
             "agent",
             "an agent has its own environment: do not set task.env",
+        )
+        yield Rule(
+            self.renderer is None or self.chat_template,
+            "renderer",
+            "it writes a chat format: set task.chat_template=true",
+        )
+        yield Rule(
+            self.renderer is None or self.tool_parser is ToolParser.hermes,
+            "tool_parser",
+            "task.renderer reads the calls itself; leave it out",
         )
         is_mixture = self.kind is TaskKind.mixture
         yield Rule(

@@ -29,7 +29,7 @@ from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
-from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.chat import Chat
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import ASK_EVERY_S
 from rollout_pool.tasks.source import EpisodeSource
@@ -102,7 +102,7 @@ class _LimitedParts(WorkerParts):
 
     lengths: Lengths
 
-    def _make_source(self, sampler: Sampler, chat: ChatFormat) -> EpisodeSource:
+    def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
         return super()._make_source(LimitedCompleter(sampler, self.lengths), chat)  # type: ignore[arg-type]
 
 

@@ -50,9 +50,10 @@ from controller.units import format_count
 from processes.leftovers import list_path, remove_leftovers
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
-from rollout_pool.episodes.chat import ChatFormat, as_template_message, as_template_tool
+from rollout_pool.episodes.chat import Chat, as_template_message, as_template_tool
 from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
 from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, vocab_size
@@ -122,11 +123,7 @@ def try_task(
         plan = plan_here(config)
         check_model(config)
         tokenizer = tokenizer_of(config)
-        chat = ChatFormat(
-            tokenizer,
-            chat_template=config.task.chat_template,
-            tool_parser=config.task.tool_parser,
-        )
+        chat = chat_format(tokenizer, config.task)
         open_model = partial(_served_here, plan, chat, tokenizer)
     asyncio.run(_until_signal(_run(config, task, open_model, num_episodes)))
 
@@ -158,7 +155,7 @@ async def _behind_url(config: Config, chat: ChatModel, _: Path) -> AsyncIterator
 
 @asynccontextmanager
 async def _served_here(
-    plan: Plan, chat: ChatFormat, tokenizer: Tokenizer, folder: Path
+    plan: Plan, chat: Chat, tokenizer: Tokenizer, folder: Path
 ) -> AsyncIterator[EpisodeRunner]:
     """Serves the policy as a run's engine is served, with its files in `folder`."""
     config, uses_gpu = plan.config, plan.devices.engine_gpus > 0
@@ -337,10 +334,22 @@ class ChatModel:
             self._tools[tokens[0]] = [as_template_tool(tool) for tool in tools]
         return tokens
 
-    def follow(self, tokens: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        return [*tokens, *self._added(messages)]
+    def follow(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        return [*prompt, *answer, *self._added(messages)]
 
-    def parse(self, output_ids: Sequence[int], finish_reason: str) -> Completion:
+    def parse(
+        self,
+        output_ids: Sequence[int],
+        finish_reason: str,
+        prompt: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Completion:
         return self._answers[output_ids[-1]]
 
     async def complete(self, sample: Sample) -> None:

@@ -25,8 +25,9 @@ from controller.start.sandboxes import check_remote_sandboxes, check_sandbox
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from rollout_pool.engines.engine import shared_memory_bytes
-from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.chat import Chat
 from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.renderer import AnyFormat, chat_format
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.rewards.code_tests import PYTHON, languages_of
 from rollout_pool.rewards.process import load_function
@@ -351,9 +352,7 @@ def _check_env_rewards(config: TaskConfig, task: Task) -> None:
 def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
     """Raises ValueError for a chat template that is missing or fails, prompts that
     `rollout.max_prompt_tokens` rejects, and demonstrations that cannot be made."""
-    chat = ChatFormat(
-        tokenizer, chat_template=config.task.chat_template, tool_parser=config.task.tool_parser
-    )
+    chat = chat_format(tokenizer, config.task)
     if not isinstance(task, Mixture):
         _check_words(config, task, chat)
         return
@@ -362,7 +361,7 @@ def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
             _check_words(replace(config, task=member.config), member.task, chat)
 
 
-def _check_words(config: Config, task: Task, chat: ChatFormat) -> None:
+def _check_words(config: Config, task: Task, chat: AnyFormat) -> None:
     _check_prompts(config, task, chat)
     # A user's own environment may do anything at its start, so it is not run here.
     if config.task.env is None and find_agent(config.task, task) is None:
@@ -373,7 +372,7 @@ def _check_words(config: Config, task: Task, chat: ChatFormat) -> None:
             imitate(chat, messages, tools)
 
 
-def _check_prompts(config: Config, task: Task, chat: ChatFormat) -> None:
+def _check_prompts(config: Config, task: Task, chat: Chat) -> None:
     reader = PromptReader(chat, config.task, config.rollout)
     for prompt in itertools.islice(TaskStream(task, 0, 1), NUM_PROMPTS):
         reader.accepts(prompt)
@@ -385,7 +384,7 @@ def _check_prompts(config: Config, task: Task, chat: ChatFormat) -> None:
         )
 
 
-def _check_opening(config: Config, task: Task, chat: ChatFormat) -> None:
+def _check_opening(config: Config, task: Task, chat: Chat) -> None:
     """Check the first prompt as an episode begins: with the tools of its environment."""
     first = asyncio.run(environment_factory(config.task, task)(task.example(0)).reset())
     length, most = len(chat.first(first.messages, first.tools)), config.rollout.max_prompt_tokens

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from configs.schema import Config
-from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, ToolSpec
+from rollout_pool.episodes.renderer import AnyFormat, chat_format
 from rollout_pool.episodes.tokenizer import load_tokenizer
 from rollout_pool.tasks.environments import load_tools
 from rollout_pool.tasks.mixture import Mixture
@@ -21,11 +21,8 @@ from trainer_pool.types import SupervisedExample
 
 def supervised_examples(config: Config, model_path: str) -> list[SupervisedExample]:
     """The examples of all warm-start steps. Raises ValueError for a bad task or model."""
-    chat = ChatFormat(
-        load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code),
-        chat_template=config.task.chat_template,
-        tool_parser=config.task.tool_parser,
-    )
+    tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
+    chat = chat_format(tokenizer, config.task)
     task, warm_start = build_task(config.task), config.trainer.warm_start
     tools = {
         name: [tool.spec for tool in load_tools(one.tools)]
@@ -50,7 +47,7 @@ def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def imitate(
-    chat: ChatFormat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    chat: AnyFormat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
 ) -> SupervisedExample:
     """Tokens of a conversation as an episode would produce them; the assistant's are learnt.
 
@@ -67,16 +64,21 @@ def imitate(
             f"an assistant message; the roles of this one are {', '.join(m.role for m in messages)}"
         )
     tokens: list[int] = []
+    prompt: list[int] = []
+    answer: list[int] = []
     loss_mask: list[int] = []
     pending: list[Message] = []
     for message in messages:
         if message.role != "assistant":
             pending.append(message)
             continue
-        tokens = chat.follow(tokens, pending) if tokens else chat.first(pending, tools)
+        if answer:
+            prompt = chat.follow(prompt, answer, pending, tools)
+        else:
+            prompt = chat.first(pending, tools)
         answer = chat.answer(message)
-        loss_mask += [0] * (len(tokens) - len(loss_mask)) + [1] * len(answer)
-        tokens = [*tokens, *answer]
+        loss_mask += [0] * (len(prompt) - len(loss_mask)) + [1] * len(answer)
+        tokens = [*prompt, *answer]
         pending = []
     return SupervisedExample(
         tokens=np.array(tokens, np.int32), loss_mask=np.array(loss_mask, np.uint8)

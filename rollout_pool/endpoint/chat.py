@@ -46,9 +46,9 @@ class ChatTurn(Turn):
         self._wants_logprobs = fields.flag("logprobs", False)
         self._messages = read_messages(fields)
         self._tools = tuple(read_tool(one) for one in fields.objects("tools"))
-        form = read_form(
-            fields, self._tools, session.serving.task.tool_parser, session.serving.tokenizer
-        )
+        task = session.serving.task
+        self._parser = task.tool_parser if task.renderer is None else None
+        form = read_form(fields, self._tools, self._parser, session.serving.tokenizer)
         self.constrain(fields, form)
         self._may_call = bool(self._tools) and fields.raw("tool_choice") != "none"
         """If False, tool calls in the text are left as text."""
@@ -61,9 +61,9 @@ class ChatTurn(Turn):
 
     def new_texts(self) -> TextStream | ContentStream:
         tokenizer = self.session.serving.tokenizer
-        if not self._may_call:
+        if not self._may_call and self._parser is not None:
             return TextStream(tokenizer)
-        return ContentStream(tokenizer, self.session.serving.task.tool_parser)
+        return ContentStream(tokenizer, self._parser)
 
     def render(self) -> list[int]:
         calls = [call for message in self._messages for call in message.tool_calls]
@@ -90,13 +90,17 @@ class ChatTurn(Turn):
 
     def _note(self, answer: Answer, message: Message) -> None:
         """Lets a later conversation that includes `message` reuse the answer's tokens."""
-        tokens = [*answer.sample.prompt, *answer.sample.output_ids]
-        self.session.conversations.note((*self._messages, message), self._tools, tokens)
+        sample = answer.sample
+        self.session.conversations.note(
+            (*self._messages, message), self._tools, sample.prompt, sample.output_ids
+        )
 
     def _message(self, answer: Answer) -> Message:
         sample = answer.sample
         assert sample.finish_reason is not None
-        completion = self.session.serving.chat.parse(sample.output_ids, sample.finish_reason)
+        completion = self.session.serving.chat.parse(
+            sample.output_ids, sample.finish_reason, sample.prompt, self._tools
+        )
         if not self._may_call or not completion.tool_calls:
             return Message(role="assistant", content=before_stop(completion.text, self.stop))
         calls = tuple(

@@ -63,15 +63,22 @@ def _read_banned(fields: Fields, num_embeddings: int) -> tuple[int, ...]:
 
 
 def read_form(
-    fields: Fields, tools: Sequence[ToolSpec], parser: ToolParser, tokenizer: Tokenizer
+    fields: Fields, tools: Sequence[ToolSpec], parser: ToolParser | None, tokenizer: Tokenizer
 ) -> str:
-    """The grammar that response_format and tool_choice ask for; "" if they ask for none."""
+    """The grammar that response_format and tool_choice ask for; "" if they ask for none. `parser`:
+    None with task.renderer."""
     chosen, form = _forced_tools(fields, tools), response_form(fields)
     may_call = bool(chosen) or (bool(tools) and fields.raw("tool_choice") != "none")
     if not chosen:
         fields.must_be("parallel_tool_calls", [True], "without a forced call the model chooses")
     if not chosen and not (form and may_call):
         return form
+    if parser is None:
+        raise refuse(
+            "tool_choice" if chosen else "response_format",
+            "the grammars of calls are those of task.tool_parser's formats, and this run has a "
+            "task.renderer; " + ("let the model choose" if chosen else "leave tools out"),
+        )
     calls = _calls(chosen or tools, fields.flag("parallel_tool_calls", True), parser, tokenizer)
     if not form:
         return f"start: calls\n{calls}"

@@ -24,7 +24,7 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import RETRY_GRACE_S, Answer
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.chat import Chat
 from rollout_pool.episodes.env import Message, ToolSpec
 from rollout_pool.episodes.episode import Branch, Episode, add_turn
 from rollout_pool.episodes.request import (
@@ -81,7 +81,7 @@ class Serving:
     """The parts and settings that all sessions of an endpoint share."""
 
     completer: Completer
-    chat: ChatFormat
+    chat: Chat
     tokenizer: Tokenizer
     task: TaskConfig
     rollout: RolloutConfig
@@ -487,10 +487,10 @@ class Conversations:
     keep their original tokens, and only new text is tokenized.
     """
 
-    def __init__(self, chat: ChatFormat) -> None:
+    def __init__(self, chat: Chat) -> None:
         self._chat = chat
-        self._tokens: dict[bytes, list[int]] = {}
-        """Digest of messages up to an answer -> all tokens up to its end."""
+        self._tokens: dict[bytes, tuple[list[int], list[int]]] = {}
+        """Digest of messages up to an answer -> the tokens before it, and its own."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """The prompt's tokens. They extend those of the longest known conversation that `messages`
@@ -498,15 +498,19 @@ class Conversations:
         for place, digest in reversed(list(enumerate(_digests(messages, tools), start=1))):
             known, new = self._tokens.get(digest), messages[place:]
             if known is not None and new and all(m.role != "assistant" for m in new):
-                return self._chat.follow(known, new)
+                return self._chat.follow(*known, new, tools)
         return self._chat.first(messages, tools)
 
     def note(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], tokens: list[int]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        prompt: list[int],
+        answer: list[int],
     ) -> None:
-        """`tokens` are those of `messages`, which end with an answer."""
+        """`answer` has the tokens of the last of `messages`, `prompt` those before it."""
         *_, digest = _digests(messages, tools)
-        self._tokens[digest] = tokens
+        self._tokens[digest] = prompt, answer
 
 
 class Texts:

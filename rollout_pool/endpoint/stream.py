@@ -397,18 +397,19 @@ def rest_of(content: str, streamed: str) -> str:
 
 class ContentStream:
     """The same up to the first tool call. White space is held back until text follows, since
-    around calls it is no content."""
+    around calls it is no content. Without a `parser` (task.renderer) nothing is content before the
+    whole answer is parsed."""
 
-    def __init__(self, tokenizer: Tokenizer, parser: ToolParser) -> None:
+    def __init__(self, tokenizer: Tokenizer, parser: ToolParser | None) -> None:
         self.sent = ""
         """All content sent so far."""
         self._tokenizer = tokenizer
         self._texts = TextStream(tokenizer)
         self._parser = parser
-        self._marker = _MARKERS[parser]
+        self._marker = "" if parser is None else _MARKERS[parser]
         self._text = ""
         self._num_seen = 0
-        self._is_over = False
+        self._is_over = parser is None
 
     def feed(self, tokens: list[int], *, is_end: bool) -> str:
         """The new content, given all `tokens` so far."""

@@ -43,8 +43,20 @@ class Chat(Protocol):
     """The part of ChatFormat that runs an episode."""
 
     def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
-    def follow(self, tokens: Sequence[int], messages: Sequence[Message]) -> list[int]: ...
-    def parse(self, output_ids: Sequence[int], finish_reason: str) -> Completion: ...
+    def follow(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]: ...
+    def parse(
+        self,
+        output_ids: Sequence[int],
+        finish_reason: str,
+        prompt: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Completion: ...
 
 
 class ChatFormat:
@@ -75,12 +87,20 @@ class ChatFormat:
             return list(self._opening("".join(message.content for message in messages)))
         return list(self._opening(self._rendered(messages, tools, opens_answer=True)))
 
-    def follow(self, tokens: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """`tokens`, which end with an answer of the model, extended by `messages`.
+    def follow(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        """`prompt` and the model's `answer` to it, extended by `messages`. `tools`: those that the
+        conversation opened with; not shown again.
 
         A truncated answer gets the template's end of turn; one that the model ended itself, with
         any special token, is not ended twice.
         """
+        tokens = [*prompt, *answer]
         if not self._chat_template:
             text = "".join(message.content for message in messages)
             return [*tokens, *self._encode(text)]
@@ -108,8 +128,14 @@ class ChatFormat:
 
     # Answers --------------------------------------------------------------------------------------
 
-    def parse(self, output_ids: Sequence[int], finish_reason: str) -> Completion:
-        """The parsed answer with its tool calls. Never raises.
+    def parse(
+        self,
+        output_ids: Sequence[int],
+        finish_reason: str,
+        prompt: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Completion:
+        """The parsed answer to `prompt` with its calls of `tools`. Never raises.
 
         Call ids have nine letters and digits, as Mistral's templates require, and are unique within
         this object.

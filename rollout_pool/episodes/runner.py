@@ -101,7 +101,9 @@ class EpisodeRunner:
         try:
             if observation.replaces_history:
                 return self._first_turn(progress, observation)
-            prompt = self._chat.follow(progress.tokens, observation.messages)
+            prompt = self._chat.follow(
+                progress.prompt, progress.answer, observation.messages, progress.tools
+            )
         except Exception as error:  # text that the chat template or the tokenizer refuses
             raise _Over("env_error", f"observation: {error}") from error
         return _Turn(prompt=prompt, messages=[*progress.messages, *observation.messages])
@@ -146,7 +148,9 @@ class EpisodeRunner:
         if not has_ended and not sample.output_ids:
             raise _Over("episode_timeout")
         assert sample.finish_reason is not None
-        completion = self._chat.parse(sample.output_ids, sample.finish_reason)
+        completion = self._chat.parse(
+            sample.output_ids, sample.finish_reason, sample.prompt, progress.tools
+        )
         progress.note_answer(turn, sample, completion)
         if not has_ended:
             raise _Over("episode_timeout")
@@ -244,8 +248,9 @@ class _Progress:
     """Most tokens of a branch: the first prompt and all that may follow it."""
     tools: tuple[ToolSpec, ...] = ()
     branches: list[Branch] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    """All tokens of the current branch."""
+    prompt: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+    """All tokens of the current branch: those before its last answer, and the answer's."""
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
     env_reward: float | None = None
@@ -255,7 +260,7 @@ class _Progress:
 
     def note_answer(self, turn: _Turn, sample: Sample, completion: Completion) -> None:
         add_turn(self.branches, sample)
-        self.tokens = [*sample.prompt, *sample.output_ids]
+        self.prompt, self.answer = sample.prompt, sample.output_ids
         answer = Message(
             role="assistant", content=completion.content, tool_calls=completion.tool_calls
         )

@@ -17,7 +17,8 @@ from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.chat import Chat
+from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer, vocab_size
 from rollout_pool.rewards.pool import RewardPool
@@ -127,11 +128,7 @@ class WorkerParts:
         )
         grammars = Grammars(self._tokenizer, num_tokens, ends)
         sampler = Sampler(router, config.max_request_retries, self._tokenizer.decode, grammars)
-        chat = ChatFormat(
-            self._tokenizer,
-            chat_template=spec.task.chat_template,
-            tool_parser=spec.task.tool_parser,
-        )
+        chat = await asyncio.to_thread(chat_format, self._tokenizer, spec.task)
         counters = Counters(self._state)
         endpoint = await self._open_endpoint(sampler, grammars, chat, num_tokens, counters)
         source = self._make_source(sampler, chat)
@@ -207,7 +204,7 @@ class WorkerParts:
         self,
         sampler: Sampler,
         grammars: Grammars,
-        chat: ChatFormat,
+        chat: Chat,
         num_tokens: int,
         counters: Counters,
     ) -> Endpoint | None:
@@ -239,7 +236,7 @@ class WorkerParts:
             self._closing.push_async_callback(self._agents.close)
         return endpoint
 
-    def _make_source(self, sampler: Sampler, chat: ChatFormat) -> EpisodeSource:
+    def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
         if self._agents is not None:
             return self._agents
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)

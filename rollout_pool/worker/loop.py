@@ -43,7 +43,7 @@ from configs.checks import live_names, with_live
 from configs.choices import OnLongPrompt, OnStale
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.chat import Chat
 from rollout_pool.episodes.env import opening
 from rollout_pool.rewards.types import Scorer
 from rollout_pool.sampling.sample import Completer
@@ -526,7 +526,7 @@ class PromptReader:
     last texts, so that such a prompt is tokenized only once.
     """
 
-    def __init__(self, chat: ChatFormat, task: TaskConfig, rollout: RolloutConfig) -> None:
+    def __init__(self, chat: Chat, task: TaskConfig, rollout: RolloutConfig) -> None:
         self._chat = chat
         self._system_prompt = task.system_prompt
         self._max_tokens = rollout.max_prompt_tokens

@@ -28,7 +28,7 @@ from lengths.scene import ENGINE, RUN, Draws, Scene
 from lengths.task import index_of
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
-from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.chat import Chat
 from rollout_pool.sampling.sample import Completer, Sample
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import ASK_EVERY_S
@@ -67,7 +67,7 @@ class _DrawnLengths:
 class _Parts(build.WorkerParts):
     draws: Draws
 
-    def _make_source(self, sampler: Sampler, chat: ChatFormat) -> EpisodeSource:
+    def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
         return super()._make_source(_DrawnLengths(sampler, self.draws), chat)  # type: ignore[arg-type]
 
 

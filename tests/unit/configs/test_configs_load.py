@@ -376,6 +376,12 @@ SH = ("task.rewards.tests.command=[sh, '{file}']", "task.rewards.tests.languages
             "task.rewards.*.wall_time_s=30.0: all tests of an answer must end within 0.8 of "
             "rollout.reward_timeout_s=30, ",
         ),
+        (["task.renderer=qwen3"], "task.renderer='qwen3'"),
+        (
+            ["task.renderer=qwen3", "task.chat_template=true", "task.tool_parser=llama3_json"],
+            "task.tool_parser='llama3_json'",
+        ),
+        (["task.renderer='a b'", "task.chat_template=true"], "task.renderer"),
     ],
 )
 def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: str) -> None:
@@ -401,6 +407,7 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
         ["rollout.openai.idle_timeout_s=600"],
         ["rollout.openai.port=65533", "rollout.num_workers=3"],
         ["task.tools=[python]", "task.chat_template=true", "task.max_turns=4"],
+        ["task.renderer=qwen3.5", "task.chat_template=true"],
     ],
 )
 def test_valid_combinations_are_accepted(overrides: list[str]) -> None:
@@ -515,4 +522,5 @@ def test_same_kind_and_a_model_s_chat_template_stay() -> None:
         "min_word_len": 3,
         "max_word_len": 4,
     }
-    assert load_config(["task.kind=math"], "qwen2.5-7b-gsm8k").task.chat_template
+    task = load_config(["task.renderer=qwen3", "task.kind=math"], "qwen2.5-7b-gsm8k").task
+    assert task.chat_template and task.renderer == "qwen3"

@@ -94,6 +94,9 @@ def test_tokenizer_without_a_required_chat_template_is_refused(
     for check in (check_plan, check_inputs):
         with pytest.raises(ValueError, match=r"task\.chat_template=true: .*no chat template"):
             check(config)
+    config = load_config([*short, bare, "task.chat_template=true", "task.renderer=glm-5"])
+    with pytest.raises(ValueError, match=r"task\.renderer='glm-5': .* does not fit the tokenizer"):
+        check_plan(config)
 
 
 def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Path) -> None:

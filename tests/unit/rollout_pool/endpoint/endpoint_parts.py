@@ -15,7 +15,7 @@ from buffer.types import SamplingParams, VersionSpan
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
-from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.constraint import Grammars
 from rollout_pool.sampling.sample import Interrupted
@@ -183,9 +183,11 @@ class Scene:
         vocab_size=None,
         count=lambda name: None,
         group_state=None,
+        tokenizer=TOKENIZER,
         **settings,
     ):
-        """`settings`: of the Endpoint."""
+        """`tokenizer`: has END_TOKEN and the bytes where TOKENIZER has them. `settings`: of the
+        Endpoint."""
         self.author = Author()
         self.task = task or TaskConfig(chat_template=True, episode_timeout_s=20.0)
         self.rollout = rollout or RolloutConfig(
@@ -195,12 +197,11 @@ class Scene:
             openai=OpenAIConfig(session_timeout_s=20.0),
         )
         self.sampling = sampling or SamplingParams()
-        parser = self.task.tool_parser
-        self.grammars = Grammars(TOKENIZER, vocab_size or len(TOKENIZER), [TOKENIZER.eos_token_id])
+        self.grammars = Grammars(tokenizer, vocab_size or len(tokenizer), [tokenizer.eos_token_id])
         serving = Serving(
             completer=self.author,
-            chat=ChatFormat(TOKENIZER, chat_template=self.task.chat_template, tool_parser=parser),
-            tokenizer=TOKENIZER,
+            chat=chat_format(tokenizer, self.task),
+            tokenizer=tokenizer,
             task=self.task,
             rollout=self.rollout,
             grammars=self.grammars,

@@ -8,8 +8,11 @@ from random import Random
 
 import pytest
 from endpoint_parts import (
+    END,
     END_TOKEN,
+    MERGES,
     MODEL,
+    SPECIALS,
     TOKENIZER,
     WEATHER,
     call,
@@ -17,9 +20,11 @@ from endpoint_parts import (
     said_in,
     spell,
 )
+from openai import BadRequestError
 
 from configs.choices import ToolParser
 from configs.rollout_schema import TaskConfig
+from tests.support.rollout import merging_tokenizer
 
 USER = {"role": "user", "content": "hello, what is the weather too?"}
 
@@ -253,6 +258,35 @@ async def test_calls_in_llama_format_are_streamed_as_calls(make_scene):
         asked = [{"id": "mine", "type": "function", "function": one} for one in functions]
         messages.append({"role": "assistant", "content": text, "tool_calls": asked})
         messages += [{"role": "tool", "tool_call_id": "mine", "content": "21"} for _ in calls]
+    [branch] = session.episode(end="done", outcome=None).branches
+    check_branch(branch, [tokens for _, tokens in scene.author.ended])
+
+
+async def test_renderers_answers_are_streamed_once_read_and_keep_their_tokens(make_scene):
+    tags = ("think", "tool_call", "tool_response")
+    marks = [f"<{end}{tag}>" for tag in tags for end in ("", "/")]
+    made = merging_tokenizer(MERGES, [*SPECIALS, *marks], None, eos_token=END)
+    scene = await make_scene(task=TaskConfig(chat_template=True, renderer="qwen3"), tokenizer=made)
+    think, thought, opens, closes = made.convert_tokens_to_ids(marks[:4])
+    called = [opens, *spell('{"name": "weather", "arguments": {"city": "Bern"}}'), closes]
+    thinks = [think, *spell("\nhm\n"), thought, *spell("\n\nIt rains.")]
+    scene.author.says = iter([[*spell("Let me see."), *called, END_TOKEN], [*thinks, END_TOKEN]])
+    session = scene.session()
+    client, messages = scene.client(session), [USER]
+    for content, num_calls in (("Let me see.", 1), ("<think>\nhm\n</think>\n\nIt rains.", 0)):
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=messages, tools=[WEATHER], stream=True
+        )
+        text, calls, _, _ = await said_in(stream)
+        assert (text, len(calls)) == (content, num_calls)
+        functions = [{k: c[k] for k in ("name", "arguments")} for c in calls]
+        asked = [{"id": "mine", "type": "function", "function": one} for one in functions]
+        messages.append({"role": "assistant", "content": text, "tool_calls": asked})
+        messages += [{"role": "tool", "tool_call_id": "mine", "content": "21"} for _ in calls]
+    with pytest.raises(BadRequestError, match=r"tool_choice.*this run has a task.renderer"):
+        await client.chat.completions.create(
+            model=MODEL, messages=[USER], tools=[WEATHER], tool_choice="required"
+        )
     [branch] = session.episode(end="done", outcome=None).branches
     check_branch(branch, [tokens for _, tokens in scene.author.ended])
 

@@ -1,0 +1,270 @@
+"""The chat format of a model family by the `renderers` library, which writes and reads
+conversations in tokens, without the tokenizer's template.
+
+The library's bridge appends what follows an answer to the answer's own tokens. If it cannot, that
+is an error: an answer is never rendered again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from typing import Any, get_args
+
+from configs.rollout_schema import TaskConfig
+from rollout_pool.episodes.chat import (
+    LONGEST_TEXT_KEPT,
+    QUESTION,
+    TEXTS_KEPT,
+    ChatFormat,
+    as_template_message,
+    as_template_tool,
+)
+from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
+from rollout_pool.episodes.tokenizer import PlainWords, Tokenizer
+from rollout_pool.episodes.tool_calls import (
+    END_OF_THINK,
+    SHOWN,
+    THINK,
+    BadCall,
+    as_call,
+    split_thoughts,
+)
+
+AUTO = "auto"
+
+
+def chat_format(tokenizer: Tokenizer, task: TaskConfig) -> ChatFormat | RendererFormat:
+    """The format of a run's conversations. Raises ValueError naming task.renderer."""
+    if task.renderer is not None:
+        return RendererFormat(tokenizer, task.renderer)
+    return ChatFormat(tokenizer, chat_template=task.chat_template, tool_parser=task.tool_parser)
+
+
+class RendererFormat:
+    """The methods of ChatFormat by a renderer. Setting: task.renderer.
+
+    Thoughts are the beginning of an answer's content, between <think> and </think> in every family;
+    those of earlier turns keep their tokens. As with a template, only the model ends a turn.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, setting: str) -> None:
+        self._tokenizer = tokenizer
+        self._setting = f"task.renderer={setting!r}"
+        self._name, self._renderer = self._make_renderer(setting)
+        self._ends = frozenset(self._renderer.get_stop_token_ids())
+        self._num_calls = itertools.count()
+        self._known_opening = lru_cache(maxsize=TEXTS_KEPT)(self._render_opening)
+
+    def _make_renderer(self, name: str) -> tuple[str, Any]:
+        # Takes two seconds, which only those who use it should wait for.
+        from renderers import RendererConfig, create_renderer
+        from renderers.base import MODEL_RENDERER_MAP
+
+        union, _ = get_args(RendererConfig)
+        kinds = {kind.model_fields["name"].default: kind for kind in get_args(union)}
+        # The default one has no bridge, a custom one needs code of the user's.
+        for unfit in (AUTO, "default", "custom"):
+            del kinds[unfit]
+        names = f"the names are {', '.join(sorted(kinds))}"
+        model = getattr(self._tokenizer, "name_or_path", "")
+        if name == AUTO:
+            if model not in MODEL_RENDERER_MAP:
+                raise ValueError(
+                    f"{self._setting}: model.path={model!r} is no name on the hub that the library "
+                    f"knows; set the renderer of the model's family ({names})"
+                )
+            name = MODEL_RENDERER_MAP[model]
+        if name not in kinds:
+            raise ValueError(f"{self._setting}: there is no such renderer; {names}")
+        try:
+            # Turns before the last question keep their thoughts, as they keep all tokens.
+            return name, create_renderer(self._tokenizer, kinds[name](thinking_retention="all"))
+        except Exception as error:  # an assertion on a token, or what a family's own library raises
+            raise ValueError(
+                f"{self._setting}: the renderer {name} does not fit the tokenizer of "
+                f"model.path={model!r} ({error}); {names}"
+            ) from error
+
+    # Tokens of a conversation ---------------------------------------------------------------------
+
+    def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+        """See ChatFormat. Like the other methods, raises ValueError naming task.renderer."""
+        text = json.dumps([self._messages(messages), self._tools(tools)])
+        if len(text) > LONGEST_TEXT_KEPT:
+            return list(self._render_opening(text))
+        return list(self._known_opening(text))
+
+    def _render_opening(self, text: str) -> tuple[int, ...]:
+        messages, tools = json.loads(text)
+        return tuple(self._render(messages, tools, opens_answer=True).token_ids)
+
+    def follow(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]:
+        """See ChatFormat. Raises ValueError for an answer that nothing can be appended to, as one
+        that the model ended inside its thoughts."""
+        known = [*prompt, *answer]
+        roles = ", ".join(message.role for message in messages)
+        try:
+            bridged = self._renderer.bridge_to_next_turn(
+                list(prompt), list(answer), self._messages(messages), tools=self._tools(tools)
+            )
+        except Exception as error:
+            raise ValueError(f"{self._setting}: the renderer refuses {roles}: {error}") from error
+        if bridged is None or bridged.token_ids[: len(known)] != known:
+            raise ValueError(
+                f"{self._setting}: {roles} cannot follow an answer of {len(answer)} tokens that "
+                "the renderer would have to change, as one that the model ended inside its "
+                "thoughts; task.renderer=null uses the tokenizer's template, which appends to any"
+            )
+        return list(bridged.token_ids)
+
+    def answer(self, message: Message) -> list[int]:
+        """See ChatFormat."""
+        assert message.role == "assistant"
+        opening = self._render(self._messages([QUESTION]), None, opens_answer=True).token_ids
+        whole = self._until_end([QUESTION, message])
+        if whole[-1] not in self._ends:
+            # Some families end an answer by opening the next turn.
+            results = [
+                Message(role="tool", content="", tool_call_id=call.call_id, name=call.name)
+                for call in message.tool_calls
+            ]
+            whole.append(self._until_end([QUESTION, message, *(results or [QUESTION])])[-1])
+        pairs = enumerate(zip(opening, whole, strict=False))
+        shared = next((at for at, (left, right) in pairs if left != right), len(opening))
+        if shared == len(opening):
+            return whole[shared:]
+        # The prompt opens thoughts: as another token, or where the answer has none.
+        begun, written = (self._tokenizer.decode(one[shared:]) for one in (opening, whole))
+        if written.startswith(begun):
+            written = written[len(begun) :]
+        elif THINK in begun and END_OF_THINK not in written:
+            written = END_OF_THINK + written
+        return list(self._tokenizer.encode(written, add_special_tokens=False))
+
+    def _until_end(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's tokens up to the last that the model writes of the second message."""
+        rendered = self._render(self._messages(messages), None)
+        marks = zip(rendered.message_indices, rendered.sampled_mask, strict=True)
+        end = max(at for at, mark in enumerate(marks, start=1) if mark == (1, True))
+        return list(rendered.token_ids[:end])
+
+    # Answers --------------------------------------------------------------------------------------
+
+    def parse(
+        self,
+        output_ids: Sequence[int],
+        finish_reason: str,
+        prompt: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Completion:
+        """See ChatFormat. Without `tools` the types of arguments are guessed in some families, and
+        without `prompt` thoughts that it opened are not seen. Call ids are the model's own, if it
+        writes some."""
+        text = self._tokenizer.decode(list(output_ids), skip_special_tokens=True)
+        calls: list[ToolCall] = []
+        bad_call = None
+        try:
+            parsed = self._renderer.parse_response(
+                list(output_ids), tools=self._tools(tools), prompt_ids=list(prompt)
+            )
+            content, attempts = _with_thoughts(parsed), parsed.tool_calls
+        except Exception as error:  # its text can be anything
+            content, attempts = text, []
+            bad_call = f"the answer can't be parsed ({error}): {text[:SHOWN]!r}"
+        for attempt in attempts:
+            try:
+                calls.append(self._call(attempt))
+            except BadCall as error:
+                bad_call = bad_call or str(error)
+        has_calls = bool(calls) or bad_call is not None
+        return Completion(
+            text=text if has_calls else content,
+            content=content,
+            tool_calls=tuple(calls),
+            bad_call=bad_call,
+            finish_reason=finish_reason,
+            num_tokens=len(output_ids),
+        )
+
+    def _call(self, attempt: Any) -> ToolCall:
+        """Raises BadCall. Whether there is such a tool is for the environment to say."""
+        if attempt.status not in ("ok", "unknown_tool"):
+            raise BadCall(f"{attempt.status.replace('_', ' ')}: {attempt.raw[:SHOWN]!r}")
+        name, arguments = as_call({"name": attempt.name, "arguments": attempt.arguments})
+        call_id = attempt.id or f"c{next(self._num_calls):08d}"
+        return ToolCall(call_id=call_id, name=name, arguments=arguments)
+
+    # Messages for the library ---------------------------------------------------------------------
+
+    def _render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, *, opens_answer: bool = False
+    ) -> Any:
+        try:
+            return self._renderer.render(messages, tools=tools, add_generation_prompt=opens_answer)
+        except Exception as error:
+            roles = ", ".join(one["role"] for one in messages)
+            raise ValueError(
+                f"{self._setting}: the renderer refuses a conversation of {roles}: {error}"
+            ) from error
+
+    @cached_property
+    def _plain_words(self) -> PlainWords:
+        return PlainWords(self._tokenizer)
+
+    def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        written = [self._message(message) for message in messages]
+        if self._name.startswith("kimi"):
+            _name_calls(written)
+        return written
+
+    def _message(self, message: Message) -> dict[str, Any]:
+        written = as_template_message(message)
+        if message.role != "assistant":
+            return {key: self._plain_words.within(value) for key, value in written.items()}
+        thoughts, said = split_thoughts(message.content)
+        if thoughts:
+            thoughts = thoughts.strip().removeprefix(THINK).removesuffix(END_OF_THINK)
+            written |= {"content": said.lstrip(), "reasoning_content": thoughts.strip()}
+        return written
+
+    def _tools(self, tools: Sequence[ToolSpec]) -> list[Any] | None:
+        return [self._plain_words.within(as_template_tool(tool)) for tool in tools] or None
+
+
+AnyFormat = ChatFormat | RendererFormat
+
+
+def _with_thoughts(parsed: Any) -> str:
+    """The library's parsed answer as one text."""
+    content: str = parsed.content.strip()
+    thoughts = (parsed.reasoning_content or "").strip()
+    if parsed.reasoning_complete is False:
+        return f"{THINK}\n{thoughts}"
+    return f"{THINK}\n{thoughts}\n{END_OF_THINK}\n\n{content}".rstrip() if thoughts else content
+
+
+def _name_calls(messages: Sequence[dict[str, Any]]) -> None:
+    """Replaces ids that are not Kimi's, functions.NAME:NUMBER, in which alone it writes a name."""
+    num_results = 0
+    for message in messages:
+        for number, call in enumerate(message.get("tool_calls", [])):
+            call["id"] = _kimi_id(call["id"], call["function"]["name"], number)
+        if message["role"] == "tool":
+            name = message.get("name", "tool")
+            message["tool_call_id"] = _kimi_id(message.get("tool_call_id", ""), name, num_results)
+            num_results += 1
+        else:
+            num_results = 0
+
+
+def _kimi_id(call_id: str, name: str, number: int) -> str:
+    return call_id if call_id.startswith("functions.") else f"functions.{name}:{number}"
