@@ -8,7 +8,6 @@ import os
 import re
 import threading
 import time
-from collections import Counter
 from dataclasses import replace
 from email.utils import formatdate
 from functools import partial
@@ -220,17 +219,15 @@ async def test_missing_service_is_reported(reward):
 
 
 async def test_calls_are_rate_limited(service, reward):
-    limited = reward(max_per_second=20)
-    await asyncio.gather(*(limited.score(PROMPT, EPISODE, str(i)) for i in range(11)))
+    limited = reward(max_per_second=20, timeout_s=60)
+    await asyncio.gather(*(limited.score(PROMPT, EPISODE, str(i)) for i in range(21)))
     took = max(service.times) - min(service.times)
-    assert 0.45 < took < 3
-    counts = Counter(int((t - min(service.times)) / 0.5) for t in service.times)
-    assert counts[0] <= 12
+    assert took > 0.5  # it is 1 s, but for what a busy machine delays the first
 
 
 async def test_concurrent_calls_are_limited(service, reward):
     service.delay_s = 0.05
-    one = reward()
+    one = reward(timeout_s=60)
     await asyncio.gather(*(one.score(PROMPT, EPISODE, str(i)) for i in range(150)))
     assert service.most_open <= 64 and len(service.bodies) == 150
 
