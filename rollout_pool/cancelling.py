@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Coroutine, Iterable
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+T = TypeVar("T")
 
 CANCEL_AGAIN_S = 0.5
 
@@ -18,3 +22,19 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], again_s: float = CANCEL_
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=again_s)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None, with `work` cancelled, if the client disconnects first."""
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_wait_gone(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await end_tasks([working, leaving])
+
+
+async def _wait_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -33,7 +33,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollout_pool.cancelling import end_tasks
+from rollout_pool.cancelling import end_tasks, unless_gone
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.chat import ChatTurn
 from rollout_pool.endpoint.completions import CompletionTurn
@@ -43,7 +43,7 @@ from rollout_pool.endpoint.groups import ExternalGroups
 from rollout_pool.endpoint.room import RequestRoom
 from rollout_pool.endpoint.schema import Fields, check_whole, shown
 from rollout_pool.endpoint.sessions import Outcome, Serving, Session, SessionOver, Sessions
-from rollout_pool.endpoint.stream import Stream, Turn, ended, unless_gone
+from rollout_pool.endpoint.stream import Stream, Turn, ended
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 
 log = logging.getLogger(__name__)

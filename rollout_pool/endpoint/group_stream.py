@@ -12,8 +12,9 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from rollout_pool.cancelling import unless_gone
 from rollout_pool.endpoint.groups import ExternalGroup
-from rollout_pool.endpoint.stream import EventStream, event_of, is_set_within, unless_gone
+from rollout_pool.endpoint.stream import EventStream, event_of, is_set_within
 
 
 class GroupStream(EventStream):

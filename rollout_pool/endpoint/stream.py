@@ -10,7 +10,7 @@ import asyncio
 import copy
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from configs.choices import ToolParser
-from rollout_pool.cancelling import end_tasks
+from rollout_pool.cancelling import unless_gone
 from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.forms import FORM_FIELDS, read_constraint
@@ -158,22 +158,6 @@ async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, with `work` cancelled, if the client disconnects first."""
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_wait_gone(receive))
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        await end_tasks([working, leaving])
-
-
-async def _wait_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class Turn(ABC):

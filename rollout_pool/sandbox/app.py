@@ -10,15 +10,16 @@ import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import ValidationError, convert
+from msgspec import Meta, ValidationError, convert
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from rollout_pool.cancelling import unless_gone
 from rollout_pool.sandbox.run import Sandbox, SandboxError, SandboxLimits, SandboxResult
 from weight_sync.http_server import read_body
 
@@ -49,7 +50,7 @@ class RunRequest:
     """In seconds; None is what the service allows."""
     memory_limit_MB: int = -1
     """Not above 0: what the service allows."""
-    statements_at: int | None = None
+    statements_at: Annotated[int, Meta(ge=0)] | None = None
     """Where statements that test the program begin in `code`: they run in an own process."""
     files: dict[str, Any] = field(default_factory=dict)
     """Must be empty."""
@@ -87,7 +88,8 @@ class _Service:
         self._num_open += 1
         try:
             asked = _parsed(await read_body(request, MAX_BODY_BYTES))
-            return JSONResponse(await self._run(asked))
+            answer = await unless_gone(request.receive, self._run(asked))
+            return Response(status_code=499) if answer is None else JSONResponse(answer)
         finally:
             self._num_open -= 1
 

@@ -333,7 +333,7 @@ class _Run:
     async def _write(self, stdin: str) -> None:
         assert self._process is not None and self._process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it may not read its input
-            self._process.stdin.write(stdin.encode())
+            self._process.stdin.write(stdin.encode("utf-8", "replace"))
             await self._process.stdin.drain()
             self._process.stdin.close()
             await self._process.stdin.wait_closed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import httpx
 import pytest
@@ -104,6 +105,7 @@ async def test_statements_run_in_a_process_of_their_own(client):
         (program(run_timeout=31), "run_timeout=31: at most 30 s are allowed here"),
         (program(run_timeout=0), "run_timeout=0: at most 30 s"),
         (program(memory_limit_MB=129), "memory_limit_MB=129: at most 128 are allowed here"),
+        (program(statements_at=-1), "the request cannot be read: Expected `int` >= 0"),
         (program(files={"a": "aGk="}), "files: this service gives programs no files"),
         ({"language": "python"}, "the request cannot be read: Object missing required field"),
         ([], "the request cannot be read"),
@@ -112,6 +114,34 @@ async def test_statements_run_in_a_process_of_their_own(client):
 async def test_request_that_cannot_be_met_is_refused(client, body, why):
     answer = await client.post("/run_code", json=body)
     assert answer.status_code == 422 and answer.text.startswith(why)
+
+
+async def test_input_that_no_encoding_has_is_replaced(client):
+    body = json.dumps(program("print(input())", stdin="\ud800"))
+    answer = (await client.post("/run_code", content=body)).json()
+    assert answer["run_result"]["stdout"] == "?\n"
+
+
+async def test_program_of_a_client_that_has_gone_is_ended(waiting):
+    """It would keep later ones waiting until its time is up."""
+    app = make_app({"slow": Language(sandbox=waiting, limits=LIMITS)}, "")
+    body = json.dumps(program(language="slow")).encode()
+    arrived = [{"type": "http.request", "body": body, "more_body": False}]
+    sent = []
+
+    async def receive():
+        if arrived:
+            return arrived.pop()
+        await waiting.is_running.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/run_code", "headers": []}
+    async with asyncio.timeout(60):
+        await app({**scope, "query_string": b"", "root_path": ""}, receive, send)
+    assert sent[0]["status"] == 499
 
 
 async def test_key_is_needed(client):
