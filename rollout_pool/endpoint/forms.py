@@ -157,7 +157,7 @@ def _calls(
         opening = _text(f'{{"name": {name}, "{key}": ')
         rules.append(f"call_{i}: {before} {opening} arguments_{i} {_text('}')} {after}")
         # In a rule of its own, so that "#" in its references stands for the tool's schema.
-        schema = _json({**tool.parameters, "type": "object"})
+        schema = _json({"type": "object", **tool.parameters})
         rules.append(f"arguments_{i}: %json {schema}")
     return "\n".join(rules) + "\n"
 

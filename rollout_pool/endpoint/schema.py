@@ -376,10 +376,12 @@ def read_tool(fields: Fields) -> ToolSpec:
     """A tool that the model may call."""
     function = _read_function(fields)
     parameters = function.raw("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise refuse(function.name("parameters"), "must be a JSON schema of an object")
+    if not (name := function.text("name")):
+        raise refuse(function.name("name"), "is empty: a call would name no tool")
     return ToolSpec(
-        name=function.text("name"),
+        name=name,
         description=function.text("description", ""),
         parameters=parameters,
     )

@@ -74,7 +74,8 @@ class RendererFormat:
             if model not in MODEL_RENDERER_MAP:
                 raise ValueError(
                     f"{self._setting}: model.path={model!r} is no name on the hub that the library "
-                    f"knows; set the renderer of the model's family ({names})"
+                    f"knows; set the renderer of the model's family ({names}), or null for a model "
+                    "that is built from scratch"
                 )
             name = MODEL_RENDERER_MAP[model]
         if name not in kinds:

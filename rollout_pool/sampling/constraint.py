@@ -19,8 +19,10 @@ only one, which is exact, too: the policy has no choice then, and nothing to lea
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from random import Random
@@ -38,6 +40,11 @@ FEW = 4
 that is refused once is often refused again, and what it says behind that is wasted."""
 GRAMMARS_KEPT = 64
 """Compiled ones, by worker."""
+MAX_GRAMMAR = 2**18
+"""In characters: larger ones take tens of seconds to compile."""
+_DEEP_STACK_BYTES = 2**29
+"""llguidance calls itself for each rule within a rule; with the usual stack it dies of some
+thousands, and the worker with it. Reserved, but not used by other grammars."""
 
 
 class Grammars:
@@ -78,10 +85,25 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         if not self._end_tokens:
             raise ValueError("the model has no token that ends an answer")
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(matcher.get_error().strip())
-        return matcher
+        if len(grammar) > MAX_GRAMMAR:
+            raise ValueError(f"it has {len(grammar)} characters, and may have {MAX_GRAMMAR}")
+        tokenizer = self._tokenizer
+        with ThreadPoolExecutor(1) as executor:
+            usual = threading.stack_size(_DEEP_STACK_BYTES)
+            try:
+                compiling = executor.submit(_make_matcher, tokenizer, grammar)
+            finally:
+                threading.stack_size(usual)
+            return compiling.result()
+
+
+def _make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # finds that no text follows the grammar
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().strip().partition("\n<state>")[0])
+    return matcher
 
 
 class _Rules:

@@ -226,11 +226,18 @@ def test_evaluation_needs_no_candidates_and_takes_the_likeliest_when_greedy(gram
         ("start: foo", "unknown name"),
         ('start: f\nf: %json {"type": "object", "if": {}}\n', "Unimplemented keys"),
         ('start: f\nf: %json {"$ref": "#/no"}\n', "does not exist"),
+        ("start: start", "NoExtension"),
+        ("start: " + 2**18 * "x", "and may have 262144"),
     ],
 )
 def test_grammar_that_cannot_be_compiled_says_why(grammars, grammar, problem):
     with pytest.raises(ValueError, match=problem):
         grammars.check(Constraint(grammar=grammar))
+
+
+def test_rules_nested_deeper_than_a_usual_stack_holds_are_compiled(grammars):
+    rules = "".join(f'r{i}: "x" r{i + 1}\n' for i in range(9000))
+    grammars.check(Constraint(grammar=f'start: r0\n{rules}r9000: "y"'))
 
 
 def test_grammar_that_gives_up_in_the_middle_fails_the_sample(grammars, monkeypatch):

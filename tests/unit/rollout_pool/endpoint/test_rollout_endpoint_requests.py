@@ -113,6 +113,18 @@ REFUSED = [
     ),
     (body(tools=[{"type": "custom"}]), "tools[0].type", "function"),
     (body(tools=[{"type": "function"}]), "tools[0].function", "missing"),
+    (
+        body(tools=[{"type": "function", "function": {"name": ""}}]),
+        "tools[0].function.name",
+        "is empty",
+    ),
+    (
+        body(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]
+        ),
+        "tools[0].function.parameters",
+        "of an object",
+    ),
     ({"messages": [USER]}, "model", "missing"),
 ]
 
