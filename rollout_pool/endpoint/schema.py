@@ -213,7 +213,7 @@ _OVERRIDES = (
 
 
 def _may_be(name: str, value: float, most_k: int) -> bool:
-    """Whether what travels with a token, its temperature and up to `most_k` candidates, tells how
+    """Whether what travels with a token, its temperature and up to `most_k` candidates, shows how
     it was drawn."""
     match name:
         case "temperature":

@@ -55,6 +55,9 @@ class Grammars:
         self._hf_tokenizer = tokenizer
         self._num_embeddings = num_embeddings
         self._end_tokens = sorted(end_tokens)
+        # Once: making them takes milliseconds with a large vocabulary.
+        self._all = _as_bits(range(num_embeddings), num_embeddings)
+        self._ends = _as_bits(self._end_tokens, num_embeddings)
         self._compiled = lru_cache(maxsize=GRAMMARS_KEPT)(self._compile)
 
     @cached_property
@@ -80,7 +83,15 @@ class Grammars:
     def _rules(self, constraint: Constraint) -> _Rules:
         grammar = constraint.grammar
         matcher = self._compiled(grammar).deep_copy() if grammar else None
-        return _Rules(constraint, matcher, self._num_embeddings, self._end_tokens)
+        banned = _as_bits(constraint.banned, self._num_embeddings)
+        return _Rules(
+            matcher,
+            constraint.min_tokens,
+            vocabulary=self._all,
+            ends=self._ends,
+            banned=banned,
+            end_tokens=self._end_tokens,
+        )
 
     def _compile(self, grammar: str) -> LLMatcher:
         if not self._end_tokens:
@@ -111,17 +122,19 @@ class _Rules:
 
     def __init__(
         self,
-        constraint: Constraint,
         matcher: LLMatcher | None,
-        num_embeddings: int,
+        min_tokens: int,
+        *,
+        vocabulary: NDArray[np.uint8],
+        ends: NDArray[np.uint8],
+        banned: NDArray[np.uint8],
         end_tokens: Sequence[int],
     ) -> None:
+        """`vocabulary`, `ends`, `banned`: a bit for each token."""
         self.end_tokens = end_tokens
         self._matcher = matcher
-        self._min_tokens = constraint.min_tokens
-        self._all = _as_bits(range(num_embeddings), num_embeddings)
-        self._ends = _as_bits(end_tokens, num_embeddings)
-        self._banned = _as_bits(constraint.banned, num_embeddings)
+        self._min_tokens = min_tokens
+        self._all, self._ends, self._banned = vocabulary, ends, banned
         self._length = 0
 
     def allowed(self) -> _Allowed:

@@ -106,8 +106,8 @@ async def test_bad_call_is_told_to_the_model_and_scored_by_the_answer_after_it(e
     episode = await play(experiment, chat, prompt, tokens(call), tokens("?"))
     assert dict(episode.env_parts) == {"tool_calls": 1, "tool_errors": 1}
     assert (episode.answer, task.score(prompt, episode.answer)) == ("?", 0.0)
-    [told] = [m.content for m in episode.messages if m.role == "tool"]
-    assert told.startswith("error: ValueError: invalid literal for int()")
+    [result] = [m.content for m in episode.messages if m.role == "tool"]
+    assert result.startswith("error: ValueError: invalid literal for int()")
 
 
 def test_held_out_sums_are_not_trained_on_and_follow_the_seed(experiment):
