@@ -18,10 +18,16 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray._private import ray_constants
+from ray._private.node import Node
+from ray._private.parameter import RayParams
 
+from configs.environment import FORK_SERVERS_VARIABLE
 from configs.load import read_config
 from controller.run_dir import RunDir
+from controller.start import ray_worker
 from controller.start.ray_keeper import RECORD
+from processes import fork_server
 
 POLL_S = 1.0
 
@@ -29,6 +35,11 @@ POLL_S = 1.0
 def main(folder: str, options: str) -> None:
     run_dir = RunDir(path=Path(folder))
     is_asked = threading.Event()
+    _start_less()
+    if (servers := os.environ.get(FORK_SERVERS_VARIABLE)) is not None:
+        fork_server.keep(Path(servers))
+        # A path from the root replaces that of Ray's folder.
+        ray_constants.SETUP_WORKER_FILENAME = ray_worker.__file__
     try:
         ray.init(**json.loads(options), log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # a bare Exception if Ray's node takes longer than half a minute
@@ -45,6 +56,15 @@ def main(folder: str, options: str) -> None:
         _watch(run_dir, is_asked)
     finally:
         ray.shutdown()
+
+
+def _start_less() -> None:
+    """Ray on one machine without its autoscaler, the copier of logs and the dashboard: each is a
+    process that imports for seconds, and none has anything to do here. No option leaves them out.
+    """
+    RayParams.no_monitor = property(lambda _self: True, lambda _self, _value: None)
+    RayParams.include_log_monitor = property(lambda _self: False, lambda _self, _value: None)
+    Node.start_api_server = lambda _self, **_options: None
 
 
 def _watch(run_dir: RunDir, is_asked: threading.Event) -> None:

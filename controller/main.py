@@ -15,6 +15,7 @@ if __name__ == "__main__":  # during the imports: Python's own handler prints a 
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -205,11 +206,22 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 def _launch(
     arguments: argparse.Namespace, stop: StopRequest, announce_folder: Callable[[str], None]
 ) -> int:
+    with contextlib.ExitStack() as servers:
+        return _launch_with(servers, arguments, stop, announce_folder)
+
+
+def _launch_with(
+    servers: contextlib.ExitStack,
+    arguments: argparse.Namespace,
+    stop: StopRequest,
+    announce_folder: Callable[[str], None],
+) -> int:
     with stop.interrupting():  # nothing has been started yet
         from buffer.redis.address import password_of_environment
         from configs.load import load_config, read_config
         from controller.ray_environment import prepare_environment
         from controller.run_dir import RunDir
+        from controller.start.fork_servers import fork_servers
         from controller.start.resume import find_resumption
 
         if arguments.verb == "launch":
@@ -229,6 +241,8 @@ def _launch(
             config = resumption.config
         password_of_environment()  # removes it: no child process may inherit it
         prepare_environment(config.cluster)
+        if arguments.verb != "attach" and config.cluster.ray_address is None:
+            servers.enter_context(fork_servers())
         _prepare_deepspeed()
         from controller.run import attach, launch, resume
         from controller.start.attach import NotAttachableError, find_attachment

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import select
 import signal
@@ -16,8 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from processes import die_with_parent
+from processes import die_with_parent, fork_server
 
+_Process = subprocess.Popen[bytes] | fork_server.Forked
 _KILLED_S = 30.0
 """A killed process that still exists after this long is stuck in the kernel."""
 
@@ -37,6 +39,8 @@ class Child:
     SIGTERM when this process ends, and so does `stop`; when it has ended, what is left of its
     process group is killed. With `outlives` only `stop` ends it: a later process of ours makes it
     an Adopted.
+
+    A Python program with a secret is forked where a fork server has imported what it needs.
     """
 
     def __init__(
@@ -62,19 +66,23 @@ class Child:
             launcher = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
             command = [*launcher, *command]
 
-        started = Future[subprocess.Popen[bytes]]()
+        started = Future[_Process]()
 
         def live() -> None:
             try:
                 log.parent.mkdir(parents=True, exist_ok=True)
+                variables = {**os.environ, **(environment or {})}
+                process: _Process | None = None
                 with log.open("ab") as log_file:
-                    process = subprocess.Popen(
+                    if secret is not None and not pass_fds:
+                        process = _forked(command, variables, log_file.fileno(), speaks)
+                    process = process or subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL if secret is None else subprocess.PIPE,
                         stdout=subprocess.PIPE if speaks else log_file,
                         stderr=log_file,
                         bufsize=0,
-                        env={**os.environ, **(environment or {})},
+                        env=variables,
                         pass_fds=pass_fds,
                         start_new_session=True,  # Ctrl-C in the shell is for the controller
                     )
@@ -90,7 +98,7 @@ class Child:
         if secret is not None:
             self._write(secret.encode() + b"\n")
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, process: _Process) -> None:
         if process.stdout is not None:
             with process.stdout:
                 self._first_line.set_result(process.stdout.readline())
@@ -146,6 +154,23 @@ class Child:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is dead already
             self._process.stdin.write(words)
+
+
+def _forked(
+    command: Sequence[str], environment: Mapping[str, str], log: int, speaks: bool
+) -> fork_server.Forked | None:
+    """The program with pipes as subprocess makes them; None if there is no fork server for it."""
+    its_input, our_end = os.pipe()
+    our_output, its_output = os.pipe() if speaks else (None, None)
+    output = log if its_output is None else its_output
+    process = fork_server.fork(command, environment, [its_input, output, log])
+    for descriptor in (its_input, its_output, *(() if process else (our_end, our_output))):
+        if descriptor is not None:
+            os.close(descriptor)
+    if process is not None:
+        process.stdin = io.FileIO(our_end, "w")
+        process.stdout = None if our_output is None else io.FileIO(our_output)
+    return process
 
 
 class Adopted:

@@ -12,6 +12,7 @@ import pytest
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
+from controller.start.fork_servers import fork_servers
 
 BufferFactory = Callable[..., Awaitable[Buffer]]
 
@@ -45,6 +46,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return SHARED.get(Path(file).name, file)
 
     return Scheduling(config, log)
+
+
+@pytest.fixture(scope="session")
+def forking() -> Iterator[None]:
+    """Processes of these tests are forked where that is possible: they import once in a session."""
+    with fork_servers():
+        yield
 
 
 @pytest.fixture(scope="session")

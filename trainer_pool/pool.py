@@ -77,6 +77,9 @@ class TrainerActor:
     def start(self, host: str, port: int) -> Restored:
         """Join the other ranks at rank 0's `host` and `port`, and load the model."""
         os.environ.update(self._environment(host, port))
+        import torch
+
+        torch.set_num_threads(self._spec.num_threads)  # a fork server has loaded it before
         from trainer_pool.model.zero3 import RankAddress
         from trainer_pool.rank import TrainerRank
 

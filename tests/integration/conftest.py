@@ -16,6 +16,11 @@ from sglang_model import Server, build_model
 from configs.choices import PauseMode
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forking(forking: None) -> None:
+    """All of these tests start servers."""
+
+
 @pytest.fixture(scope="session")
 def sglang_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sglang")

@@ -17,6 +17,11 @@ if _HERE not in sys.path:  # multiprocessing hands sys.path on to the processes 
 from crash.mortal_server import MortalServer  # noqa: E402
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _forking(forking: None) -> None:
+    """All of these tests start servers."""
+
+
 @pytest.fixture
 def mortal_server(tmpfs_path: Path) -> Iterator[MortalServer]:
     """A server for this test alone, to be killed.

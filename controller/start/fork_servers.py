@@ -1,0 +1,66 @@
+"""The fork servers of a run on one machine without a GPU: processes/fork_server.py.
+
+controller ── starts ──► fork servers: they import while the controller does, and Ray starts
+    │                       ▲    ▲
+    ├── keeps them ─────────┤    │
+    └──► keeper, too ───────┘    │     so that they outlive a controller, as the pools do
+            └──► Ray ──► actors ─┘ ask for their processes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.environment import FORK_SERVERS_VARIABLE
+from processes import fork_server
+from processes.child import kill_group
+from processes.fork_server import Kind
+
+KINDS = (
+    Kind(
+        programs=["rollout_pool.engines.sglang_server"],
+        imports=[
+            "rollout_pool.engines.sglang_server",  # the stubs, before sglang
+            "sglang.launch_server",
+            "sglang.srt.managers.detokenizer_manager",
+            "sglang.srt.managers.scheduler",
+            "sglang.srt.server_args",
+        ],
+    ),
+    # Without ray itself: it reads its environment when it is imported.
+    Kind(
+        programs=["default_worker.py", "weight_sync.receiver.app"],
+        imports=["trainer_pool.rank", "rollout_pool.worker.build", "weight_sync.receiver.app"],
+    ),
+)
+_NVIDIA = Path("/dev/nvidiactl")
+_END_S = 5.0
+
+
+@contextlib.contextmanager
+def fork_servers() -> Iterator[None]:
+    """Processes that are started meanwhile, by this one and its children, may be forked.
+
+    Does nothing where the servers of another process are in use, or where there is a GPU.
+    """
+    if FORK_SERVERS_VARIABLE in os.environ or _NVIDIA.exists():
+        yield
+        return
+    folder = Path(tempfile.mkdtemp(prefix="leash-fork-"))
+    servers, kept = fork_server.start(folder, KINDS, folder / "log")
+    os.environ[FORK_SERVERS_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[FORK_SERVERS_VARIABLE]
+        os.close(kept)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            servers.wait(_END_S)
+        kill_group(servers.pid)
+        shutil.rmtree(folder, ignore_errors=True)

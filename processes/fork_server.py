@@ -1,0 +1,365 @@
+"""Starts Python programs by forking a process that has already imported what they need.
+
+    python -m processes.fork_server <folder> <listeners> <imports>
+        import torch ─┬─ fork ─► kind 1: import sglang ... ────┐
+                      └────────► kind 2: import deepspeed ... ─┤
+                                                               ▼
+    start(command)  ── arguments, environment, streams ──►  fork ─► the program runs
+                    ◄── process id, later its exit code ──
+
+Imports are most of what a program costs to start on a CPU: those of an SGLang server take ten
+seconds of a core. The server of a kind pays them once. The folder holds a socket for each program
+that can be forked; a program without one is started in the usual way. CUDA does not survive a fork,
+so a machine with a GPU has no servers.
+
+A forked program has what an executed one would have: arguments, environment, umask, folder,
+streams, a session of its own, other random numbers. The server is its parent, and reports its exit
+code.
+
+Servers live as long as a process keeps them (`keep`). What they have forked goes on without them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import io
+import json
+import os
+import runpy
+import select
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+
+from configs.environment import FORK_SERVERS_VARIABLE
+
+UNKNOWN_EXIT_CODE = 255
+"""Of a program whose server has died."""
+IMPORTS_S = 120.0
+"""Longest wait for a server that is still importing."""
+
+_NUMBER = struct.Struct("!i")
+_REQUEST_S = 10.0
+"""Time for a request to arrive."""
+_ROOM = 1024
+"""Bytes that /proc has for the command and the environment of a forked program."""
+_ROOM_VARIABLE = "LEASH_ROOM"
+_KEPT = "kept"
+"""A named pipe in the folder: who has it open for writing keeps the servers."""
+_SHOWN = "LEASH_"
+"""Variables that begin so are shown in /proc: by them the processes of a run are found."""
+_ENV_START, _ENV_END = 50 - 3, 51 - 3
+"""Places in /proc/PID/stat (proc(5)), counted from the third field, after the name."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Kind:
+    """One server: what it can run, and what it imports first."""
+
+    programs: Sequence[str]
+    """Modules (`a.b`) and scripts (`c.py`)."""
+    imports: Sequence[str]
+
+
+def start(folder: Path, kinds: Sequence[Kind], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the servers of these kinds, with their sockets in `folder`.
+
+    They end when the descriptor that this returns is closed, and those of `keep`.
+    """
+    os.mkfifo(folder / _KEPT, 0o600)
+    kept = keep(folder)
+    input_end = os.open(folder / _KEPT, os.O_RDONLY | os.O_NONBLOCK)
+    # Here already, so that whoever comes early waits for the imports instead of doing its own.
+    listeners = [_listen(folder, kind.programs) for kind in kinds]
+    descriptors = [listener.fileno() for listener in listeners]
+    arguments = json.dumps([[*kind.imports] for kind in kinds])
+    command = [sys.executable, "-m", "processes.fork_server", str(folder), json.dumps(descriptors)]
+    with log.open("ab") as output:
+        servers = subprocess.Popen(
+            [*command, arguments, "." * _ROOM],
+            stdin=input_end,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **_ENVIRONMENT},
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+    os.close(input_end)
+    for listener in listeners:
+        listener.close()
+    return servers, kept
+
+
+def _listen(folder: Path, programs: Sequence[str]) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    first, *others = programs
+    listener.bind(f"{folder}/{first}")
+    listener.listen(64)
+    for name in others:
+        (folder / name).symlink_to(first)
+    return listener
+
+
+def keep(folder: Path) -> int:
+    """A descriptor that keeps the servers of this folder alive until it is closed."""
+    return os.open(folder / _KEPT, os.O_RDWR | os.O_NONBLOCK)
+
+
+_ENVIRONMENT = {
+    _ROOM_VARIABLE: "." * _ROOM,
+    "SPT_NOENV": "1",  # a title must not overwrite the environment
+    "OMP_NUM_THREADS": "1",  # none starts threads, which a fork would lose
+    "DS_ACCELERATOR": "cpu",  # DeepSpeed reads it when it is imported
+}
+"""Of the servers themselves."""
+
+
+class Forked:
+    """The part of subprocess.Popen that a Child uses, for a program that a server has forked."""
+
+    def __init__(self, connection: socket.socket, pid: int, handle: int) -> None:
+        self.pid = pid
+        self.stdin: io.FileIO | None = None
+        self.stdout: io.FileIO | None = None
+        self._connection = connection
+        self._handle = handle
+        """A descriptor of the process: its number may be another's once it has ended."""
+
+    def wait(self) -> int:
+        """Its exit code; minus the number of the signal that killed it."""
+        with self._connection:
+            code = self._connection.recv(_NUMBER.size, socket.MSG_WAITALL)
+        if len(code) == _NUMBER.size:
+            return int(_NUMBER.unpack(code)[0])
+        select.select([self._handle], [], [])
+        return UNKNOWN_EXIT_CODE
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def __del__(self) -> None:
+        os.close(self._handle)
+
+
+def fork(
+    command: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
+) -> Forked | None:
+    """Start `command`, `[python, "-m", module, ...]` or `[python, script, ...]`, with these three
+    descriptors as its standard streams. None if no server answers for this program."""
+    folder = environment.get(FORK_SERVERS_VARIABLE)
+    if folder is None or command[0] != sys.executable:
+        return None
+    words = command[2:] if command[1] == "-m" else command[1:]
+    program = words[0] if command[1] == "-m" else os.path.basename(words[0])
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"{folder}/{program}")
+        request = _Request(
+            words=list(words),
+            is_module=command[1] == "-m",
+            environment=dict(environment),
+            folder=os.getcwd(),
+            umask=_umask(),
+        )
+        data = json.dumps(asdict(request)).encode()
+        socket.send_fds(connection, [_NUMBER.pack(len(data))], list(streams))
+        connection.sendall(data)
+        connection.settimeout(IMPORTS_S)
+        answer, handles, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
+        if not handles:  # the server has died, or the process at once
+            raise ConnectionResetError(f"the server of {program} did not fork it")
+        connection.settimeout(None)
+    except OSError:
+        connection.close()
+        return None
+    return Forked(connection, _NUMBER.unpack(answer)[0], handles[0])
+
+
+def _umask() -> int:
+    """Read where it stands: os.umask would change it for a moment, for all threads."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    raise AssertionError("Linux shows it since 4.7")
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Request:
+    words: list[str]
+    """Module or script, and its arguments."""
+    is_module: bool
+    environment: dict[str, str]
+    folder: str
+    umask: int
+
+
+class _Server:
+    def __init__(self, listener: int, imports: Sequence[str]) -> None:
+        self._imports = imports
+        self._listener = socket.socket(fileno=listener)
+        self._running: dict[int, tuple[int, socket.socket]] = {}
+        """By descriptor of a forked process: its number, and who wants its exit code."""
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def serve(self, title: str) -> _Request | None:
+        """Returns in each forked process, with what that runs; None when the server is to end."""
+        for name in self._imports:
+            import_module(name)
+        _keep_memory_shared()
+        _set_title(title)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._listener:
+                        connection, _ = self._listener.accept()
+                        if (request := self._fork(connection, selector)) is not None:
+                            return request
+                    elif key.fd == sys.stdin.fileno():
+                        return None
+                    else:
+                        selector.unregister(key.fd)
+                        self._report_end(key.fd)
+
+    def _fork(self, connection: socket.socket, selector: selectors.BaseSelector) -> _Request | None:
+        streams: list[int] = []
+        try:
+            connection.settimeout(_REQUEST_S)
+            size, streams, _, _ = socket.recv_fds(connection, _NUMBER.size, 3)
+            (length,) = _NUMBER.unpack(size)
+            data = connection.recv(length, socket.MSG_WAITALL)
+            request = _Request(**json.loads(data))
+        except (OSError, ValueError, struct.error) as error:  # who asked has died
+            print(f"a request was cut off: {error}", file=sys.stderr, flush=True)
+            connection.close()
+            for stream in streams:
+                os.close(stream)
+            return None
+        pid = os.fork()
+        if pid == 0:
+            self._leave(selector)
+            _take_over(request, streams)
+            with connection, contextlib.suppress(OSError):
+                handle = os.pidfd_open(os.getpid())
+                socket.send_fds(connection, [_NUMBER.pack(os.getpid())], [handle])
+                os.close(handle)
+            return request
+        for stream in streams:
+            os.close(stream)
+        handle = os.pidfd_open(pid)
+        self._running[handle] = pid, connection
+        selector.register(handle, selectors.EVENT_READ)
+        return None
+
+    def _leave(self, selector: selectors.BaseSelector) -> None:
+        """Close what is the server's: this is a forked process."""
+        selector.close()
+        self._listener.close()
+        for handle, (_, other) in self._running.items():
+            os.close(handle)
+            other.close()
+
+    def _report_end(self, handle: int) -> None:
+        pid, connection = self._running.pop(handle)
+        os.close(handle)
+        _, status = os.waitpid(pid, 0)
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _keep_memory_shared() -> None:
+    """A collection would write to each object, and so copy it into every forked process."""
+    gc.collect()
+    gc.freeze()
+
+
+def _set_title(title: str) -> None:
+    from setproctitle import setproctitle  # SGLang needs it as well
+
+    setproctitle(title)
+
+
+def _take_over(request: _Request, streams: Sequence[int]) -> None:
+    """Make this forked process what an executed one would be."""
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request.folder)
+    os.umask(request.umask)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    _show_environment(request.environment)
+    _set_title(" ".join([sys.executable, *(["-m"] if request.is_module else []), *request.words]))
+    if (torch := sys.modules.get("torch")) is not None:
+        # OpenMP has read the variable when it was loaded.
+        torch.set_num_threads(int(request.environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()  # Python's own generator does so by itself
+    sys.argv = list(request.words)
+    atexit.register(gc.unfreeze)  # or libraries would report what is not collected as their leak
+
+
+def _show_environment(environment: Mapping[str, str]) -> None:
+    """Overwrite what /proc shows, which is the environment that the server was executed with."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
+    shown = [f"{name}={value}\0" for name, value in environment.items() if name.startswith(_SHOWN)]
+    data = "".join(shown).encode()
+    if start and len(data) <= end - start:
+        # Nothing points there any more: os.environ has put copies of its own in their place.
+        ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+
+
+def main(listeners: str, imports: str) -> _Request | None:
+    """Become the servers of all kinds; returns what a forked process is to run."""
+    servers = [_Server(*of) for of in zip(json.loads(listeners), json.loads(imports), strict=True)]
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    for number, server in enumerate(servers):
+        if number + 1 == len(servers) or os.fork() == 0:
+            for other in servers:
+                if other is not server:
+                    other.close()
+            return server.serve(f"leash fork server {number}")
+    raise AssertionError("no kinds")
+
+
+def _run(request: _Request) -> None:
+    program = request.words[0]
+    if request.is_module:
+        sys.modules.pop(program, None)  # imported by the server; runpy warns of it
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(program)
+        runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if (wanted := main(*sys.argv[2:4])) is None:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+        os._exit(0)  # without what the imported libraries do at their end, which takes seconds
+    _run(wanted)

@@ -1,0 +1,204 @@
+"""Fork servers with programs of the standard library, and what becomes of what they fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.environment import FORK_SERVERS_VARIABLE, RUN_VARIABLE
+from controller.start.fork_servers import KINDS
+from processes import fork_server
+from processes.child import Child
+from processes.fork_server import UNKNOWN_EXIT_CODE, Kind
+from processes.runs import run_processes
+
+REPORT = """
+import json, os, random, sys
+import numpy, torch
+print(json.dumps({
+    "argv": sys.argv, "name": __name__, "folder": os.getcwd(), "umask": os.umask(0),
+    "variables": dict(os.environ), "session": os.getsid(0) == os.getpid(),
+    "line": sys.stdin.readline(), "imported": "colorsys" in sys.modules,
+    "numbers": [random.random(), numpy.random.random()], "threads": torch.get_num_threads(),
+    "descriptors": len(os.listdir("/proc/self/fd")),
+}))
+sys.exit(7)
+"""
+WAIT = "import sys; print('waits', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    scripts = tmp_path_factory.mktemp("scripts")
+    (scripts / "report.py").write_text(REPORT)
+    (scripts / "wait.py").write_text(WAIT)
+    return scripts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("fork")
+    kinds = [
+        Kind(programs=["report.py", "wait.py"], imports=["colorsys", "numpy"]),
+        Kind(programs=["breaks.py"], imports=["no.such.module"]),
+        Kind(programs=["platform"], imports=[]),
+    ]
+    servers, kept = fork_server.start(folder, kinds, folder / "log")
+    yield folder
+    os.close(kept)
+    assert servers.wait(20) == 0
+    assert not folder.exists()
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, FORK_SERVERS_VARIABLE: str(folder)}
+
+
+def report(folder: Path, scripts: Path, **more: str) -> tuple[dict[str, object], int]:
+    reading, writing = os.pipe()
+    ours, its = os.pipe()
+    command = [sys.executable, str(scripts / "report.py"), "some", "words"]
+    process = fork_server.fork(command, {**environment(folder), **more}, (reading, its, 2))
+    assert process is not None
+    os.close(reading)
+    os.close(its)
+    os.write(writing, b"a line\n")
+    os.close(writing)
+    with open(ours) as output:
+        return json.load(output), process.wait()
+
+
+def test_forked_program_has_what_an_executed_one_would_have(
+    folder: Path, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = os.umask(0o027)
+    try:
+        seen, exit_code = report(folder, scripts, WORD="a word", OMP_NUM_THREADS="3")
+    finally:
+        os.umask(before)
+    assert exit_code == 7
+    assert seen["argv"] == [str(scripts / "report.py"), "some", "words"]
+    assert seen["name"] == "__main__" and seen["line"] == "a line\n"
+    assert seen["folder"] == str(tmp_path) and seen["umask"] == 0o027
+    expected = {**environment(folder), "WORD": "a word", "OMP_NUM_THREADS": "3"}
+    assert seen["variables"] == expected
+    assert seen["session"] and seen["imported"] and seen["threads"] == 3
+    assert seen["descriptors"] == 4  # the streams, and the folder that is being listed
+
+
+def test_forked_programs_draw_different_random_numbers(folder: Path, scripts: Path) -> None:
+    first, second = (report(folder, scripts)[0]["numbers"] for _ in range(2))
+    assert isinstance(first, list) and isinstance(second, list)
+    assert first[0] != second[0] and first[1] != second[1]
+
+
+def test_forked_program_is_shown_with_its_command_and_its_run(
+    folder: Path, scripts: Path, tmp_path: Path
+) -> None:
+    process, writing = waiting(folder, scripts, {RUN_VARIABLE: str(tmp_path)})
+    words = " ".join(psutil.Process(process.pid).cmdline())
+    assert words.strip() == f"{sys.executable} {scripts}/wait.py"
+    assert [found.pid for found in run_processes(str(tmp_path))] == [process.pid]
+    os.close(writing)
+    assert process.wait() == 0
+
+
+def waiting(
+    folder: Path, scripts: Path, more: dict[str, str] | None = None
+) -> tuple[fork_server.Forked, int]:
+    """A program that waits for the end of its input, and the end that closes it."""
+    reading, writing = os.pipe()
+    ours, its = os.pipe()
+    command = [sys.executable, str(scripts / "wait.py")]
+    process = fork_server.fork(command, {**environment(folder), **(more or {})}, (reading, its, 2))
+    assert process is not None
+    os.close(reading)
+    os.close(its)
+    with open(ours) as output:
+        assert output.readline() == "waits\n"
+    return process, writing
+
+
+def test_exit_code_names_the_signal_that_killed_a_forked_program(
+    folder: Path, scripts: Path
+) -> None:
+    process, writing = waiting(folder, scripts)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.terminate()  # it is gone: no other process is hit
+    os.close(writing)
+
+
+def test_child_of_a_fork_server_speaks_hears_and_ends_as_another(
+    folder: Path, tmp_path: Path
+) -> None:
+    child = Child(
+        [sys.executable, "-m", "platform"],
+        tmp_path / "log",
+        secret="none",
+        environment={FORK_SERVERS_VARIABLE: str(folder)},
+    )
+    assert child.wait(20) == 0
+    child.stop(1)
+    assert "Linux" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("where", ["no folder", "no socket", "server that could not import"])
+def test_program_that_nothing_can_fork_is_left_to_be_executed(folder: Path, where: str) -> None:
+    variables, script = environment(folder), "other.py"
+    if where == "no folder":
+        del variables[FORK_SERVERS_VARIABLE]
+    elif where == "server that could not import":
+        script = "breaks.py"
+    assert fork_server.fork([sys.executable, script], variables, (0, 1, 2)) is None
+
+
+def test_forked_program_outlives_its_server_and_ends_with_an_unknown_code(
+    scripts: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    kinds = [Kind(programs=["wait.py"], imports=[])]
+    servers, kept = fork_server.start(folder, kinds, tmp_path / "log")
+    process, writing = waiting(folder, scripts)
+    os.close(kept)
+    assert servers.wait(20) == 0
+    assert psutil.pid_exists(process.pid)
+    os.close(writing)
+    assert process.wait() == UNKNOWN_EXIT_CODE
+
+
+def test_servers_live_while_any_process_keeps_them(tmp_path: Path) -> None:
+    folder = tmp_path / "servers"
+    folder.mkdir()
+    servers, kept = fork_server.start(
+        folder, [Kind(programs=["platform"], imports=[])], tmp_path / "log"
+    )
+    another = fork_server.keep(folder)
+    os.close(kept)
+    with pytest.raises(subprocess.TimeoutExpired):
+        servers.wait(0.5)
+    os.close(another)
+    assert servers.wait(20) == 0
+
+
+def test_servers_of_a_run_import_neither_ray_nor_start_threads() -> None:
+    """Ray reads its environment when it is imported; a fork loses all threads but one."""
+    (kind,) = (kind for kind in KINDS if "default_worker.py" in kind.programs)
+    code = (
+        "import importlib, os, sys\n"
+        f"for name in {list(kind.imports)!r}: importlib.import_module(name)\n"
+        "assert 'ray' not in sys.modules\n"
+        "assert len(os.listdir('/proc/self/task')) == 1, os.listdir('/proc/self/task')\n"
+    )
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=variables)
