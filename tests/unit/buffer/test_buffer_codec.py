@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from random_groups import random_trajectory
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import FORMAT_VERSION, decode_group, encode_group
 from buffer.wire.header import COLUMN_TYPES
+from tests.support.repository import ROOT
 
 
 @st.composite
@@ -301,7 +301,7 @@ def test_decode_refuses_another_format_by_its_number(make_group: Any, version: i
 
 
 def test_page_has_the_format_and_the_types_of_columns() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "buffer.md").read_text()
+    page = (ROOT / "docs" / "buffer.md").read_text()
     assert f"| 4 | u16 | format version, {FORMAT_VERSION} |" in page
     assert f"type ({', '.join(COLUMN_TYPES)})" in page
 

@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 from controller.ray_environment import AUTH_MODE, CLUSTER_LIMITS
+from tests.support.repository import ROOT
 
 SHOW = """
 import json, os, sys
@@ -55,7 +55,7 @@ def test_cluster_is_joined_by_token_unless_disabled() -> None:
 
 
 def test_cluster_of_the_docs_has_the_limits_of_a_launch() -> None:
-    file = Path(__file__).parents[3] / "deploy" / "ray.env"
+    file = ROOT / "deploy" / "ray.env"
     lines = [line for line in file.read_text().splitlines() if line.startswith("export ")]
     written = dict(line.removeprefix("export ").split("=") for line in lines)
     assert written == {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from configs.load import load_config
 from controller.report.summary import repeat_command, task_label
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = ("-m", "controller.main", "launch")
 
 

@@ -37,6 +37,7 @@ from controller.signals import Stopped, StopRequest
 from controller.start.resume import FIXED, find_resumption
 from controller.training import Pools, Training
 from rollout_pool.pool import RolloutPool
+from tests.support.repository import ROOT
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
 from trainer_pool.types import Restored, TrainReport
@@ -115,7 +116,7 @@ def test_relative_path_in_the_arguments_of_a_resume_is_one_of_the_current_folder
 
 
 def test_page_lists_what_a_run_keeps() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "operations.md").read_text()
     kept = r"\*\*Settings that a run keeps\*\*.*?: (.*?)\. Anything\s+else"
     (names,) = re.findall(kept, page, re.DOTALL)
     assert set(re.findall(r"`([a-z_.]+)`", names)) == set(FIXED)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import httpx
 import psutil
@@ -18,8 +17,9 @@ from configs.load import load_config
 from rollout_pool.episodes import mcp_tools as module
 from rollout_pool.episodes.env import ToolError
 from rollout_pool.tasks.environments import load_tools
+from tests.support.repository import ROOT
 
-SERVER = Path(__file__).parents[2] / "support" / "mcp_server.py"
+SERVER = ROOT / "tests" / "support" / "mcp_server.py"
 COMMAND = f"mcp:{sys.executable} {SERVER}"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +22,10 @@ from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.tasks.environments import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream, demonstrations
+from tests.support.repository import ROOT
 from trainer_pool.model.scratch import byte_tokenizer
 
-PAGE = (Path(__file__).parents[3] / "docs" / "tasks.md").read_text()
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -197,7 +197,7 @@ async def play(overrides, *answers, tokenizer=None):
 
 async def test_list_of_questions_on_the_page_is_the_file_and_is_played(tmp_path):
     listed, mixed = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    shipped = Path(__file__).parents[3] / "configs" / "task"
+    shipped = ROOT / "configs" / "task"
     assert listed == (shipped / "capitals.yaml").read_text() and len(listed.splitlines()) <= 10
     assert mixed == (shipped / "mixed.yaml").read_text()
     task, prompt, episode = await play(["task=capitals"], "Let me think.\n  paRis. ")

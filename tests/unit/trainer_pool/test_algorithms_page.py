@@ -27,11 +27,12 @@ from configs.algorithm_schema import (
 )
 from configs.choices import Proximal, StreamTokens
 from configs.load import load_config
+from tests.support.repository import ROOT
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.algorithms.types import LossInputs
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 Floats = NDArray[np.float64]
 LENGTHS = (3, 1, 4)

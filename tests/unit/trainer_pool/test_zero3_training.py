@@ -49,6 +49,7 @@ from buffer.wire.codec import encode_group
 from configs.algorithm_schema import AGGREGATIONS
 from configs.schema import BufferConfig, ScratchModelConfig
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
+from tests.support.repository import ROOT
 from trainer_pool.data.packing import Row
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
@@ -91,7 +92,7 @@ class Ranks:
                 env={
                     **environment,
                     "GLOO_SOCKET_IFNAME": "lo",
-                    "PYTHONPATH": str(Path(__file__).parents[3]),
+                    "PYTHONPATH": str(ROOT),
                 },
                 start_new_session=True,
             )

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from safetensors.torch import load_file
 from staging import LAYOUT, Clock, content, delta, full, manifest_of, stage
 
+from tests.support.repository import ROOT
 from weight_sync.checksums import staged_checksums
 from weight_sync.errors import StoreBusyError
 from weight_sync.layout import Transfer
@@ -178,7 +179,7 @@ def test_killed_process_leaves_only_whole_versions(tmp_path: Path) -> None:
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[3],
+        cwd=ROOT,
         text=True,
     )
     with process:

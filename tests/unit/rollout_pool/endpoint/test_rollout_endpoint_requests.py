@@ -9,7 +9,6 @@ import re
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import openai
@@ -21,6 +20,7 @@ from llguidance.hf import from_tokenizer
 from buffer.types import SamplingParams
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.sampling.sample import Constraint, Priority, SampleFailed
+from tests.support.repository import ROOT
 from weight_sync.http_server import HttpLimits
 
 USER = {"role": "user", "content": "hello"}
@@ -644,7 +644,7 @@ async def test_error_in_the_middle_of_a_stream_has_the_id(scene):
 
 
 async def test_model_name_is_the_documented_one(scene):
-    page = (Path(__file__).parents[4] / "docs" / "openai.md").read_text()
+    page = (ROOT / "docs" / "openai.md").read_text()
     [name] = set(re.findall(r'"model": "(.*?)"', page))
     http = scene.http(scene.session().key)
     assert (await http.get("/v1/models")).json()["data"][0]["id"] == name

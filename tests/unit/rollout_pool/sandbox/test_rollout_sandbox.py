@@ -7,7 +7,6 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +19,7 @@ from rollout_pool.sandbox.run import (
     protections,
     run_program,
 )
+from tests.support.repository import ROOT
 
 
 async def test_harmless_program_works(run):
@@ -351,7 +351,7 @@ asyncio.run(run_program("import time; print('on', flush=True)\\nwhile True: time
 
 
 async def test_program_dies_with_its_parent():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[4])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT)
     try:
         async with asyncio.timeout(10):
             while len(found := psutil.Process(parent.pid).children(recursive=True)) < 2:
