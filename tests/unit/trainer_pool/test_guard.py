@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from test_step_stats import add_tokens
+from test_metrics import add_tokens
 
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
