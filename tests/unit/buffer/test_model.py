@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from plain_buffer import Batch, PlainBuffer
 from redis.asyncio import Redis
 
 from buffer.connect import Buffer, buffer_on
@@ -40,6 +39,7 @@ from buffer.types import PromptRef, Rerun
 from buffer.wire.codec import encode_group
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
+from tests.support.buffer.plain_buffer import Batch, PlainBuffer
 from tests.support.invariants import find_violations
 
 T = TypeVar("T")

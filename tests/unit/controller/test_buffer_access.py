@@ -11,7 +11,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from controller_samples import Command, fill
 
 from buffer.redis.address import address, with_password
 from buffer.redis.connection import connect
@@ -19,6 +18,7 @@ from configs.load import load_config, to_yaml
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED
 from controller.run_dir import RunDir
 from controller.start.plan import make_plan
+from tests.support.controller.buffers import Command, fill
 
 READS = [
     "+ping",

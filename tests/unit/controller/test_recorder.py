@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_samples import step_record
 from redis.asyncio import Redis
 from rich.console import Console
 
@@ -23,6 +22,7 @@ from controller.metrics.records import MetricsLog, Record, read_metrics
 from controller.recorder import Recorder
 from controller.report.panel import Panel
 from controller.report.state import RunView
+from tests.support.controller.records import step_record
 
 FOREIGN: list[tuple[str, Mapping[str, Any]]] = [
     ("step", {}),

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from configs.algorithm_schema import AlgorithmConfig
-from trainer_pool.algorithms.registry import Algorithm, Objective
-from trainer_pool.algorithms.types import BatchStatistics, LossInputs
+from tests.support.trainer.step_accounts import add_batch, add_tokens
 from trainer_pool.collectives import Collectives
-from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
+from trainer_pool.data.packing import Row, fill_up, pack
 from trainer_pool.guard import Update
 from trainer_pool.metrics import StepAccumulator, StepStats
 from trainer_pool.speed import StepSpeed
-from trainer_pool.step import loss_inputs, nan_if_not_finite
+from trainer_pool.step import nan_if_not_finite
 
 SPEED = StepSpeed(device=torch.device("cpu"))
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Collectives(rank=0, num_ranks=1, device=torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def two_turns(reward: float, finish_reason: str, version: int) -> Trajectory:
@@ -155,52 +143,6 @@ def test_means_of_tokens_are_reported_in_all_and_by_staleness(ranks: Collectives
     assert record["logprob_diff_mean"] == 0.75
 
 
-def add_tokens(
-    tally: StepAccumulator,
-    *,
-    is_current: bool = True,
-    is_at_start: bool = True,
-    first: float = -1.0,
-) -> None:
-    """Four tokens of staleness 0, 2, 3, 2, and a masked one full of nonsense.
-
-    `first`: the first one's log-probability at the start of the step.
-    """
-    inputs = LossInputs(
-        trainer_logprobs_N=torch.tensor([-math.inf, -2.0, -2.0, -2.0, math.nan]),
-        proximal_logprobs_N=torch.zeros(5),
-        rollout_logprobs_N=torch.tensor([-1.0, -1.0, -1.0, -3.0, math.nan]),
-        advantages_N=torch.zeros(5),
-        weights_N=torch.ones(5),
-        mask_N=torch.tensor([True, True, True, True, False]),
-        staleness_N=torch.tensor([0, 2, 3, 2, 0]),
-        segment_ids_N=torch.tensor([0, 0, 1, 1, 1]),
-        num_segments=2,
-        entropy_N=torch.tensor([1.0, 2.0, 2.0, 2.0, math.nan]),
-    )
-    result = Objective(
-        loss=torch.tensor(0.5),
-        diagnostics={
-            "mine": torch.tensor([False, True, True, False, True]),
-            "bounded_fraction": torch.tensor([False, True, False, False, True]),
-            "num_tokens": torch.ones(5),  # a name of ours: it stays ours
-        },
-        metrics={"per_sequence": (torch.tensor(5.0), torch.tensor(2))},
-    )
-    start_N = torch.tensor([first, -2.0, -2.0, -2.0, math.nan])
-    rows = [
-        Row(
-            tokens=np.arange(length, dtype=np.int32),
-            loss_mask=(np.arange(length) >= 2).astype(np.uint8),
-            rollout_logprobs=np.zeros(length, np.float32),
-            is_current=is_current,
-        )
-        for length in (4, 5)
-    ]
-    (batch,) = pack(rows, max_tokens=9)
-    tally.add(batch, inputs, result, start_N, is_at_start=is_at_start)
-
-
 @pytest.mark.parametrize("bad", [-math.inf, math.nan])
 def test_gradient_is_nan_for_tokens_that_are_not_finite_and_for_no_others(bad: float) -> None:
     logprobs = torch.tensor([-1.0, bad], requires_grad=True)
@@ -295,10 +237,3 @@ def test_shared_tokens_are_those_of_trajectories_that_no_pass_computed(ranks: Co
     add_batch(tally, batch)
     stats = stats_of(ranks, tally, norms=[0.5])
     assert (stats.padding_fraction, stats.shared_fraction) == (0, 0.5)
-
-
-def add_batch(tally: StepAccumulator, batch: MicroBatch) -> None:
-    scored_N = torch.full(batch.mask_N.shape, -1.0)
-    plain, statistics = Algorithm.load(AlgorithmConfig()), BatchStatistics()
-    inputs = loss_inputs(batch, scored_N, scored_N, None, plain, statistics)
-    tally.add(batch, inputs, plain.objective(inputs, 1.0), scored_N)

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 import ray
-from loop_scene import TIMEOUT_S, loop_spec
 from ray.exceptions import RayActorError
 from ray.util.placement_group import placement_group
 
+from tests.support.trainer.loop_scene import TIMEOUT_S, loop_spec
 from trainer_pool.pool import TrainerActor, TrainerPool
 from trainer_pool.types import TrainReport
 

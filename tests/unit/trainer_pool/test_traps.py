@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_metrics import add_batch
-from token_batch import algorithm, tokens
 
 from configs.algorithm_schema import CorrectionConfig
 from configs.load import load_config
+from tests.support.trainer.step_accounts import add_batch
+from tests.support.trainer.token_batch import algorithm, tokens
 from trainer_pool.data.packing import Row, fill_up, pack
 from trainer_pool.metrics import StepAccumulator
 from trainer_pool.model.head import Candidates, score_tokens

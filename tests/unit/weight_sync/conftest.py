@@ -1,17 +1,12 @@
-import sys
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import pytest_asyncio
 
+from tests.support.weights.forked_receivers import ForkedChild
+from tests.support.weights.scene import Receivers
 from weight_sync.receiver import process
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
-
-from forked import ForkedChild
-from scene import Receivers
 
 
 @pytest.fixture(scope="module", autouse=True)

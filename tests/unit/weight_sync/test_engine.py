@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from scene import Receivers, scene
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
+from tests.support.weights.scene import Receivers, scene
 from weight_sync.engine import CheckpointEngine
 from weight_sync.layout import Layout
 from weight_sync.types import TensorSpec, WeightSyncError

@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from layouts import full_transfer, random_bytes, spec
 
 from configs.schema import WeightSyncConfig
+from tests.support.weights.layouts import full_transfer, random_bytes, spec
 from weight_sync import delta, group
 from weight_sync.errors import TransferFailed
 from weight_sync.group import WeightGroup, open_store

@@ -5,10 +5,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import as_sent, full_transfer, layouts, make_streams, random_bytes, spec
 from msgspec import convert
 from safetensors import safe_open
 
+from tests.support.weights.layouts import (
+    as_sent,
+    full_transfer,
+    layouts,
+    make_streams,
+    random_bytes,
+    spec,
+)
 from weight_sync.layout import Layout, Manifest, Transfer, mismatches
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_groups import random_trajectory
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import FORMAT_VERSION, decode_group, encode_group
 from buffer.wire.header import COLUMN_TYPES
+from tests.support.buffer.random_groups import random_trajectory
 from tests.support.repository import ROOT
 
 

@@ -18,10 +18,10 @@ from random import Random
 import numpy as np
 import pytest
 import zstandard
-from random_groups import random_trajectory
 
 from buffer.types import PromptRef, SamplingParams, TrajectoryGroup
 from buffer.wire.codec import decode_group, encode_group
+from tests.support.buffer.random_groups import random_trajectory
 
 NUM_INPUTS = int(os.environ.get("LEASH_SOAK_FUZZ", "8000"))
 SEED = int(os.environ.get("LEASH_SOAK_SEED", "1"))

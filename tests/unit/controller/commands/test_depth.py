@@ -13,13 +13,14 @@ from typing import Any
 
 import psutil
 import pytest
-from controller_samples import STATS, Command, fill
 from rich.console import Console
 
 from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
 from controller.commands.depth import depth_line, print_depth
 from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command, fill
+from tests.support.controller.records import STATS
 
 
 def test_line_says_where_every_group_is() -> None:

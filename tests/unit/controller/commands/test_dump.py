@@ -7,11 +7,11 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from controller_samples import Command, fill
 
 from configs.load import load_config, to_yaml
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED
 from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command, fill
 
 
 def another_run(runs: Path, redis_url: str) -> RunDir:

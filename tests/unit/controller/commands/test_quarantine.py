@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from controller_samples import Command, lease, opened, small_group
 
 from buffer.redis.connection import connect
 from buffer.results import BufferStats, Failure
 from buffer.types import PromptRef
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command, lease, opened, small_group
 
 
 async def poison(url: str, run: str) -> None:

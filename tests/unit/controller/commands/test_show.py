@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from controller_samples import Command, fill, small_group
 from rich.console import Console
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
@@ -18,6 +17,7 @@ from controller.commands.show import column_line, cut, group_lines, headline, ma
 from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
 from rollout_pool.worker.record import RolloutLog
+from tests.support.controller.buffers import Command, fill, small_group
 from trainer_pool.model.scratch import byte_tokenizer
 
 WORDS = ["3 + 4 =", " 7", " and", " not", " 8", "<tool>", " so", " 7."]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from controller_samples import buffer_record, eval_record, opened, record_all, step_record
 from rich.console import Console
 
 from buffer.redis.connection import connect
@@ -17,6 +16,8 @@ from controller.commands.status import command_from_outside, print_status
 from controller.metrics.records import Record, read_metrics
 from controller.report.summary import write_summary
 from controller.run_dir import RunDir
+from tests.support.controller.buffers import opened
+from tests.support.controller.records import buffer_record, eval_record, record_all, step_record
 
 
 @pytest.fixture

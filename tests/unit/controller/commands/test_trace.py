@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 
-from controller_samples import Command, fill, lease, opened, small_group
-
 from buffer.results import GroupEvent
 from controller.commands.trace import life_lines
 from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command, fill, lease, opened, small_group
 
 
 def event(at: float, name: str, **detail: str) -> GroupEvent:

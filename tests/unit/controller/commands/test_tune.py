@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from controller_samples import Command, opened
 
 from configs.load import load_config, to_yaml
 from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command, opened
 
 
 @pytest.fixture

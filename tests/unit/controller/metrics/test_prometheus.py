@@ -14,15 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from controller_samples import (
-    event_record,
-    fill,
-    lease,
-    opened,
-    skipped_record,
-    small_group,
-    weights_records,
-)
 from prometheus_client.parser import text_string_to_metric_families
 
 from buffer.redis.connection import connect
@@ -34,6 +25,8 @@ from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
 from controller.metrics.engines import KEPT_MS, EngineGauges
 from controller.metrics.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
+from tests.support.controller.buffers import fill, lease, opened, small_group
+from tests.support.controller.records import event_record, skipped_record, weights_records
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from controller_samples import (
+
+from controller.metrics.weights import WeightsView, behind_words, engines_behind, weights_result
+from tests.support.controller.records import (
     commit_record,
     event_record,
     publish_record,
     skipped_record,
     weights_records,
 )
-
-from controller.metrics.weights import WeightsView, behind_words, engines_behind, weights_result
 
 
 def test_view_keeps_the_recent_times() -> None:

@@ -7,13 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from controller_samples import (
-    STATS,
-    eval_record,
-    event_record,
-    step_record,
-    weights_records,
-)
 from rich.console import Console
 
 from controller.metrics.records import Record
@@ -21,6 +14,13 @@ from controller.metrics.weights import WeightsView
 from controller.report.panel import Panel, render, sparkline, step_line
 from controller.report.state import RunView, buffer_values, waits_of
 from controller.watch.remarks import buffer_remarks, engine_remarks
+from tests.support.controller.records import (
+    STATS,
+    eval_record,
+    event_record,
+    step_record,
+    weights_records,
+)
 
 
 def trained_view(num_steps: int = 20) -> RunView:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from controller_samples import (
+from matplotlib.axes import Axes
+
+from controller.metrics.records import Record
+from controller.report.plots import MAX_AREA_SAMPLES, PLOTS, figures
+from tests.support.controller.records import (
     STATS,
     buffer_record,
     commit_record,
@@ -14,10 +18,6 @@ from controller_samples import (
     run_records,
     step_record,
 )
-from matplotlib.axes import Axes
-
-from controller.metrics.records import Record
-from controller.report.plots import MAX_AREA_SAMPLES, PLOTS, figures
 
 
 def x_ticks(axes: Axes) -> list[float]:

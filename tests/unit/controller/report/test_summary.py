@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from controller_samples import STATS, buffer_record, run_records, step_record
 
 from buffer.results import BufferStats
 from configs.load import load_config
@@ -15,6 +14,7 @@ from controller.metrics.records import Record
 from controller.report.plots import PLOTS, figures
 from controller.report.result import RunResult, result_line, summarize
 from controller.report.summary import summary_markdown
+from tests.support.controller.records import STATS, buffer_record, run_records, step_record
 
 REQUIRED = """
 run wall_s steps eval_before eval_after reward_first reward_last groups_pushed groups_trained

@@ -6,7 +6,6 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
-from controller_samples import Command, record_all, skipped_record, step_record, weights_records
 
 from controller.main import EXIT_BAD_INPUT
 from controller.report.timeline import (
@@ -20,6 +19,13 @@ from controller.report.timeline import (
     find_timeline,
 )
 from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command
+from tests.support.controller.records import (
+    record_all,
+    skipped_record,
+    step_record,
+    weights_records,
+)
 
 RECORDS = [
     *weights_records(4, 99.0),

@@ -10,15 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from controller_samples import (
-    STATS,
-    Command,
-    buffer_record,
-    eval_record,
-    record_all,
-    step_record,
-    weights_records,
-)
 
 from configs.environment import RUN_VARIABLE
 from controller.commands.stop import stop_run
@@ -26,6 +17,15 @@ from controller.metrics.records import Record, read_metrics
 from controller.report.summary import write_report, write_summary
 from controller.run_dir import RunDir
 from processes.leftovers import list_path, write_list
+from tests.support.controller.buffers import Command
+from tests.support.controller.records import (
+    STATS,
+    buffer_record,
+    eval_record,
+    record_all,
+    step_record,
+    weights_records,
+)
 
 
 def train(run_dir: RunDir, num_steps: int, evals: dict[int, float]) -> None:

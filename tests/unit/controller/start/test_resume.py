@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from controller_samples import buffer_record, eval_record, record_all, step_record
 from ray.exceptions import RayActorError
 from rich.console import Console
 
@@ -37,6 +36,7 @@ from controller.signals import Stopped, StopRequest
 from controller.start.resume import FIXED, find_resumption
 from controller.training import Pools, Training
 from rollout_pool.pool import RolloutPool
+from tests.support.controller.records import buffer_record, eval_record, record_all, step_record
 from tests.support.repository import ROOT
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from controller_samples import step_record
 
 from configs.load import load_config
 from controller.metrics.records import Record
@@ -14,6 +13,7 @@ from controller.report.result import summarize
 from controller.report.state import RunView
 from controller.report.summary import summary_markdown
 from controller.watch.learning import learning_alarms
+from tests.support.controller.records import step_record
 
 
 def history(num_steps: int = 40, **series: list[float]) -> list[Record]:

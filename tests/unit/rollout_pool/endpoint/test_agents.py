@@ -6,7 +6,6 @@ import asyncio
 
 import openai
 import pytest
-from endpoint_parts import TOKENIZER, Scene, check_branch, eventually, said_in
 
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.agents import AgentRunner
@@ -15,6 +14,7 @@ from rollout_pool.episodes.request import EpisodeFailed
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.agent import load_agent
 from rollout_pool.tasks.task import Prompt
+from tests.support.endpoint_scene import TOKENIZER, Scene, check_branch, eventually, said_in
 
 PROMPT = Prompt(index=3, is_held_out=False, text="hello")
 

@@ -6,7 +6,10 @@ import asyncio
 import json
 
 import pytest
-from endpoint_parts import (
+
+from configs.rollout_schema import TaskConfig
+from rollout_pool.endpoint import sessions
+from tests.support.endpoint_scene import (
     END_TOKEN,
     MODEL,
     TOKENIZER,
@@ -17,9 +20,6 @@ from endpoint_parts import (
     said_in,
     spell,
 )
-
-from configs.rollout_schema import TaskConfig
-from rollout_pool.endpoint import sessions
 
 USER = {"role": "user", "content": "hello"}
 SAYS = ["one", "two and more", "three " + call("weather", city="Bern")]

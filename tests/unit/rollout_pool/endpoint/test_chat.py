@@ -7,7 +7,11 @@ import json
 from random import Random
 
 import pytest
-from endpoint_parts import (
+from openai import BadRequestError
+
+from configs.choices import ToolParser
+from configs.rollout_schema import TaskConfig
+from tests.support.endpoint_scene import (
     END,
     END_TOKEN,
     MERGES,
@@ -20,10 +24,6 @@ from endpoint_parts import (
     said_in,
     spell,
 )
-from openai import BadRequestError
-
-from configs.choices import ToolParser
-from configs.rollout_schema import TaskConfig
 from tests.support.rollout import merging_tokenizer
 
 USER = {"role": "user", "content": "hello, what is the weather too?"}

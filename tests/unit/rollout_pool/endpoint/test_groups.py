@@ -7,7 +7,6 @@ import json
 import stat
 
 import pytest
-from endpoint_parts import ADMIN_KEY, MODEL, check_branch, eventually
 from openai import APIStatusError
 
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
@@ -15,6 +14,7 @@ from rollout_pool.endpoint.groups import MAX_WAITING
 from rollout_pool.endpoint.sessions import SessionLost
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.tasks.task import Prompt
+from tests.support.endpoint_scene import ADMIN_KEY, MODEL, check_branch, eventually
 
 PROMPT = Prompt(index=3, is_held_out=False, text="hello")
 

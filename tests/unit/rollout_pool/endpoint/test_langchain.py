@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from endpoint_parts import call, check_branch
 
 from controller.start.preflight import check_task
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.tasks.agent import load_agent
 from rollout_pool.tasks.task import Prompt
+from tests.support.endpoint_scene import call, check_branch
 from tests.support.openai_page import langchain_example
 
 PROMPT = Prompt(index=0, is_held_out=False, text="3 + 4 =")

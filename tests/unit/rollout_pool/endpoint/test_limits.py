@@ -7,12 +7,12 @@ import itertools
 from collections import Counter
 
 import pytest
-from endpoint_parts import ADMIN_KEY, HELLO, eventually
 from openai import APIStatusError, BadRequestError, RateLimitError
 
 from configs.rollout_schema import OpenAIConfig, RolloutConfig
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.tasks.task import Prompt
+from tests.support.endpoint_scene import ADMIN_KEY, HELLO, eventually
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import sys
 from functools import partial
 
 import pytest
-from endpoint_parts import ADMIN_KEY, HELLO, eventually
 
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
@@ -25,6 +24,7 @@ from rollout_pool.tasks.source import GroupEnd
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.worker.group_run import Counters
 from rollout_pool.worker.loop import PromptReader, RolloutWorker
+from tests.support.endpoint_scene import ADMIN_KEY, HELLO, eventually
 from tests.support.rollout import FakeCompleter, plain_chat, rollout_spec, until
 
 GROUPS_PER_STEP = 2

@@ -13,13 +13,21 @@ from dataclasses import replace
 import httpx
 import openai
 import pytest
-from endpoint_parts import ADMIN_KEY, END_TOKEN, MODEL, TOKENIZER, WEATHER, check_branch, spell
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.sampling.sample import Constraint, Priority, SampleFailed
+from tests.support.endpoint_scene import (
+    ADMIN_KEY,
+    END_TOKEN,
+    MODEL,
+    TOKENIZER,
+    WEATHER,
+    check_branch,
+    spell,
+)
 from tests.support.repository import ROOT
 from weight_sync.http_server import HttpLimits
 

@@ -6,10 +6,10 @@ import asyncio
 
 import openai
 import pytest
-from endpoint_parts import MODEL, check_branch, eventually, said_in
 
 from rollout_pool.episodes.request import EpisodeFailed
 from rollout_pool.sampling.sample import SampleFailed
+from tests.support.endpoint_scene import MODEL, check_branch, eventually, said_in
 
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"x-stainless-retry-count": "1"}

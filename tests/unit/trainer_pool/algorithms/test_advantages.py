@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from token_batch import algorithm
 
 from buffer.types import Trajectory
 from configs.algorithm_schema import ADVANTAGES, AdvantageConfig
+from tests.support.trainer.token_batch import algorithm
 from trainer_pool.algorithms.advantages import AdvantageInputs, TokenAdvantages, overlong_penalty
 
 Floats = NDArray[np.float64]

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from token_batch import algorithm, tokens
 
 from configs.algorithm_schema import (
     ADVANTAGES,
@@ -28,6 +27,7 @@ from configs.algorithm_schema import (
 from configs.choices import Proximal, StreamTokens
 from configs.load import load_config
 from tests.support.repository import ROOT
+from tests.support.trainer.token_batch import algorithm, tokens
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.algorithms.types import LossInputs

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from token_batch import algorithm, tokens
 
 from configs.algorithm_schema import (
     AGGREGATIONS,
@@ -27,6 +26,7 @@ from configs.algorithm_schema import (
     CorrectionConfig,
 )
 from configs.choices import Proximal
+from tests.support.trainer.token_batch import algorithm, tokens
 from trainer_pool.algorithms import corrections, losses
 from trainer_pool.algorithms.aggregation import AggregationInputs
 from trainer_pool.algorithms.corrections import largest_square_kept

@@ -6,10 +6,10 @@ from math import exp, log
 
 import pytest
 import torch
-from token_batch import algorithm, tokens
 from torch import Tensor
 
 from configs.algorithm_schema import CorrectionConfig
+from tests.support.trainer.token_batch import algorithm, tokens
 from trainer_pool.algorithms.registry import Objective
 
 

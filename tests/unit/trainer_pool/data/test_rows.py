@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from token_batch import algorithm
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from configs.algorithm_schema import AdvantageConfig
+from tests.support.trainer.token_batch import algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import Row, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Collectives(rank=0, num_ranks=1, device=torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def rows_of(

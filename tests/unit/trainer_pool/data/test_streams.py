@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from token_batch import algorithm, tokens
 
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.algorithm_schema import (
@@ -24,18 +22,11 @@ from configs.algorithm_schema import (
 )
 from configs.choices import KLPlace, StreamTokens
 from configs.load import load_config
+from tests.support.trainer.token_batch import algorithm, tokens
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import Row, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Collectives(rank=0, num_ranks=1, device=torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def two_turns(episode: int, reward: float, *, num_words: int = 2) -> Trajectory:

@@ -6,7 +6,8 @@ import signal
 from unittest.mock import patch
 
 import pytest
-from scene import Receivers, Scene, scene, set_layout
+
+from tests.support.weights.scene import Receivers, Scene, scene, set_layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

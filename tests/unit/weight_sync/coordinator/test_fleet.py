@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from scene_board import MemoryBoard
-from scene_model import scene_layout
 
 from configs.schema import WeightSyncConfig
+from tests.support.weights.known_weights import scene_layout
+from tests.support.weights.memory_board import MemoryBoard
 from weight_sync.coordinator.fleet import Fleet
 from weight_sync.errors import ReceiverUnreachable
 from weight_sync.timeouts import Timeouts

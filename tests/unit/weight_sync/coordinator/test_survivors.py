@@ -6,8 +6,9 @@ import time
 from typing import Any
 
 import pytest
-from scene import Node, Receivers, Scene, scene
-from scene_model import scene_layout
+
+from tests.support.weights.known_weights import scene_layout
+from tests.support.weights.scene import Node, Receivers, Scene, scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

@@ -15,10 +15,10 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
-from receiver_specs import CALL_S, KEY, receiver_spec
-from wire_model import file_data, make_manifest, make_transfer, model_layout
 
 from processes.child import Child
+from tests.support.weights.receiver_specs import CALL_S, KEY, receiver_spec
+from tests.support.weights.wire_model import file_data, make_manifest, make_transfer, model_layout
 from weight_sync.errors import (
     ReceiverUnreachable,
     StoreBusyError,

@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import uvicorn
-from receiver_specs import receiver_spec
-from staging import LAYOUT, Clock, content, full, manifest_of, stage
 
+from tests.support.weights.receiver_specs import receiver_spec
+from tests.support.weights.staging import LAYOUT, Clock, content, full, manifest_of, stage
 from weight_sync.errors import StoreBusyError, UnknownVersion
 from weight_sync.layout import Manifest
 from weight_sync.receiver import peer as catch_up

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import spec
 from safetensors.torch import load_file
-from staging import LAYOUT, OTHER_LAYOUT, Clock, content, delta, full, manifest_of, stage
 
+from tests.support.weights.layouts import spec
+from tests.support.weights.staging import (
+    LAYOUT,
+    OTHER_LAYOUT,
+    Clock,
+    content,
+    delta,
+    full,
+    manifest_of,
+    stage,
+)
 from weight_sync.errors import StoreBusyError, StoreFullError
 from weight_sync.layout import Layout
 from weight_sync.receiver.store import StagedStore

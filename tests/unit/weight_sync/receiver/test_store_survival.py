@@ -18,9 +18,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from safetensors.torch import load_file
-from staging import LAYOUT, Clock, content, delta, full, manifest_of, stage
 
 from tests.support.repository import ROOT
+from tests.support.weights.staging import LAYOUT, Clock, content, delta, full, manifest_of, stage
 from weight_sync.checksums import staged_checksums
 from weight_sync.errors import StoreBusyError
 from weight_sync.layout import Transfer

@@ -7,9 +7,9 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 
-import control_rank
 import pytest
 
+from tests.support.weights import control_rank
 from weight_sync.group import open_store
 from weight_sync.sender.commands import ControlError, ControlGroup
 
@@ -24,7 +24,7 @@ class Ranks:
         self._store = open_store("127.0.0.1", LIMIT_S)
         # Forks of one process that has imported torch: a start takes milliseconds.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["control_rank"])
+        context.set_forkserver_preload([control_rank.__name__])
         self.words, word = context.Pipe(duplex=False)
         self.others = [
             context.Process(

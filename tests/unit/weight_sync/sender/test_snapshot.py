@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from scene_model import cast_weights, scene_layout, scene_shards
 
+from tests.support.weights.known_weights import cast_weights, scene_layout, scene_shards
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard, Snapshots, _allocate
 from weight_sync.types import TensorSpec, WeightSyncError

@@ -27,7 +27,7 @@ class ForkedChild:
         environment: Mapping[str, str],
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["forked"])
+        context.set_forkserver_preload([__name__])
         stdin, self._stdin = context.Pipe(duplex=False)
         self._stdout, stdout = context.Pipe(duplex=False)
         self._process = context.Process(

@@ -1,8 +1,8 @@
 """Versions to stage: a layout, the bytes of each version, and the way into a store."""
 
 import torch
-from layouts import full_transfer, random_bytes, spec
 
+from tests.support.weights.layouts import full_transfer, random_bytes, spec
 from weight_sync.checksums import staged_checksums
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.store import Slot, StagedStore

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from receiver_specs import KEY
-from scene_board import MemoryBoard
-from scene_model import BUCKET_BYTES, scene_layout, scene_shards
 from torch._C._distributed_c10d import TCPStore
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
+from tests.support.weights.known_weights import BUCKET_BYTES, scene_layout, scene_shards
+from tests.support.weights.memory_board import MemoryBoard
+from tests.support.weights.receiver_specs import KEY
 from weight_sync.engine import CheckpointEngine
 from weight_sync.types import WeightSyncError
 

@@ -1,6 +1,6 @@
 """Starts Ray as a launch does, with the restartable actors of a rollout pool, and says what it saw.
 
-python ray_scene.py RUNS_FOLDER        prints one line of JSON last
+python -m tests.support.ray_scene RUNS_FOLDER    prints one line of JSON last
 """
 
 from __future__ import annotations

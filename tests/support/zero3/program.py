@@ -1,6 +1,6 @@
 """The ranks of the ZeRO-3 tests: processes that take part in a scenario and write what they saw.
 
-    python zero3_rank.py FOLDER
+    python -m tests.support.zero3.program FOLDER
 
 For each line "SCENARIO NUM_RANKS" of its input it forks that many ranks and prints their exit
 codes; torch, DeepSpeed and what these load at first use are imported once for all of them.
@@ -37,7 +37,6 @@ import numpy as np
 import torch
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
 from deepspeed.utils import safe_get_full_optimizer_state
-from loop_scene import HEAD_TOKENS, LOOP_STEPS, TIMEOUT_S, WEIGHTS_KEY, head_row, loop_spec
 
 from buffer.run_state import STREAM_START
 from buffer.types import TrajectoryGroup
@@ -57,6 +56,14 @@ from configs.algorithm_schema import (
 from configs.choices import Backend, Dtype, KLPlace, Proximal
 from configs.schema import TrainerConfig, WarmStartConfig, WeightSyncConfig
 from tests.support.blocking import BlockingRunState
+from tests.support.trainer.loop_scene import (
+    HEAD_TOKENS,
+    LOOP_STEPS,
+    TIMEOUT_S,
+    WEIGHTS_KEY,
+    head_row,
+    loop_spec,
+)
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import fill_up, pack

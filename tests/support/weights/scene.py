@@ -13,14 +13,19 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from receiver_specs import KEY, receiver_spec
 from safetensors.torch import load_file
-from scene_board import MemoryBoard
-from scene_gate import Gate
-from scene_model import BUCKET_BYTES, cast_weights, scene_layout, scene_shards
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
+from tests.support.weights.gate import Gate
+from tests.support.weights.known_weights import (
+    BUCKET_BYTES,
+    cast_weights,
+    scene_layout,
+    scene_shards,
+)
+from tests.support.weights.memory_board import MemoryBoard
+from tests.support.weights.receiver_specs import KEY, receiver_spec
 from weight_sync.engine import CheckpointEngine
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
