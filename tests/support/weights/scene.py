@@ -10,13 +10,13 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
+from tests.support.weights.forked_receivers import ForkedChild
 from tests.support.weights.gate import Gate
 from tests.support.weights.known_weights import (
     BUCKET_BYTES,
@@ -27,6 +27,7 @@ from tests.support.weights.known_weights import (
 from tests.support.weights.memory_board import MemoryBoard
 from tests.support.weights.receiver_specs import KEY, receiver_spec
 from weight_sync.engine import CheckpointEngine
+from weight_sync.group_thread import Staging
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
 from weight_sync.receiver.process import ReceiverProcess
@@ -49,7 +50,8 @@ class Receivers:
         process = self._processes.get((name, timeout_s))
         if process is None:
             spec = receiver_spec(name, self._folder / f"{timeout_s:g}", timeout_s)
-            process = ReceiverProcess(spec, self._folder / f"{name}-{timeout_s:g}.log")
+            log_path = self._folder / f"{name}-{timeout_s:g}.log"
+            process = ReceiverProcess(spec, log_path, ForkedChild)
             self._processes[name, timeout_s] = process
             await process.start()
         try:
@@ -149,6 +151,20 @@ class Node:
             self.signal(signal.SIGCONT)
 
 
+class WaitingStaging(Staging):
+    """Sends four buckets, and the next one when `go_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(0, torch.device("cpu"))
+        self.came, self.go_on = threading.Event(), threading.Event()
+
+    def upload(self, turn: int, part: torch.Tensor) -> torch.Tensor:
+        if turn == 4:
+            self.came.set()
+            assert self.go_on.wait(TIMEOUT_S)
+        return super().upload(turn, part)
+
+
 class Scene:
     """Rank 0 of one, the board, and the nodes that a test has started."""
 
@@ -193,23 +209,15 @@ class Scene:
     @contextlib.asynccontextmanager
     async def publishing(self, version: int) -> AsyncIterator[None]:
         """Some buckets of `version` are sent; the next one only when the block has ended."""
-        sending = self.engine._coordinator._sending  # type: ignore[union-attr]
-        staging = sending._sender.group_thread.staging
-        upload, came, go_on = staging.upload, threading.Event(), threading.Event()
-
-        def wait(turn: int, part: torch.Tensor) -> torch.Tensor:
-            if turn == 4:
-                came.set()
-                assert go_on.wait(TIMEOUT_S)
-            return upload(turn, part)
-
-        with patch.object(staging, "upload", wait):
+        group_thread = self.engine._coordinator._sending._sender.group_thread  # type: ignore[union-attr]
+        usual, group_thread.staging = group_thread.staging, (waiting := WaitingStaging())
+        try:
             await self.publish(version)
-            assert await asyncio.to_thread(came.wait, TIMEOUT_S)
-            try:
-                yield
-            finally:
-                go_on.set()
+            assert await asyncio.to_thread(waiting.came.wait, TIMEOUT_S)
+            yield
+        finally:
+            waiting.go_on.set()
+            group_thread.staging = usual
 
     async def publish_at_once(self, versions: range) -> None:
         """One right after the other, as fast as they can be copied."""

@@ -1,18 +1,13 @@
-from collections.abc import AsyncIterator, Iterator
-from unittest.mock import patch
+"""Receiver processes that all tests of a session share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from tests.support.weights.forked_receivers import ForkedChild
 from tests.support.weights.scene import Receivers
-from weight_sync.receiver import process
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_receivers() -> Iterator[None]:
-    with patch.object(process, "Child", ForkedChild):
-        yield
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

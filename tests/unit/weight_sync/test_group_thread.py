@@ -176,14 +176,31 @@ def test_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) 
 # What uses it ------------------------------------------------------------------------------------
 
 
-def sending_rank() -> SendingRank:
+class NoStreams(Snapshots):
+    """None of its streams can be had, for this reason."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(LAYOUT, 0)
+        self._error = error
+
+    def stream(self, index: int, version: int, timeout_s: float) -> torch.Tensor:
+        raise self._error
+
+
+def sending_rank(snapshots: Snapshots | None = None) -> SendingRank:
     config = WeightSyncConfig(timeout_s=0.5)
     timeouts = Timeouts(config=config, layout=LAYOUT, control_s=5.0)
+    if snapshots is None:
+        snapshots = two_versions()
+    return SendingRank(timeouts, 0, snapshots, Sender(0, config, torch.device("cpu")))
+
+
+def two_versions() -> Snapshots:
     snapshots = Snapshots(LAYOUT, 0)
     for version in (0, 1):
         values = random_bytes(3000, seed=version).view(torch.bfloat16)
         snapshots.capture(version, version, [Shard(name="a", tensor=values)])
-    return SendingRank(timeouts, 0, snapshots, Sender(0, config, torch.device("cpu")))
+    return snapshots
 
 
 def test_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
@@ -220,8 +237,7 @@ def test_rank_without_memory_for_a_delta_sends_all() -> None:
 
 @pytest.mark.parametrize("error", [OSError("no route"), AssertionError(), MemoryError()])
 def test_rank_failures_are_replies(error: Exception) -> None:
-    with patch.object(Snapshots, "stream", side_effect=error):
-        reply = sending_rank().handle(encode_command())
+    reply = sending_rank(NoStreams(error)).handle(encode_command())
     assert reply is not None and type(error).__name__ in reply["error"]
 
 

@@ -6,10 +6,10 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
+from typing import Any
 
 import httpx
 import msgspec
@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from processes.child import Child
+from tests.support.weights.forked_receivers import ForkedChild
 from tests.support.weights.receiver_specs import CALL_S, KEY, receiver_spec
 from tests.support.weights.wire_model import file_data, make_manifest, make_transfer, model_layout
 from weight_sync.errors import (
@@ -26,7 +27,6 @@ from weight_sync.errors import (
     UnknownLayout,
     UnknownVersion,
 )
-from weight_sync.receiver import process as receiver_process
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.receiver.store import StagedStore
@@ -71,8 +71,10 @@ class Receivers:
                 store.release(version)
         store.close()
 
-    async def start(self, name: str) -> ReceiverClient:
-        process = ReceiverProcess(self.spec(name), self._folder / f"{name}.log")
+    async def start(
+        self, name: str, start_child: Callable[..., Any] = ForkedChild
+    ) -> ReceiverClient:
+        process = ReceiverProcess(self.spec(name), self._folder / f"{name}.log", start_child)
         self.processes.append(process)
         info = await process.start()
         self.clients.append(ReceiverClient(name, info.url, KEY))
@@ -211,8 +213,7 @@ async def test_whole_version_is_invisible_before_its_release(receivers: Receiver
 
 async def test_killed_receiver_finds_its_versions_again(receivers: Receivers) -> None:
     receivers.stage("east", 3)
-    with patch.object(receiver_process, "Child", Child):  # as in production
-        client = await receivers.start("east")
+    client = await receivers.start("east", Child)  # as in production
     process = receivers.processes[0]
     of_system = Path(f"/proc/{process.info.pid}")
     assert KEY not in (of_system / "cmdline").read_text() + (of_system / "environ").read_text()
@@ -308,7 +309,7 @@ async def test_held_version_stays(receivers: Receivers, north: ReceiverClient) -
 async def test_start_may_take_as_long_as_verifying_what_is_staged(receivers: Receivers) -> None:
     receivers.stage("east", 3)
     spec = replace(receivers.spec("east"), min_bandwidth=2 * LAYOUT.num_bytes / CALL_S)
-    process = ReceiverProcess(spec, Path(spec.folder).parent / "east.log")
+    process = ReceiverProcess(spec, Path(spec.folder).parent / "east.log", ForkedChild)
     receivers.processes.append(process)
     info = await process.start(timeout_s=0.01)
     client = ReceiverClient("east", info.url, KEY)
@@ -318,7 +319,7 @@ async def test_start_may_take_as_long_as_verifying_what_is_staged(receivers: Rec
 
 async def test_receiver_that_cannot_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "east").write_text("a file where its folder should be")
-    process = ReceiverProcess(receiver_spec("east", tmp_path), tmp_path / "east.log")
+    process = ReceiverProcess(receiver_spec("east", tmp_path), tmp_path / "east.log", ForkedChild)
     with pytest.raises(WeightSyncError, match=r"ended at its start(.|\n)*FileExistsError"):
         await process.start()
     await process.stop(should_remove=False)

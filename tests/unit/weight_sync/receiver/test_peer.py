@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,23 +16,37 @@ from tests.support.weights.receiver_specs import receiver_spec
 from tests.support.weights.staging import LAYOUT, Clock, content, full, manifest_of, stage
 from weight_sync.errors import StoreBusyError, UnknownVersion
 from weight_sync.layout import Manifest
-from weight_sync.receiver import peer as catch_up
+from weight_sync.receiver import peer
 from weight_sync.receiver.app import make_app
 from weight_sync.receiver.peer import copy_from_peer
 from weight_sync.receiver.receiver import Receiver
+from weight_sync.receiver.store import StagedStore
 from weight_sync.types import WeightSyncError
 
 TIMEOUT_S = 10.0
 _START_S = 30.0
 
 
+class WatchedStore(StagedStore):
+    """Calls `on_hold` with the seconds before receiver east holds a version."""
+
+    on_hold: Callable[[float], None] | None = None
+
+    def hold(self, version: int, who: str, ttl_s: float) -> None:
+        if self.on_hold is not None and who == "receiver east":
+            self.on_hold(ttl_s)
+        super().hold(version, who, ttl_s)
+
+
 class Served:
     """A receiver with versions 1 and 2, behind its HTTP API."""
 
     def __init__(self, folder: Path) -> None:
-        self.receiver = Receiver(receiver_spec("west", folder, TIMEOUT_S), pid=1)
-        self.store = self.receiver.store
-        self.store._clock = self.clock = Clock()
+        spec, self.clock = receiver_spec("west", folder, TIMEOUT_S), Clock()
+        self.receiver = Receiver(spec, pid=1)
+        self.receiver.store.close()  # one store at a time has the folder
+        self.store = WatchedStore(Path(spec.folder), spec.num_slots, clock=self.clock)
+        self.receiver.store = self.store
         self.store.set_layout(LAYOUT)
         for version in (1, 2):
             stage(self.store, version)
@@ -83,20 +96,19 @@ def room() -> torch.Tensor:
     return torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
 
 
-def test_hold_is_short_and_renewed_with_every_range(west: Served) -> None:
+def test_hold_is_short_and_renewed_with_every_range(
+    west: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that outlasted the whole copy would outlive a joiner that dies by minutes."""
     holds: list[float] = []
-    hold = west.store.hold
 
-    def note(version: int, who: str, ttl_s: float) -> None:
-        if who == "receiver east":
-            holds.append(ttl_s)
-            west.clock.now += 1.5 * TIMEOUT_S  # a slow copy, in all longer than one hold
-        hold(version, who, ttl_s)
+    def note(ttl_s: float) -> None:
+        holds.append(ttl_s)
+        west.clock.now += 1.5 * TIMEOUT_S  # a slow copy, in all longer than one hold
 
-    data = room()
-    with patch.object(west.store, "hold", note), patch.object(catch_up, "RANGE_BYTES", 500):
-        manifest = copy(west, data)
+    west.store.on_hold, data = note, room()
+    monkeypatch.setattr(peer, "RANGE_BYTES", 500)
+    manifest = copy(west, data)
     assert torch.equal(data, content(1)) and manifest == manifest_of(1, content(1))
     assert len(holds) > LAYOUT.num_bytes / 500
     assert max(holds) <= 2 * TIMEOUT_S + 1
@@ -112,32 +124,28 @@ def test_joiner_that_dies_costs_the_slot_for_two_silences(west: Served) -> None:
     west.store.begin(full(3))
 
 
-def test_copy_that_fails_half_way_lets_go(west: Served) -> None:
-    with (
-        patch.object(catch_up, "_READ_BYTES", 100),
-        patch.object(catch_up, "bucket_timeout_s", lambda *_: 0.0),
-        pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"),
-    ):
+def test_copy_that_fails_half_way_lets_go(west: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_READ_BYTES", 100)
+    monkeypatch.setattr(peer, "bucket_timeout_s", lambda *_: 0.0)
+    with pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"):
         copy(west, room())
     west.clock.now += 1  # that of the range that was broken off
     west.store.let_go(1, "read 1")
     west.store.begin(full(3))
 
 
-def test_version_that_goes_in_the_middle_ends_the_copy(west: Served) -> None:
-    hold, num_holds = west.store.hold, 0
+def test_version_that_goes_in_the_middle_ends_the_copy(
+    west: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds: list[float] = []
 
-    def lose(version: int, who: str, ttl_s: float) -> None:
-        nonlocal num_holds
-        num_holds += who == "receiver east"
-        if num_holds == 3:
+    def lose(ttl_s: float) -> None:
+        holds.append(ttl_s)
+        if len(holds) == 3:
             raise UnknownVersion("version 1 is not staged here")
-        hold(version, who, ttl_s)
 
-    with (
-        patch.object(west.store, "hold", lose),
-        patch.object(catch_up, "RANGE_BYTES", 500),
-        pytest.raises(WeightSyncError, match="version 1 is not staged here"),
-    ):
+    west.store.on_hold = lose
+    monkeypatch.setattr(peer, "RANGE_BYTES", 500)
+    with pytest.raises(WeightSyncError, match="version 1 is not staged here"):
         copy(west, room())
     west.store.begin(full(3))
