@@ -24,8 +24,6 @@ from buffer.results import TaskProgress
 from buffer.run_state import RunState
 from buffer.types import PromptRef, TrajectoryGroup
 from configs.choices import PauseMode
-from lengths.scene import ENGINE, RUN, Draws, Scene
-from lengths.task import index_of
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.episodes.chat import Chat
@@ -34,6 +32,8 @@ from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import ASK_EVERY_S
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.worker import build, stragglers
+from tests.soak.lengths.scene import ENGINE, RUN, Draws, Scene
+from tests.soak.lengths.task import index_of
 from tests.support.rollout import Letters, place_of
 
 TIMEOUT_S = 60.0
