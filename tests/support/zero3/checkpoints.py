@@ -10,9 +10,9 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.zero3.scene import NUM_STEPS, SAVE_AFTER, Scene
@@ -42,7 +42,8 @@ def frozen_layers() -> Iterator[None]:
             parameter.requires_grad_(".mlp." not in name)
         return model
 
-    with patch.object(zero3, "_load", load_frozen):
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(zero3, "_load", load_frozen)
         yield
 
 

@@ -9,7 +9,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
+
+import pytest
 
 from tests.support.zero3.scene import NUM_STEPS, Scene
 
@@ -48,7 +49,7 @@ def killed_at_a_moment(scene: Scene) -> Iterator[Callable[[], None]]:
 
         return wrapped
 
-    with contextlib.ExitStack() as patches:
+    with pytest.MonkeyPatch.context() as patches:
         for name in ("write", "fsync", "rename", "replace"):
-            patches.enter_context(patch.object(os, name, after_a_moment(getattr(os, name))))
+            patches.setattr(os, name, after_a_moment(getattr(os, name)))
         yield moment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from unittest.mock import patch
 
 import pytest
 
@@ -178,7 +177,7 @@ async def test_bytes_that_were_changed_on_the_way_are_sent_again_and_never_seen(
 
 
 async def test_rank_that_has_no_memory_for_it_now_sends_the_version_later(
-    receivers: Receivers,
+    receivers: Receivers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(receivers) as s:
         (a,) = await s.add("a")
@@ -190,9 +189,9 @@ async def test_rank_that_has_no_memory_for_it_now_sends_the_version_later(
                 raise failures.pop()
             return encode(command)
 
-        with patch.object(rank, "_encode", fail_once):
-            await s.publish(0)
-            await s.committed(0)
+        monkeypatch.setattr(rank, "_encode", fail_once)
+        await s.publish(0)
+        await s.committed(0)
         await s.check(a, 0)
         (unsent,) = s.board.events("unsent")
         assert "MemoryError" in unsent["detail"]
