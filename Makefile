@@ -126,7 +126,7 @@ SOAK ?=
 LENGTH_SIZES := LENGTH_PROMPTS=384 ALL_POLICIES=1 RESUMES=10 RESUME_STEPS=13
 SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
 	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 CHECKPOINT_KILLS=20 $(LENGTH_SIZES) $(SOAK)
-SOAK_TESTS := tests/soak tests/unit/buffer/test_buffer_model.py tests/unit/buffer/test_buffer_codec_fuzz.py \
+SOAK_TESTS := tests/soak tests/unit/buffer/test_model.py tests/unit/buffer/wire/test_codec_fuzz.py \
 	tests/unit/trainer_pool/test_zero3_training.py tests/integration/test_launch.py
 
 soak: install ## the long form of tests that CI runs briefly (hours): kills, fuzzing, signals, 30 minutes at full rate

@@ -71,6 +71,8 @@ class WorkerParts:
         self._state: RunState
         self._task: Task
         self._tokenizer: Tokenizer
+        self._num_tokens: int
+        self._end_tokens: frozenset[int]
 
     def _own_scoring(self) -> RewardPool:
         task, config = self._spec.task, self._spec.config
@@ -91,15 +93,19 @@ class WorkerParts:
         """
         spec = self._spec
         self._closing.push_async_callback(self._scoring.close)
-        self._task, self._tokenizer, *_ = await asyncio.gather(
+        self._task, *_ = await asyncio.gather(
             asyncio.to_thread(build_task, spec.task),
-            asyncio.to_thread(
-                load_tokenizer, spec.model_path, trust_remote_code=spec.trust_remote_code
-            ),
+            asyncio.to_thread(self._read_tokenizer),
             self._scoring.start(),
             self._reach_redis(),
         )
         await self._build()
+
+    def _read_tokenizer(self) -> None:
+        path, trust = self._spec.model_path, self._spec.trust_remote_code
+        self._tokenizer = load_tokenizer(path, trust_remote_code=trust)
+        self._num_tokens = vocab_size(path, self._tokenizer, trust_remote_code=trust)
+        self._end_tokens = end_tokens(path, self._tokenizer, trust_remote_code=trust)
 
     async def _reach_redis(self) -> None:
         spec = self._spec
@@ -113,9 +119,7 @@ class WorkerParts:
 
     async def _build(self) -> None:
         spec, config = self._spec, self._spec.config
-        model, trust = (spec.model_path, self._tokenizer), spec.trust_remote_code
-        num_tokens = await asyncio.to_thread(vocab_size, *model, trust_remote_code=trust)
-        ends = await asyncio.to_thread(end_tokens, *model, trust_remote_code=trust)
+        num_tokens, ends = self._num_tokens, self._end_tokens
         if config.trace_endpoint is not None:
             tracing = open_tracing(config.trace_endpoint, spec.run, f"worker-{self._index}")
             self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-sys.path.insert(0, str(Path(__file__).parent))  # for sglang_model
-
-from sglang_model import Server, build_model
-
 from configs.choices import PauseMode
+from tests.support.sglang_model import Server, build_model
 
 
 @pytest.fixture(scope="session", autouse=True)

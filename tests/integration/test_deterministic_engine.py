@@ -7,9 +7,9 @@ import dataclasses
 
 import pytest
 import torch
-from sglang_model import engine_spec, make_sample, sample
 
 from rollout_pool.engines.engine import SGLangEngine
+from tests.support.sglang_model import engine_spec, make_sample, sample
 
 pytestmark = [
     pytest.mark.slow,

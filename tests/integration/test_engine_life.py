@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from sglang_model import build_model, engine_spec, sample, served_tensors, worst_difference
 
 from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, RunState
@@ -23,6 +22,13 @@ from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.engines.lifecycle import EngineLife
 from rollout_pool.engines.receiver_keeper import ReceiverKeeper
 from rollout_pool.types import RolloutSpec
+from tests.support.sglang_model import (
+    build_model,
+    engine_spec,
+    sample,
+    served_tensors,
+    worst_difference,
+)
 from weight_sync.checksums import staged_checksums
 from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.client import ReceiverClient

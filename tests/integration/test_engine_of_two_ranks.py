@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import pytest_asyncio
-from sglang_model import Server, sample, worst_difference
 
 from configs.choices import CommitStrategy, PauseMode
+from tests.support.sglang_model import Server, sample, worst_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

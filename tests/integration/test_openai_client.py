@@ -14,7 +14,6 @@ import torch
 from langchain.agents import create_agent
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai import ChatOpenAI
-from sglang_model import worst_difference
 
 from buffer.types import SamplingParams
 from configs.choices import ToolParser
@@ -34,6 +33,7 @@ from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.agent import load_agent
 from rollout_pool.tasks.task import Prompt
 from tests.support.openai_page import langchain_example
+from tests.support.sglang_model import worst_difference
 from trainer_pool.model.scratch import byte_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]

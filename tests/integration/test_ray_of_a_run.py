@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.repository import ROOT
+
 pytestmark = pytest.mark.slow
 
-SCENE = Path(__file__).parent / "ray_scene.py"
+SCENE = "tests.support.ray_scene"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -30,7 +32,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     """One start of Ray, in a process of its own whose HOME is empty, for all tests here."""
     home, runs = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("runs")
     told = subprocess.run(
-        [sys.executable, str(SCENE), str(runs)],
+        [sys.executable, "-m", SCENE, str(runs)],
+        cwd=ROOT,
         env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(home)},
         capture_output=True,
         text=True,

@@ -13,15 +13,6 @@ import httpx
 import psutil
 import pytest
 import torch
-from sglang_model import (
-    EOS,
-    engine_spec,
-    logprobs_of,
-    make_sample,
-    sample,
-    served_tensors,
-    worst_difference,
-)
 
 from configs.choices import CommitStrategy, PauseMode
 from processes.tree import family as family_of
@@ -30,6 +21,15 @@ from rollout_pool.engines.commit import TornEngine
 from rollout_pool.engines.engine import SGLangEngine
 from rollout_pool.sampling.engine_client import EngineError, SampleRefused
 from tests.support.rollout import until
+from tests.support.sglang_model import (
+    EOS,
+    engine_spec,
+    logprobs_of,
+    make_sample,
+    sample,
+    served_tensors,
+    worst_difference,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

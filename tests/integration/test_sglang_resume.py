@@ -12,7 +12,6 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from sglang_model import logprobs_of, make_sample, worst_difference
 
 from processes.tree import family as family_of
 from processes.tree import is_semaphore, shared_memory_files
@@ -20,6 +19,7 @@ from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import poll_load
+from tests.support.sglang_model import logprobs_of, make_sample, worst_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 

@@ -1,20 +1,15 @@
-"""Makes the parts in `crash/` importable, here and in the processes that the tests start."""
+"""Servers to be killed, and a folder in memory."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-_HERE = str(Path(__file__).parent)
-if _HERE not in sys.path:  # multiprocessing hands sys.path on to the processes that it starts
-    sys.path.insert(0, _HERE)
-
-from crash.mortal_server import MortalServer  # noqa: E402
+from tests.soak.crash.mortal_server import MortalServer
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,9 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash.size import size
-from rollouts import spelling
-from rollouts.chaos import (
+
+from controller.buffer_access import buffer_address
+from controller.metrics.records import MetricsLog, read_metrics
+from controller.run_dir import RunDir
+from tests.soak.crash.size import size
+from tests.soak.rollouts import spelling
+from tests.soak.rollouts.chaos import (
     BLOWS,
     FREEZE_S,
     RUN_FOLDER,
@@ -32,11 +36,7 @@ from rollouts.chaos import (
     small_disk,
     trained_in_the_surviving_lineage,
 )
-from rollouts.picture import Camera, Event
-
-from controller.buffer_access import buffer_address
-from controller.metrics.records import MetricsLog, read_metrics
-from controller.run_dir import RunDir
+from tests.soak.rollouts.picture import Camera, Event
 from tests.support.launches import RUN, Machine, finish, processes_of, result_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from crash.mortal_server import MortalServer
-from crash.play import Play
-from crash.scenario import Scenario
-from crash.size import size
+
+from tests.soak.crash.mortal_server import MortalServer
+from tests.soak.crash.play import Play
+from tests.soak.crash.scenario import Scenario
+from tests.soak.crash.size import size
 
 pytestmark = pytest.mark.slow
 

@@ -14,17 +14,17 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from crash import processes
-from crash.checkpoints import CheckpointChain
-from crash.evidence import collect, judge
-from crash.meeting import Meeting
-from crash.rank import POINTS, run_rank
-from crash.scenario import Scenario
-from crash.size import size
-from crash.synthetic import synthetic_group
 
 from buffer.errors import NotOwnerError
 from buffer.types import PromptRef
+from tests.soak.crash import processes
+from tests.soak.crash.checkpoints import CheckpointChain
+from tests.soak.crash.evidence import collect, judge
+from tests.soak.crash.meeting import Meeting
+from tests.soak.crash.rank import POINTS, run_rank
+from tests.soak.crash.scenario import Scenario
+from tests.soak.crash.size import size
+from tests.soak.crash.synthetic import synthetic_group
 from tests.support.blocking import BlockingReplayBuffer
 
 pytestmark = pytest.mark.slow

@@ -8,11 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crash.lossy_proxy import LossyProxy
-from crash.mortal_server import MortalServer
-from crash.play import Play
-from crash.scenario import Scenario
-from crash.size import size
+
+from tests.soak.crash.lossy_proxy import LossyProxy
+from tests.soak.crash.mortal_server import MortalServer
+from tests.soak.crash.play import Play
+from tests.soak.crash.scenario import Scenario
+from tests.soak.crash.size import size
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,12 @@ from statistics import median
 import psutil
 import pytest
 import redis
-from crash import full_rate, processes
-from crash.evidence import collect
-from crash.mortal_server import MortalServer
-from crash.scenario import Scenario
-from crash.size import minutes
+
+from tests.soak.crash import full_rate, processes
+from tests.soak.crash.evidence import collect
+from tests.soak.crash.mortal_server import MortalServer
+from tests.soak.crash.scenario import Scenario
+from tests.soak.crash.size import minutes
 
 pytestmark = [pytest.mark.slow, pytest.mark.machine]
 

@@ -26,17 +26,17 @@ from typing import Any
 
 import psutil
 import pytest
-from crash.size import size
-from rollouts import slow_reward
-from rollouts.chaos import BLOWS, Chaos, Fault, Observer, schedule
-from rollouts.ledger import Ledger
-from rollouts.picture import Event, Picture
-from rollouts.play import LOOK_EVERY_S, START_S, Play, play
-from rollouts.victims import OF_THE_ROLLOUT_POOL, members, trainer_ranks
 
 from buffer.export import read_groups
 from controller.metrics.records import Record, read_metrics, series
 from controller.run_dir import RunDir
+from tests.soak.crash.size import size
+from tests.soak.rollouts import slow_reward
+from tests.soak.rollouts.chaos import BLOWS, Chaos, Fault, Observer, schedule
+from tests.soak.rollouts.ledger import Ledger
+from tests.soak.rollouts.picture import Event, Picture
+from tests.soak.rollouts.play import LOOK_EVERY_S, START_S, Play, play
+from tests.soak.rollouts.victims import OF_THE_ROLLOUT_POOL, members, trainer_ranks
 from tests.support.launches import (
     RUN,
     Machine,

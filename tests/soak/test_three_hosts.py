@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash.size import size
-from rollouts.chaos import trained_in_the_surviving_lineage
-from rollouts.picture import Camera
 
 from controller.buffer_access import buffer_address
 from controller.metrics.records import read_metrics
 from controller.run_dir import RunDir
+from tests.soak.crash.size import size
+from tests.soak.rollouts.chaos import trained_in_the_surviving_lineage
+from tests.soak.rollouts.picture import Camera
 from tests.support.blocking import BlockingReplayBuffer
 from tests.support.hosts import Host, hold_room, joined_hosts, missing, start_ray
 from tests.support.launches import finish, launch_command, result_of, wait_for_line

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from crash.size import size
-from lengths.law import Comparison, kolmogorov_smirnov
-from lengths.play import End, Play
-from lengths.scene import Policy, Scene
 
 from configs.choices import OnStale, TailPolicy
+from tests.soak.crash.size import size
+from tests.soak.lengths.law import Comparison, kolmogorov_smirnov
+from tests.soak.lengths.play import End, Play
+from tests.soak.lengths.scene import Policy, Scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
 

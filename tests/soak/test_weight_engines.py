@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from crash.size import size
-from weights.engines import MortalEngine
-from weights.fleet import own_address
-from weights.model import Weights
-from weights.play import HANG_S, Play, play
-from weights.scene import Scene
+
+from tests.soak.crash.size import size
+from tests.soak.weights.engines import MortalEngine
+from tests.soak.weights.fleet import own_address
+from tests.soak.weights.model import Weights
+from tests.soak.weights.play import HANG_S, Play, play
+from tests.soak.weights.scene import Scene
 
 pytestmark = [
     pytest.mark.slow,

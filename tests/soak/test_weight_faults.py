@@ -18,10 +18,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from crash.size import size
-from weights.play import HANG_S, Play, play
-from weights.scene import SILENCE_S, Scene
-from weights.trainer import Touch
+
+from tests.soak.crash.size import size
+from tests.soak.weights.play import HANG_S, Play, play
+from tests.soak.weights.scene import SILENCE_S, Scene
+from tests.soak.weights.trainer import Touch
 
 pytestmark = [
     pytest.mark.slow,

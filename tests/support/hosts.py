@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.repository import ROOT
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--pid", "--ipc")
 _INIT = """

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from configs.load import load_config
 from configs.schema import Config
+from tests.support.repository import ROOT
 
-PAGE = Path(__file__).parents[2] / "docs" / "openai.md"
+PAGE = ROOT / "docs" / "openai.md"
 
 
 def langchain_example(folder: Path) -> Config:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_config
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("configs", "buffer", "weight_sync", "trainer_pool", "rollout_pool", "controller")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 

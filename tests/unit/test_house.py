@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.repository import ROOT
 
 MAY_IMPORT = {
     "configs": set(),
@@ -236,6 +236,22 @@ def test_every_folder_with_code_is_a_package_of_the_distribution() -> None:
     assert listed == {f"{package}*" for package in MAY_IMPORT}
     folders = {path.parent for path in SOURCES}
     assert [_name(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def test_folders_of_unit_tests_are_those_of_the_packages() -> None:
+    unit = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in TESTS if path.is_relative_to(unit)}
+    assert [str(folder) for folder in folders if not (ROOT / folder).is_dir()] == []
+
+
+def test_no_test_imports_another_or_a_mock() -> None:
+    for path in TESTS:
+        for name in _imports(path):
+            assert not any(part.startswith("test_") for part in name.split(".")), _name(path)
+            assert name.split(".")[0] != "unittest", _name(path)
 
 
 def test_licence_is_apache_2_in_the_metadata_and_in_full() -> None:

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,8 +27,12 @@ class ReceiverInfo:
 class ReceiverProcess:
     """Used in one event loop. It may be started again after it died: staged versions stay."""
 
-    def __init__(self, spec: ReceiverSpec, log_path: Path) -> None:
+    def __init__(
+        self, spec: ReceiverSpec, log_path: Path, start_child: Callable[..., Child] = Child
+    ) -> None:
+        """`start_child` takes the arguments of `Child`."""
         self.spec = spec
+        self._start_child = start_child
         self._log_path = log_path
         self._child: Child | None = None
         self._info: ReceiverInfo | None = None
@@ -46,7 +51,7 @@ class ReceiverProcess:
         """
         await self.stop(should_remove=False)
         timeout_s += _staged_bytes(Path(self.spec.folder)) / self.spec.min_bandwidth
-        self._child = Child(
+        self._child = self._start_child(
             [sys.executable, "-m", "weight_sync.receiver.app", self.spec.to_json()],
             self._log_path,
             secret=self.spec.key,

@@ -11,7 +11,7 @@ import numpy as np
 
 from buffer.connect import Buffer
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
-from crash.scenario import Scenario
+from tests.soak.crash.scenario import Scenario
 
 NUM_TOKENS = 1024
 GROUP_SIZE = 4

@@ -7,11 +7,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from uuid import uuid4
 
-from crash import processes
-from crash.meeting import Meeting
-from crash.producer import run_producer
-from crash.rank import run_rank
-from crash.scenario import Scenario
+from tests.soak.crash import processes
+from tests.soak.crash.meeting import Meeting
+from tests.soak.crash.producer import run_producer
+from tests.soak.crash.rank import run_rank
+from tests.soak.crash.scenario import Scenario
 
 
 class Failure(AssertionError):

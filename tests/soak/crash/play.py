@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from buffer.results import BufferStats
-from crash.checkpoints import CheckpointChain
-from crash.evidence import collect, judge
-from crash.jobs import Producers, TrainerJob
-from crash.push_notes import PushNotes
-from crash.scenario import Scenario
+from tests.soak.crash.checkpoints import CheckpointChain
+from tests.soak.crash.evidence import collect, judge
+from tests.soak.crash.jobs import Producers, TrainerJob
+from tests.soak.crash.push_notes import PushNotes
+from tests.soak.crash.scenario import Scenario
 from tests.support.blocking import BlockingReplayBuffer
 
 HANG_S = 90.0

@@ -8,9 +8,9 @@ from uuid import uuid4
 
 from buffer.connect import Buffer
 from buffer.types import PromptRef
-from crash.push_notes import Attempt, PushNotes
-from crash.scenario import Scenario
-from crash.synthetic import synthetic_group
+from tests.soak.crash.push_notes import Attempt, PushNotes
+from tests.soak.crash.scenario import Scenario
+from tests.soak.crash.synthetic import synthetic_group
 
 _TASK = "soak"
 _ABANDONED = 0.01  # share of the groups that are given up

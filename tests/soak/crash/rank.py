@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from buffer.results import Lease
-from crash.checkpoints import Checkpoint, CheckpointChain
-from crash.meeting import Seat
-from crash.scenario import Scenario
-from crash.synthetic import written_by
+from tests.soak.crash.checkpoints import Checkpoint, CheckpointChain
+from tests.soak.crash.meeting import Seat
+from tests.soak.crash.scenario import Scenario
+from tests.soak.crash.synthetic import written_by
 from tests.support.blocking import BlockingReplayBuffer
 
 POINTS = ("leased", "stepped", "consumed", "checkpointed", "acked")

@@ -16,7 +16,6 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from benchmarks import KEY
 from buffer.connect import Buffer, connect_buffer
@@ -24,8 +23,6 @@ from buffer.results import TaskProgress
 from buffer.run_state import RunState
 from buffer.types import PromptRef, TrajectoryGroup
 from configs.choices import PauseMode
-from lengths.scene import ENGINE, RUN, Draws, Scene
-from lengths.task import index_of
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.episodes.chat import Chat
@@ -34,6 +31,8 @@ from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import ASK_EVERY_S
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.worker import build, stragglers
+from tests.soak.lengths.scene import ENGINE, RUN, Draws, Scene
+from tests.soak.lengths.task import index_of
 from tests.support.rollout import Letters, place_of
 
 TIMEOUT_S = 60.0
@@ -67,6 +66,11 @@ class _DrawnLengths:
 class _Parts(build.WorkerParts):
     draws: Draws
 
+    def _read_tokenizer(self) -> None:
+        # Bytes, without the seconds that transformers takes to load a tokenizer.
+        self._tokenizer, self._num_tokens = Letters(), len(Letters())
+        self._end_tokens = frozenset({Letters.eos_token_id})
+
     def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
         return super()._make_source(_DrawnLengths(sampler, self.draws), chat)  # type: ignore[arg-type]
 
@@ -74,14 +78,7 @@ class _Parts(build.WorkerParts):
 def run_worker(scene: Scene, redis_url: str) -> None:
     """Until SIGTERM."""
     stragglers.LOOK_EVERY_S /= scene.speed  # as the engine's time
-    # A tokenizer of bytes, without the seconds that transformers takes to load one.
-    with patch.multiple(
-        build,
-        load_tokenizer=lambda *_, **__: Letters(),
-        vocab_size=lambda *_, **__: len(Letters()),
-        end_tokens=lambda *_, **__: frozenset({Letters.eos_token_id}),
-    ):
-        asyncio.run(_run_worker(scene, redis_url))
+    asyncio.run(_run_worker(scene, redis_url))
 
 
 async def _run_worker(scene: Scene, redis_url: str) -> None:

@@ -9,8 +9,8 @@ from functools import cached_property
 
 import numpy as np
 
-from lengths.clients import Checkpoint, Trained
-from lengths.scene import Scene, read_draws
+from tests.soak.lengths.clients import Checkpoint, Trained
+from tests.soak.lengths.scene import Scene, read_draws
 
 NUM_TERMS = 100
 LONG = 0.95

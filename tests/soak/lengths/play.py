@@ -13,13 +13,18 @@ from enum import StrEnum
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from crash import processes
-
 from buffer.redis.server import EmbeddedServer
-from lengths.clients import TIMEOUT_S, Checkpoint, read_checkpoint, run_trainer, run_worker
-from lengths.scene import ENGINE, RUN, Scene
 from processes.child import Child
 from rollout_pool.engines.engine import EngineInfo
+from tests.soak.crash import processes
+from tests.soak.lengths.clients import (
+    TIMEOUT_S,
+    Checkpoint,
+    read_checkpoint,
+    run_trainer,
+    run_worker,
+)
+from tests.soak.lengths.scene import ENGINE, RUN, Scene
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
 
 HANG_S = 3 * TIMEOUT_S

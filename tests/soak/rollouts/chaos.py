@@ -33,8 +33,8 @@ from configs.load import read_config
 from controller.metrics.records import Record, read_metrics
 from controller.run_dir import RunDir
 from processes import tree
-from rollouts.picture import Camera, Event, Picture
-from rollouts.victims import Kind, Member, members
+from tests.soak.rollouts.picture import Camera, Event, Picture
+from tests.soak.rollouts.victims import Kind, Member, members
 from tests.support.blocking import BlockingReplayBuffer
 
 FREEZE_S = 20.0

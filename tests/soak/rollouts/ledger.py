@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from buffer.wire.codec import decode_group
-from rollouts.picture import Event, Picture
+from tests.soak.rollouts.picture import Event, Picture
 
 
 class Ledger:

@@ -21,9 +21,9 @@ from controller.buffer_access import buffer_address
 from controller.metrics.records import Record, read_metrics
 from controller.run_dir import RunDir
 from rollout_pool.tasks.registry import build_task
-from rollouts.ledger import Ledger
-from rollouts.picture import Camera, Picture
-from rollouts.victims import OF_THE_ROLLOUT_POOL, Kind, Member, members
+from tests.soak.rollouts.ledger import Ledger
+from tests.soak.rollouts.picture import Camera, Picture
+from tests.soak.rollouts.victims import OF_THE_ROLLOUT_POOL, Kind, Member, members
 from tests.support.blocking import BlockingReplayBuffer
 from tests.support.launches import command_on
 

@@ -18,9 +18,9 @@ from processes.child import Child
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
 from rollout_pool.engines.lifecycle import EngineLife
-from weights import stand_in_server
-from weights.model import Weights
-from weights.scene import Scene
+from tests.soak.weights import stand_in_server
+from tests.soak.weights.model import Weights
+from tests.soak.weights.scene import Scene
 
 
 class _StandInServer:

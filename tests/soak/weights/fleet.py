@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from buffer.run_state import RunState
+from tests.soak.weights.model import Weights
+from tests.soak.weights.scene import Scene
 from weight_sync.receiver.client import ReceiverClient, StagedVersion
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec, WeightSyncError
-from weights.model import Weights
-from weights.scene import Scene
 
 _POLL_S = 2.0
 _CALL_S = 20.0

@@ -13,12 +13,12 @@ from pathlib import Path
 from buffer.connect import connect_buffer
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
+from tests.soak.weights.fleet import Fleet, Receiver
+from tests.soak.weights.model import RENEWED_EVERY
+from tests.soak.weights.scene import Scene
+from tests.soak.weights.trainer import Touch, Trainer
 from weight_sync.buckets import plan_buckets
 from weight_sync.layout import Transfer
-from weights.fleet import Fleet, Receiver
-from weights.model import RENEWED_EVERY
-from weights.scene import Scene
-from weights.trainer import Touch, Trainer
 
 HANG_S = 60.0
 """Nothing that a play waits for takes longer, on a machine that does more than this. On an idle one

@@ -17,16 +17,16 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from crash import processes
 from torch import Tensor
 
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
+from tests.soak.crash import processes
+from tests.soak.weights.model import Weights
+from tests.soak.weights.scene import Scene
 from weight_sync import group_thread
 from weight_sync.engine import CheckpointEngine
 from weight_sync.group import WeightGroup
-from weights.model import Weights
-from weights.scene import Scene
 
 _TOUCH_S = 30.0
 

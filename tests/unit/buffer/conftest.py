@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,6 @@ from buffer.redis.connection import connect
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 from tests.support.invariants import find_violations
-
-sys.path.insert(0, str(Path(__file__).parent))  # for plain_buffer
 
 GroupMaker = Callable[..., TrajectoryGroup]
 

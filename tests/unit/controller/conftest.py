@@ -1,9 +1,8 @@
-"""Runs and commands on them; puts this folder on the path for `controller_samples`."""
+"""Runs and commands on them."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import pytest
 from configs.load import load_config, to_yaml
 from controller.main import main
 from controller.run_dir import RunDir
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
-from test_step_stats import add_tokens
 
 from configs.schema import TrainerConfig
+from tests.support.trainer.step_accounts import add_tokens
 from trainer_pool.collectives import Collectives
 from trainer_pool.guard import MIN_NORMS, EffectiveSampleSize, SkipReason, Update, UpdateGuard
 from trainer_pool.metrics import StepAccumulator
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collectives]:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Collectives(rank=0, num_ranks=1, device=torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 def test_limit_is_a_multiple_of_the_usual_norm() -> None:

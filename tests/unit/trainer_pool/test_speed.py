@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
+from tests.support.repository import ROOT
 from trainer_pool.data.packing import PassCost, Row, fill_up, pack
 from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops
 
@@ -38,7 +37,7 @@ def test_speed_is_that_of_all_parts_of_the_step() -> None:
 
 @pytest.mark.parametrize("page", ["training", "configuration"])
 def test_gpus_whose_peak_is_known_are_on_the_page(page: str) -> None:
-    text = (Path(__file__).parents[3] / "docs" / f"{page}.md").read_text()
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     assert [name for name in PEAK_TFLOPS if name not in text] == []
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_zero3_training import Ranks
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import encode_group
 from configs.schema import ScratchModelConfig
+from tests.support.zero3.ranks import Ranks
 from trainer_pool.model.scratch import build_scratch_model
 
 NUM_STEPS, GROUPS, EPISODES, PROMPT, MAX_ANSWER = 20, 4, 3, 3, 8

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_step_stats import add_batch
-from token_batch import algorithm, tokens
 
 from configs.algorithm_schema import CorrectionConfig
 from configs.load import load_config
+from tests.support.trainer.step_accounts import add_batch
+from tests.support.trainer.token_batch import algorithm, tokens
 from trainer_pool.data.packing import Row, fill_up, pack
 from trainer_pool.metrics import StepAccumulator
 from trainer_pool.model.head import Candidates, score_tokens
@@ -108,7 +108,7 @@ def test_head_in_tiles_has_the_gradients_of_plain_logits_where_they_usually_part
 
 def test_token_of_which_the_engine_said_nan_is_masked_with_a_finite_loss() -> None:
     """Its rollout log-probability reaches no ratio; test_rows.py says where it is masked, and
-    test_step_stats.py that it is counted by version."""
+    test_metrics.py that it is counted by version."""
     inputs = tokens(
         trainer=torch.tensor([-1.0, -1.0], requires_grad=True),
         proximal=torch.tensor([-1.0, -1.0]),

@@ -11,9 +11,6 @@ import os
 import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,20 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_scene import (
-    GROUPS_PER_STEP,
-    LOOP_STEPS,
-    MAX_STALENESS,
-    PEAK_TFLOPS,
-    RUN,
-    TIMEOUT_S,
-    WEIGHTS_KEY,
-    FollowingEngine,
-    MadeUpRollouts,
-    head_row,
-    loop_spec,
-)
-from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -49,6 +32,20 @@ from buffer.wire.codec import encode_group
 from configs.algorithm_schema import AGGREGATIONS
 from configs.schema import BufferConfig, ScratchModelConfig
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
+from tests.support.trainer.loop_scene import (
+    GROUPS_PER_STEP,
+    LOOP_STEPS,
+    MAX_STALENESS,
+    PEAK_TFLOPS,
+    RUN,
+    TIMEOUT_S,
+    WEIGHTS_KEY,
+    FollowingEngine,
+    MadeUpRollouts,
+    head_row,
+    loop_spec,
+)
+from tests.support.zero3.ranks import Outcome, Ranks
 from trainer_pool.data.packing import Row
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
@@ -59,67 +56,11 @@ from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec, TensorSpec
 
-SCRIPT = Path(__file__).with_name("zero3_rank.py")
 NUM_STEPS = 4
 SAVE_AFTER = 2
 TEMPERATURE = 0.7
 
 pytestmark = pytest.mark.slow
-
-
-@dataclass(kw_only=True, slots=True)
-class Outcome:
-    results: dict[str, Any]
-    weights: dict[str, NDArray[np.float32]]
-    export: Path
-    staged: tuple[int, dict[str, torch.Tensor]] = (-1, {})
-
-
-class Ranks:
-    """The process that forks the ranks of each scenario."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        with (folder / "ranks.log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, SCRIPT, folder],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={
-                    **environment,
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "PYTHONPATH": str(Path(__file__).parents[3]),
-                },
-                start_new_session=True,
-            )
-
-    def exit_codes(self, scenario: str, num_ranks: int) -> list[str]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(scenario, num_ranks, file=self._process.stdin, flush=True)
-        return self._process.stdout.readline().split()
-
-    def run(self, scenario: str, num_ranks: int) -> Path:
-        """The folder of its results."""
-        codes = self.exit_codes(scenario, num_ranks)
-        output = self.folder / f"{scenario}-{num_ranks}"
-        logs = [*self.folder.glob(f"{output.name}-*.log"), self.folder / "ranks.log"]
-        assert codes == ["0"] * num_ranks, "\n".join(log.read_text()[-3000:] for log in logs)
-        return output
-
-    def outcome(self, scenario: str, num_ranks: int) -> Outcome:
-        output = self.run(scenario, num_ranks)
-        return Outcome(
-            results=json.loads((output / "results.json").read_text()),
-            weights=dict(np.load(output / "weights.npz")),
-            export=output / "export",
-        )
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
 
 
 @pytest.fixture(scope="module")

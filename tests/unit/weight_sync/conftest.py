@@ -1,23 +1,13 @@
-import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from unittest.mock import patch
+"""Receiver processes that all tests of a session share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from weight_sync.receiver import process
-
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
-
-from forked import ForkedChild
-from scene import Receivers
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fork_receivers() -> Iterator[None]:
-    with patch.object(process, "Child", ForkedChild):
-        yield
+from tests.support.weights.scene import Receivers
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

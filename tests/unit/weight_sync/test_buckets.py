@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import full_transfer, layouts, make_streams, random_bytes, spec
 from safetensors.torch import load_file
 
+from tests.support.weights.layouts import full_transfer, layouts, make_streams, random_bytes, spec
 from weight_sync.buckets import Bucket, plan_buckets
 from weight_sync.layout import Layout
 

@@ -3,8 +3,8 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import layouts, make_streams, random_bytes, spec
 
+from tests.support.weights.layouts import layouts, make_streams, random_bytes, spec
 from weight_sync.checksums import StreamChecksums, piece_checksums, staged_checksums
 from weight_sync.layout import Layout
 

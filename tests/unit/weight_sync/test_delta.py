@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import layouts, make_streams, random_bytes, spec
 from torch import Tensor
 
+from tests.support.weights.layouts import layouts, make_streams, random_bytes, spec
 from weight_sync import delta
 from weight_sync.layout import Layout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,12 @@ from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from layouts import full_transfer, random_bytes, spec
 
 from configs.schema import WeightSyncConfig
+from tests.support.weights.layouts import full_transfer, random_bytes, spec
 from weight_sync import delta, group
 from weight_sync.errors import TransferFailed
 from weight_sync.group import WeightGroup, open_store
@@ -55,7 +55,8 @@ class Scene:
     def peer(self, spec: GroupSpec) -> Any:
         return self.pool.submit(WeightGroup.join, spec, 1)
 
-    def stands_still_in(self, name: str) -> Any:
+    @contextlib.contextmanager
+    def stands_still_in(self, name: str) -> Iterator[None]:
         """A function of weight_sync.group, which comes to an end when `go_on` is set."""
         go_on, original = self.go_on, getattr(group, name)
 
@@ -63,7 +64,9 @@ class Scene:
             assert go_on.wait(20)
             return original(*arguments)
 
-        return patch.object(group, name, stand_still)
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setattr(group, name, stand_still)
+            yield
 
 
 @pytest.fixture
@@ -176,14 +179,31 @@ def test_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) 
 # What uses it ------------------------------------------------------------------------------------
 
 
-def sending_rank() -> SendingRank:
+class NoStreams(Snapshots):
+    """None of its streams can be had, for this reason."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(LAYOUT, 0)
+        self._error = error
+
+    def stream(self, index: int, version: int, timeout_s: float) -> torch.Tensor:
+        raise self._error
+
+
+def sending_rank(snapshots: Snapshots | None = None) -> SendingRank:
     config = WeightSyncConfig(timeout_s=0.5)
     timeouts = Timeouts(config=config, layout=LAYOUT, control_s=5.0)
+    if snapshots is None:
+        snapshots = two_versions()
+    return SendingRank(timeouts, 0, snapshots, Sender(0, config, torch.device("cpu")))
+
+
+def two_versions() -> Snapshots:
     snapshots = Snapshots(LAYOUT, 0)
     for version in (0, 1):
         values = random_bytes(3000, seed=version).view(torch.bfloat16)
         snapshots.capture(version, version, [Shard(name="a", tensor=values)])
-    return SendingRank(timeouts, 0, snapshots, Sender(0, config, torch.device("cpu")))
+    return snapshots
 
 
 def test_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
@@ -208,9 +228,13 @@ def encode_command() -> dict[str, Any]:
     }
 
 
-def test_rank_without_memory_for_a_delta_sends_all() -> None:
+def test_rank_without_memory_for_a_delta_sends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("40 GiB")
+
     rank = sending_rank()
-    with patch.object(delta, "encode", side_effect=MemoryError("40 GiB")):
+    with monkeypatch.context() as patches:
+        patches.setattr(delta, "encode", fail)
         reply = rank.handle(encode_command())
     assert reply is not None and reply["result"]["num_bytes"] is None
     again = rank.handle(encode_command())
@@ -220,12 +244,13 @@ def test_rank_without_memory_for_a_delta_sends_all() -> None:
 
 @pytest.mark.parametrize("error", [OSError("no route"), AssertionError(), MemoryError()])
 def test_rank_failures_are_replies(error: Exception) -> None:
-    with patch.object(Snapshots, "stream", side_effect=error):
-        reply = sending_rank().handle(encode_command())
+    reply = sending_rank(NoStreams(error)).handle(encode_command())
     assert reply is not None and type(error).__name__ in reply["error"]
 
 
-def test_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: Path) -> None:
+def test_receiver_answers_a_transfer_that_stands_still(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     receiver = Receiver(
         ReceiverSpec(
             name="node0",
@@ -246,10 +271,8 @@ def test_receiver_answers_a_transfer_that_stands_still(scene: Scene, tmp_path: P
     def stand_still(*_: object) -> None:
         assert scene.go_on.wait(20)
 
-    with (
-        patch.object(WeightGroup, "exchange", stand_still),
-        pytest.raises(TransferFailed, match=r"epoch 1 .* was given up"),
-    ):
+    monkeypatch.setattr(WeightGroup, "exchange", stand_still)
+    with pytest.raises(TransferFailed, match=r"epoch 1 .* was given up"):
         receiver.receive(full_transfer(LAYOUT, version=1), 1, 0)
     assert receiver.status().epoch is None and trainer.result(20)
     scene.go_on.set()

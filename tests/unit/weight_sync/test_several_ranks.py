@@ -8,13 +8,13 @@ import multiprocessing
 from collections.abc import AsyncIterator
 from typing import Any
 
-import engine_rank
 import pytest
 import torch
-from scene import Node, Receivers
-from scene_board import MemoryBoard
-from scene_model import cast_weights, scene_layout
 
+from tests.support.weights import engine_rank
+from tests.support.weights.known_weights import cast_weights, scene_layout
+from tests.support.weights.memory_board import MemoryBoard
+from tests.support.weights.scene import Node, Receivers
 from weight_sync.group import open_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
@@ -28,7 +28,7 @@ class Ranks:
     def __init__(self, num_ranks: int, timeout_s: float, full_every: int) -> None:
         self.store = open_store("127.0.0.1", LIMIT_S)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["engine_rank"])
+        context.set_forkserver_preload([engine_rank.__name__])
         self.processes = []
         self._pipes = []
         for rank in range(num_ranks):

@@ -14,12 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from receiver_specs import CALL_S, receiver_spec
 from safetensors.torch import load_file
 from torch import Tensor
-from wire_model import file_data, make_manifest, make_transfer, model_layout, wire_stream
 
 from configs.schema import WeightSyncConfig
+from tests.support.weights.receiver_specs import CALL_S, receiver_spec
+from tests.support.weights.wire_model import (
+    file_data,
+    make_manifest,
+    make_transfer,
+    model_layout,
+    wire_stream,
+)
 from weight_sync.buckets import plan_buckets
 from weight_sync.errors import ChecksumMismatch, StoreBusyError, TransferFailed, UnknownVersion
 from weight_sync.group import open_store

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
-
-from endpoint_parts import Scene
+from tests.support.endpoint_scene import Scene
 
 
 @pytest.fixture

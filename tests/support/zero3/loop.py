@@ -1,0 +1,63 @@
+"""A whole `TrainerRank`, on the Redis server named in `redis.txt`, until rank 0 is stopped."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from buffer.run_state import STREAM_START
+from tests.support.blocking import BlockingRunState
+from tests.support.trainer.loop_scene import LOOP_STEPS, TIMEOUT_S, loop_spec
+from tests.support.zero3.batches import examples
+from trainer_pool.model.zero3 import RankAddress
+from trainer_pool.rank import TrainerRank
+from trainer_pool.types import TrainerSpec, WarmStartReport
+
+
+def run_loop(
+    folder: Path, listener: socket.socket | None, address: RankAddress, *, is_resumed: bool
+) -> None:
+    """Warm start, version 0, LOOP_STEPS or more; ends because rank 0 is stopped.
+
+    Resumed, it goes on from the last checkpoint but one; then two steps make a version, and the
+    engines get every other one.
+    """
+    spec = loop_spec(folder, (folder / "redis.txt").read_text())
+    if is_resumed:
+        *_, before_last, _ = sorted((Path(spec.run_dir) / "checkpoints").glob("step-*"))
+        config = replace(spec.config, gradient_accumulation_steps=2, publish_every=2)
+        spec = replace(spec, resume_from=str(before_last), config=config)
+    trainer = TrainerRank(spec, address, listener)
+    warm = WarmStartReport(loss_first=0.0, loss_last=0.0, num_steps=0, seconds=0.0)
+    if not is_resumed:
+        warm = trainer.warm_start(examples()[:1])
+    trainer.connect()
+    initial = trainer.publish_initial()
+    if address.rank == 0:
+        threading.Thread(target=stop_after, args=(trainer, spec), daemon=True).start()
+    else:
+        trainer.stop()  # only rank 0's word counts
+    report = trainer.train()
+    trainer.close()
+    results = {"warm_start": asdict(warm), "initial": asdict(initial), "report": asdict(report)}
+    output = Path(spec.run_dir)
+    name = "again" if is_resumed else "rank"
+    (output / f"{name}-{address.rank}.json").write_text(json.dumps(results))
+
+
+def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
+    run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
+    num_steps, last, enough = 0, STREAM_START, LOOP_STEPS
+    if spec.resume_from is not None:
+        enough = 7
+        while entries := run_state.read_metrics(last, 0):
+            last = entries[-1].id
+    while num_steps < enough:
+        entries = run_state.read_metrics(last, TIMEOUT_S)
+        num_steps += sum(entry.kind == "step" for entry in entries)
+        last = entries[-1].id
+    trainer.stop()
+    run_state.close()

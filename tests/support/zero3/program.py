@@ -1,0 +1,137 @@
+"""The ranks of the ZeRO-3 tests: processes that take part in a scene and write what they saw.
+
+    python -m tests.support.zero3.program FOLDER
+
+For each line "SCENE NUM_RANKS" of its input it forks that many ranks and prints their exit codes;
+torch, DeepSpeed and what these load at first use are imported once for all of them.
+SCENE+FIELD+... is a scene with these settings of the trainer on. `FOLDER` holds the model, the
+batches of all ranks and, in `receivers.json`, the receiver of two ranks; results go to
+`FOLDER/SCENE-NUM_RANKS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (loaded with DeepSpeed's engine)
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
+
+from configs.algorithm_schema import AlgorithmConfig
+from configs.choices import Backend, Dtype
+from configs.schema import TrainerConfig
+from tests.support.zero3 import (
+    algorithms,
+    checkpoints,
+    killed,
+    loop,
+    optimizing,
+    passes,
+    whole_runs,
+)
+from tests.support.zero3.scene import NotingEngine, Scene, config_for
+from trainer_pool.model.zero3 import RankAddress, join_ranks, leave_ranks
+
+SCENES: dict[str, Callable[[Scene], None]] = {
+    "whole_run": whole_runs.whole_run,
+    "resume": whole_runs.resume,
+    "offloaded": whole_runs.offloaded,
+    "offloaded_again": whole_runs.offloaded_again,
+    "reshard": checkpoints.reshard,
+    "frozen": checkpoints.frozen,
+    "dropout": checkpoints.dropout,
+    "full_disk": checkpoints.full_disk,
+    "copies": checkpoints.copies,
+    "chain": killed.chain,
+    "optimizer": optimizing.optimizer,
+    "masters": optimizing.masters,
+    "accumulation": optimizing.accumulation,
+    "packings": passes.packings,
+    "head": passes.head,
+    "reference": passes.reference,
+    "algorithms": algorithms.algorithms,
+    "grpo": lambda scene: algorithms.synchronous(scene, AlgorithmConfig(), 1),
+    "grpo_twice": lambda scene: algorithms.synchronous(scene, AlgorithmConfig(), 2),
+    "gspo": lambda scene: algorithms.synchronous(scene, algorithms.GSPO, 1),
+    "gspo_twice": lambda scene: algorithms.synchronous(scene, algorithms.GSPO, 2),
+}
+"""Beside "loop" and "loop_again", which make their own engine."""
+
+
+def main() -> None:
+    for line in sys.stdin:
+        name, num_ranks = line.split()[0], int(line.split()[1])
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            pids = [
+                fork_rank(Path(sys.argv[1]), listener, name, rank, num_ranks)
+                for rank in range(num_ranks)
+            ]
+        print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids), flush=True)
+
+
+def fork_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ranks: int) -> int:
+    """Its process id."""
+    pid = os.fork()
+    if pid != 0:
+        return pid
+    code = 1
+    try:
+        log = os.open(folder / f"{name}-{num_ranks}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        run_rank(folder, listener, name, rank, num_ranks)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ranks: int) -> None:
+    host, port = listener.getsockname()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    address = RankAddress(rank=rank, num_ranks=num_ranks, host=host, port=port, uses_gpu=False)
+    if rank != 0:
+        listener.close()
+    own = listener if rank == 0 else None
+    if name in ("loop", "loop_again"):
+        loop.run_loop(folder, own, address, is_resumed=name == "loop_again")
+    else:
+        play(folder, own, name, address)
+
+
+def play(folder: Path, listener: socket.socket | None, name: str, address: RankAddress) -> None:
+    """The scene of this name, after which rank 0 writes its results."""
+    ranks = join_ranks(address, Backend.gloo, 60.0, listener)
+    with checkpoints.frozen_layers() if name == "frozen" else contextlib.nullcontext():
+        engine = NotingEngine(str(folder / "model"), settings_of(name, ranks.num_ranks), address)
+    output = folder / f"{name}-{ranks.num_ranks}"
+    scene = Scene(folder, output, engine, ranks)
+    SCENES[name.split("+")[0]](scene)
+    if ranks.rank == 0:
+        output.mkdir(exist_ok=True)
+        (output / "results.json").write_text(json.dumps(scene.results))
+    ranks.barrier()
+    engine.close()
+    leave_ranks()
+
+
+def settings_of(name: str, num_ranks: int) -> TrainerConfig:
+    """Those of the engine."""
+    scene, *offloads = name.split("+")
+    config = optimizing.OPTIMIZER if scene == "optimizer" else config_for(num_ranks)
+    config = replace(config, **dict.fromkeys(offloads, True))
+    return replace(config, dtype=Dtype.bfloat16) if scene == "masters" else config
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`make status` against a real server while a run goes on, and from the folder after its end."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from dataclasses import replace
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from rich.console import Console
+
+from buffer.redis.connection import connect
+from buffer.run_state import RunState
+from controller.commands.status import command_from_outside, print_status
+from controller.metrics.records import Record, read_metrics
+from controller.report.summary import write_summary
+from controller.run_dir import RunDir
+from tests.support.controller.buffers import opened
+from tests.support.controller.records import buffer_record, eval_record, record_all, step_record
+
+
+@pytest.fixture
+def trained_run(run_dir: RunDir) -> RunDir:
+    """A run that has trained ten steps."""
+    records = [
+        Record(t=1000.0, kind="phase", values={"phase": "training"}),
+        eval_record(0, 1000.0, 0.31),
+    ]
+    for step in range(10):
+        waits = {("trainer", "rollout"): 0.6 * step}
+        records += [step_record(step, 1001.0 + step), buffer_record(1001.0 + step, waits=waits)]
+    record_all(run_dir, records)
+    return run_dir
+
+
+def status_of(run_dir: RunDir) -> str:
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_status(run_dir, console)
+    return capture.get()
+
+
+async def _begin_run(url: str, run: str) -> None:
+    state = RunState(await connect(url), run)
+    async with opened(url, run, groups_per_step=16, max_staleness=2) as buffer:
+        await buffer.admit("group-0", timeout_s=5)
+    await state.record_commits({"engine-0": 0})
+    await state.add_wait("trainer", "rollout", 7.5)
+    await state.count("tokens_generated", 1234)
+    await state.close()
+
+
+def test_running_run_is_shown_live(trained_run: RunDir, redis_url: str) -> None:
+    asyncio.run(_begin_run(redis_url, trained_run.name))
+    trained_run.write_redis_url(redis_url)
+    text = status_of(trained_run)
+    assert "step 10 of 60" in text
+    assert "1 running" in text
+    assert "1 of 48 groups" in text
+    assert "REDISCLI_AUTH=" in text and "redis-cli -u" not in text
+    assert redis_url not in text, "the password stays in its file"
+
+
+@pytest.mark.parametrize(
+    ("url", "client"),
+    [
+        ("redis://h:1/0", "redis-cli --user default -h h -p 1 ZCARD"),
+        ("rediss://me:p%40w@h:1/0", "redis-cli --user me -h h -p 1 --tls ZCARD"),
+        ("unix://me:pw@/run/redis.sock", "redis-cli --user me -s /run/redis.sock ZCARD"),
+    ],
+)
+def test_command_from_outside_fits_the_server(run_dir: RunDir, url: str, client: str) -> None:
+    run_dir.write_redis_url(url)
+    command = command_from_outside(run_dir)
+    assert client in command
+    shown = subprocess.run(
+        ["sh", "-c", command.replace("redis-cli", "printenv REDISCLI_AUTH; true")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == unquote(urlsplit(url).password or "")
+
+
+def test_starting_run_is_reported(run_dir: RunDir) -> None:
+    assert "is starting" in status_of(run_dir)
+
+
+def test_run_without_its_controller_is_reported(trained_run: RunDir) -> None:
+    trained_run.write_record(replace(trained_run.read_record(), process_started=0.0))
+    text = status_of(trained_run)
+    assert "its controller is gone" in text
+    assert "It made 10 steps" in text
+
+
+def test_finished_run_shows_its_summary_and_bottleneck(trained_run: RunDir) -> None:
+    write_summary(trained_run, read_metrics(trained_run.metrics))
+    trained_run.end("finished")
+    text = status_of(trained_run)
+    assert f"{trained_run.name}: finished" in text
+    assert "= trained" in text
+    assert "Rollouts are the bottleneck: the trainer waited 55% of the run" in text

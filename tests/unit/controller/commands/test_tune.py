@@ -1,0 +1,92 @@
+"""`leash tune` on a run's Redis."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from configs.load import load_config, to_yaml
+from controller.main import EXIT_BAD_INPUT
+from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command, opened
+
+
+@pytest.fixture
+def open_run(live_run: RunDir, redis_url: str) -> RunDir:
+    """One whose buffer is open, as that of a launch."""
+
+    async def open_it() -> None:
+        async with opened(redis_url, live_run.name, 4):
+            pass
+
+    asyncio.run(open_it())
+    return live_run
+
+
+def test_settings_change_together_and_later_ones_are_checked_against_them(
+    open_run: RunDir, leash: Command
+) -> None:
+    told = leash("tune", "rollout.tail=postpone", "rollout.oversampling=1.5")
+    assert told.splitlines() == [
+        f"{open_run.name}: rollout.tail continue_across_versions -> postpone",
+        f"{open_run.name}: rollout.oversampling 1.0 -> 1.5",
+    ]
+    # With the tail policy of the launch nothing would be stopped, and this would be refused.
+    told = leash("tune", "rollout.keep_partial=false", "buffer.max_staleness=3")
+    assert "rollout.keep_partial True -> False" in told and "max_staleness 2 -> 3" in told
+    error = leash("tune", "rollout.tail=continue_across_versions", exit_code=EXIT_BAD_INPUT)
+    assert "rollout.keep_partial=False: rollout.tail=continue_across_versions stops no" in error
+    told = leash("tune", "trainer.min_groups_per_step=4", "trainer.batch_timeout_s=1")
+    assert "trainer.min_groups_per_step null -> 4" in told and "_s 60.0 -> 1.0" in told
+    assert "_step 4 -> null" in leash("tune", "trainer.min_groups_per_step=null")
+    told = leash("tune", "rollout.tail=interrupt_and_resume")
+    assert "rollout.tail postpone -> interrupt_and_resume" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("buffer.selector=shortest", "the groups that the buffer holds are stored by it"),
+        ("trainer.groups_per_step=2", "read it once, when they start"),
+        ("rollout.tale=postpone", "there is no such setting"),
+        ("weight_sync=in_place", "there is no such setting"),
+        ("rollout.oversampling=0.5", "must be at least 1"),
+        ("rollout.tail=hurry", "expected one of continue_across_versions"),
+        ("buffer.max_staleness=-1", "must be 0 to"),
+    ],
+)
+def test_refused_settings_change_nothing_and_say_why(
+    open_run: RunDir, leash: Command, override: str, reason: str
+) -> None:
+    error = leash("tune", "rollout.oversampling=2", override, exit_code=EXIT_BAD_INPUT)
+    assert override.partition("=")[0] in error and reason in error
+    assert "rollout.oversampling 1.0 -> 3.0" in leash("tune", "rollout.oversampling=3")
+
+
+def test_values_that_the_rules_of_the_run_forbid_are_refused(
+    open_run: RunDir, leash: Command
+) -> None:
+    config = load_config(["buffer.on_stale=wait"])
+    (open_run.path / "config.yaml").write_text(to_yaml(config))
+    error = leash("tune", "rollout.tail=postpone", exit_code=EXIT_BAD_INPUT)
+    assert "with buffer.on_stale=wait the trainer waits" in error
+
+
+def test_staleness_that_the_algorithm_does_not_correct_is_refused(
+    open_run: RunDir, leash: Command
+) -> None:
+    leash("tune", "buffer.max_staleness=0")
+    config = load_config(["buffer.max_staleness=0", "algorithm.correction.kinds=[]"])
+    (open_run.path / "config.yaml").write_text(to_yaml(config))
+    assert "batch_timeout_s 60.0 -> 1.0" in leash("tune", "trainer.batch_timeout_s=1")
+    error = leash("tune", "buffer.max_staleness=1", exit_code=EXIT_BAD_INPUT)
+    assert "algorithm.loss=ppo would treat tokens of older versions as the trained one's" in error
+
+
+def test_run_that_is_over_is_not_tuned(open_run: RunDir, leash: Command) -> None:
+    assert "name a setting" in leash("tune", exit_code=EXIT_BAD_INPUT)
+    open_run.write_record(replace(open_run.read_record(), state="finished", process_started=0.0))
+    error = leash("tune", "rollout.tail=postpone", exit_code=EXIT_BAD_INPUT)
+    assert "is not running, so there is nothing to tune" in error

@@ -1,0 +1,90 @@
+"""One version's way as bars, by hand, and the command that draws it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from controller.main import EXIT_BAD_INPUT
+from controller.report.timeline import (
+    GATE,
+    NEW,
+    OLD,
+    PAUSE,
+    TRAINING,
+    WIRE,
+    Timeline,
+    find_timeline,
+)
+from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command
+from tests.support.controller.records import (
+    record_all,
+    skipped_record,
+    step_record,
+    weights_records,
+)
+
+RECORDS = [
+    *weights_records(4, 99.0),
+    step_record(4, 100.0),
+    *weights_records(5, 100.0, mode="delta"),
+    step_record(5, 100.65),
+    skipped_record(6, 101.0),
+]
+
+
+def bars_of(timeline: Timeline, row: str) -> dict[str, tuple[float, float]]:
+    """What one row shows, by what it is: start and stop in seconds after the snapshot."""
+    return {
+        bar.what: (round(bar.start - timeline.start, 3), round(bar.stop - timeline.start, 3))
+        for bar in timeline.bars
+        if bar.row == row
+    }
+
+
+def test_timeline_is_made_of_the_times_that_were_recorded() -> None:
+    timeline = find_timeline(RECORDS)
+    assert timeline is not None and timeline.version == 5
+    assert timeline.rows == ("trainer", "checkpoint engine", "receivers", "engine-0", "engine-1")
+    assert bars_of(timeline, "checkpoint engine") == {
+        "finding changes": (0.06, 0.1),
+        WIRE: (0.1, 0.5),
+    }
+    assert bars_of(timeline, "receivers") == {"checksums": (0.5, 0.55)}
+    engine = bars_of(timeline, "engine-1")
+    assert engine[GATE] == (0.7, 0.74)
+    assert engine[PAUSE] == (0.75, 0.85)
+    # Before it the version before is decoded, after it this one: up to the edges of the picture.
+    margin = 0.06 * 0.85
+    assert engine[OLD] == (pytest.approx(-margin, abs=1e-3), 0.75)
+    assert engine[NEW] == (0.85, pytest.approx(0.85 + margin, abs=1e-3))
+    # The trainer goes on with its next step: it ended 0.05 s (the snapshot) before its record.
+    assert bars_of(timeline, "trainer")[TRAINING] == (0.1, 0.6)
+    assert timeline.title == (
+        "Version 5: changes only, 244 KiB, 900 ms until every engine serves it"
+    )
+
+
+def test_version_can_be_chosen_even_if_not_all_engines_took_it() -> None:
+    chosen = find_timeline(RECORDS, 4)
+    assert chosen is not None and chosen.version == 4
+    values = {k: v for k, v in RECORDS[2].values.items() if not k.startswith("converge")}
+    lonely = [replace(RECORDS[2], values=values), RECORDS[0]]
+    assert find_timeline(lonely) is None
+    chosen = find_timeline(lonely, 4)
+    assert chosen is not None and chosen.rows[3:] == ("engine-0",)
+    assert find_timeline(RECORDS, 6) is None, "it was never sent"
+    assert find_timeline([step_record(0, 1.0)]) is None
+
+
+def test_command_draws_into_the_folder_and_prints_the_path(run_dir: RunDir, leash: Command) -> None:
+    record_all(run_dir, RECORDS)
+    for version, arguments in ((5, []), (4, ["--version", "4"])):
+        path = leash("timeline", *arguments).strip()
+        assert path == str(run_dir.path / f"timeline-v{version}.svg")
+        assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    error = leash("timeline", "--version", "9", exit_code=EXIT_BAD_INPUT)
+    assert "has no publish of a version 9" in error

@@ -1,0 +1,105 @@
+"""The recorder at a real server: what others write into the metrics stream does not end the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from rich.console import Console
+
+from buffer.connect import connect_buffer
+from buffer.redis.keys import Keys
+from buffer.run_state import RunState
+from configs.schema import BufferConfig
+from controller import recorder as recorder_module
+from controller.metrics.records import MetricsLog, Record, read_metrics
+from controller.recorder import Recorder
+from controller.report.panel import Panel
+from controller.report.state import RunView
+from tests.support.controller.records import step_record
+
+FOREIGN: list[tuple[str, Mapping[str, Any]]] = [
+    ("step", {}),
+    ("step", {"step": "three", "version": 2}),
+    ("step", {"step": 10**400, "version": 2}),
+    ("step", {"step": 3, "version": -1}),
+    ("step", {"step": 2.5, "version": 2}),
+    ("step", {"t": 0.0, **step_record(0, 1.0).values}),
+    ("publish", {"kind": "commit"}),
+    ("eval", {"accuracy": 1.0}),
+    ("buffer", {"tokens_generated": 7}),
+    ("phase", {"phase": "over"}),
+]
+
+
+async def test_entries_that_no_process_of_ours_writes_are_ignored(
+    redis_url: str, run_name: str, tmp_path: Path
+) -> None:
+    state = await RunState.connect(redis_url, run_name, BufferConfig())
+    buffer = await connect_buffer(redis_url, run_name, BufferConfig())
+    await buffer.open(BufferConfig(), groups_per_step=4)
+    steps: list[Record] = []
+    view = RunView(run=run_name, num_steps=3, started=0.0)
+    redis = Redis.from_url(redis_url)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        panel = Panel(enabled=False, console=Console(file=StringIO()))
+        recorder = Recorder(buffer, state, log, panel.show, view, steps.append)
+        for kind, values in FOREIGN:
+            entry = {"kind": kind, "record": json.dumps(values)}
+            await redis.xadd(Keys(run_name)("metrics"), entry)
+        await state.append_metrics({"pause_s": 10**400, "engine": "engine-0"}, "commit")
+        await state.append_metrics(step_record(0, 1.0).values, "step")
+        await recorder.drain_metrics(block_s=1.0)
+    await redis.aclose()
+    await buffer.close()
+    await state.close()
+    assert view.step == 1 and len(steps) == 1
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record.kind for record in records] == ["commit", "step"]
+    assert "pause_s" not in records[0].values, "what is no float is null"
+
+
+async def test_redis_that_does_not_answer_is_named_and_so_is_its_return(
+    redis_url: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "SILENT_S", 0.1)
+    state = await RunState.connect(redis_url, run_name, BufferConfig())
+    buffer = await connect_buffer(redis_url, run_name, BufferConfig())
+    await buffer.open(BufferConfig(), groups_per_step=4)
+    is_back, sampled = asyncio.Event(), asyncio.Event()
+    stats = buffer.stats
+
+    async def stats_once_it_is_back() -> Any:
+        await is_back.wait()
+        sampled.set()
+        return await stats()
+
+    monkeypatch.setattr(buffer, "stats", stats_once_it_is_back)
+    said: list[str] = []
+    view = RunView(run=run_name, num_steps=3, started=0.0)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        recorder = Recorder(
+            buffer, state, log, lambda _: None, view, lambda _: None, say=said.append
+        )
+        sampling = asyncio.create_task(recorder.sample_buffer())
+        async with asyncio.timeout(10):
+            while not said:
+                await asyncio.sleep(0.01)
+            is_back.set()
+            await sampled.wait()
+            while len(said) < 2:
+                await asyncio.sleep(0.01)
+        sampling.cancel()
+        await asyncio.gather(sampling, return_exceptions=True)
+    assert said == [
+        "Redis has not answered for 0.1 s: the run waits for it",
+        "Redis answers again, after 0 s",
+    ]
+    await buffer.close()
+    await state.close()

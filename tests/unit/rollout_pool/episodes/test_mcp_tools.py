@@ -1,0 +1,138 @@
+"""Tools of real MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import psutil
+import pytest
+
+from configs.load import load_config
+from rollout_pool.episodes import mcp_tools as module
+from rollout_pool.episodes.env import ToolError
+from rollout_pool.tasks.environments import load_tools
+from tests.support.repository import ROOT
+
+SERVER = ROOT / "tests" / "support" / "mcp_server.py"
+COMMAND = f"mcp:{sys.executable} {SERVER}"
+
+
+async def test_tools_of_a_command_are_described_and_called():
+    price, place = load_tools([COMMAND])
+    assert (price.spec.name, price.spec.description) == ("price", "Tells what one fruit costs.")
+    assert price.spec.parameters["properties"]["fruit"]["type"] == "string"
+    answers = await asyncio.gather(*(price.run({"fruit": one}) for one in ("apple", "pear")))
+    assert answers == ["3", "5"]
+    pids = set(await asyncio.gather(*(place.run({}) for _ in range(8))))
+    assert len(pids) == 1, "one server for all episodes of the worker"
+    assert psutil.Process(int(pids.pop())).ppid() == os.getpid()
+    for arguments, words in (({"fruit": "plum"}, "there is no plum"), ({}, "fruit")):
+        with pytest.raises(ToolError, match=words):
+            await price.run(arguments)
+    assert await price.run({"fruit": "pear"}) == "5"
+
+
+async def test_server_that_died_is_started_again_by_the_next_call():
+    _, place = load_tools([COMMAND])
+    first = int(await place.run({}))
+    server = place.run.func.__self__
+    lost = await server._connected()
+    os.kill(first, signal.SIGKILL)
+    psutil.Process(first).wait(10)
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                second = int(await place.run({}))
+                break
+            except ToolError as error:  # what was in progress when it died is told to the model
+                assert "place: " in str(error)
+    assert second != first
+    # A call over the lost connection that fails only now does not end the new one.
+    server._drop(lost, RuntimeError("late"))
+    assert int(await place.run({})) == second
+
+
+async def test_server_ends_with_its_worker():
+    code = (
+        "import asyncio\n"
+        "from rollout_pool.tasks.environments import load_tools\n"
+        "async def main():\n"
+        f"    _, place = load_tools([{COMMAND!r}])\n"
+        "    print(await place.run({}), flush=True)\n"
+        "    await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    server = psutil.Process(int(await asyncio.to_thread(worker.stdout.readline)))
+    worker.kill()
+    worker.communicate()
+    await asyncio.to_thread(server.wait, 10)
+
+
+async def test_tools_of_a_url_are_called():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(SERVER), "http", str(port)])
+    try:
+        url = f"http://127.0.0.1:{port}/mcp"
+        async with asyncio.timeout(30), httpx.AsyncClient(trust_env=False) as http:
+            while True:
+                try:
+                    await http.get(url)
+                    break
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.05)
+        price, place = load_tools([f"mcp:{url}"])
+        assert await price.run({"fruit": "apple"}) == "3"
+        assert int(await place.run({})) == server.pid
+    finally:
+        server.kill()
+        server.wait()
+    with pytest.raises(ToolError, match="price: "):
+        await price.run({"fruit": "apple"})
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("no-such-program --port 3", "there is no program 'no-such-program'"),
+        (f"{sys.executable} -c pass", "closed"),
+        ("http://127.0.0.1:9/mcp", "ConnectError"),
+    ],
+)
+def test_server_that_tells_no_tools_is_an_error_of_the_setting(address, words):
+    with pytest.raises(
+        ValueError, match=f"'mcp:.*lists no tools: .*{words}.*; give mcp: and a URL"
+    ):
+        load_tools([f"mcp:{address}"])
+
+
+def test_server_that_says_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(module, "CONNECT_S", 0.5)
+    with pytest.raises(ValueError, match=r"no answer within 0\.5 s"):
+        load_tools(["mcp:sleep 60"])
+
+
+def test_two_servers_with_the_same_tool_are_refused():
+    with pytest.raises(ValueError, match="there is a tool named 'price' already"):
+        load_tools([COMMAND, f"{COMMAND} stdio"])
+
+
+def test_files_of_a_command_are_made_absolute(tmp_path, monkeypatch):
+    (tmp_path / "my server.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(
+        [
+            "task.chat_template=true",
+            'task.tools=["mcp:python \'my server.py\' -v","mcp:http://h/mcp"]',
+        ]
+    )
+    assert config.task.tools == [f"mcp:python '{tmp_path}/my server.py' -v", "mcp:http://h/mcp"]

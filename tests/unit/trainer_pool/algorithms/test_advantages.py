@@ -1,0 +1,206 @@
+"""Advantages against values worked out by hand, and against formulas over a table of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from buffer.types import Trajectory
+from configs.algorithm_schema import ADVANTAGES, AdvantageConfig
+from tests.support.trainer.token_batch import algorithm
+from trainer_pool.algorithms.advantages import AdvantageInputs, TokenAdvantages, overlong_penalty
+
+Floats = NDArray[np.float64]
+
+
+def trajectory(num_tokens: int) -> Trajectory:
+    zeros = np.zeros(num_tokens)
+    return Trajectory(
+        tokens=zeros.astype(np.int32),
+        loss_mask=zeros.astype(np.uint8),
+        rollout_logprobs=zeros.astype(np.float32),
+        version_spans=(),
+        prompt_length=1,
+        reward=0.0,
+        finish_reason="stop",
+    )
+
+
+def advantages(
+    kind: str,
+    rewards: list[float],
+    *,
+    groups: list[int] | None = None,
+    lengths: list[int] | None = None,
+    trained: list[int] | None = None,
+    parts: dict[str, Floats] | None = None,
+    **settings: object,
+) -> Floats:
+    """[E] the advantage of each episode, which all of its tokens have."""
+    lengths = [3] * len(rewards) if lengths is None else lengths
+    inputs = AdvantageInputs(
+        rewards_E=np.array(rewards, np.float64),
+        groups_E=np.array([0] * len(rewards) if groups is None else groups),
+        num_tokens_E=np.array(lengths if trained is None else trained, np.float64),
+        parts=parts or {},
+        trajectories=[trajectory(length) for length in lengths],
+        episodes=range(len(rewards)),
+    )
+    config = AdvantageConfig(kind=kind, **settings)  # type: ignore[arg-type]
+    found: TokenAdvantages = algorithm(advantage=config).advantages(inputs)
+    assert [len(values) for values in found] == lengths
+    assert all(values.dtype == np.float32 and np.ptp(values) == 0 for values in found)
+    return np.array([values[0] for values in found], np.float64)
+
+
+def test_advantage_is_distance_from_mean_over_sample_deviation() -> None:
+    # Mean 0.25; squared distances 3 * 0.0625 + 0.5625 = 0.75; deviation sqrt(0.75 / 3) = 0.5.
+    np.testing.assert_allclose(advantages("grpo", [1, 0, 0, 0]), [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
+
+
+def test_without_normalization_advantage_is_distance_from_mean() -> None:
+    np.testing.assert_array_equal(advantages("dr_grpo", [3, 1, 2]), [1, -1, 0])
+
+
+@pytest.mark.parametrize("kind", ["batch_std", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(
+    ("rewards", "trained"),
+    [
+        ([1, 1], [3, 3]),
+        ([1], [3]),
+        ([1, 0], [0, 0]),  # all answers were truncated, and algorithm.advantage.mask_truncated
+        ([1, 0], [1, 0]),
+        ([0.1, 0.1, 0.7], [3, 4, 0]),
+    ],
+)
+def test_batch_without_a_deviation_has_finite_advantages(
+    kind: str, rewards: list[float], trained: list[int]
+) -> None:
+    found = advantages(kind, rewards, trained=trained, epsilon=0.0)
+    if kind != "batch_std" or len(set(rewards)) == 1:
+        assert not found.any()
+
+
+def test_degrees_of_freedom_and_epsilon_are_settings() -> None:
+    # With n degrees of freedom the deviation of 1, 0 is 0.5, with n - 1 it is sqrt(0.5).
+    np.testing.assert_allclose(advantages("grpo", [1, 0], ddof=0, epsilon=0.0), [1, -1])
+    np.testing.assert_allclose(
+        advantages("grpo", [1, 0], ddof=1, epsilon=0.0), [0.5**0.5, -(0.5**0.5)], rtol=1e-6
+    )
+    np.testing.assert_allclose(advantages("grpo", [1, 0], ddof=0, epsilon=0.5), [0.5, -0.5])
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others() -> None:
+    np.testing.assert_allclose(advantages("rloo", [4, 1, 1]), [3.0, -1.5, -1.5])
+    np.testing.assert_array_equal(advantages("rloo", [4]), [0])
+
+
+def test_each_group_is_compared_with_itself() -> None:
+    found = advantages("dr_grpo", [1, 0, 7, 5], groups=[0, 0, 1, 1])
+    np.testing.assert_array_equal(found, [0.5, -0.5, 1, -1])
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+@pytest.mark.parametrize("kind", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_normalization_over_the_batch_counts_every_token(kind: str, ddof: int) -> None:
+    rewards, lengths = [1.0, 0.0, 0.25, 2.0], [2, 7, 3, 5]
+    values = np.array(rewards)
+    if kind == "reinforce_pp_baseline":
+        values -= np.repeat([np.mean(values[:2]), np.mean(values[2:])], 2)
+    table = np.repeat(values, lengths)
+    expected = (values - table.mean()) / (table.std(ddof=ddof) + 1e-6)
+    found = advantages(kind, rewards, groups=[0, 0, 1, 1], lengths=lengths, ddof=ddof)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_deviation_of_the_batch_divides_all_groups_alike() -> None:
+    rewards = [1.0, 0.0, 10.0, 6.0]
+    expected = np.array([0.5, -0.5, 2, -2]) / (np.std(rewards, ddof=1) + 1e-6)
+    found = advantages("batch_std", rewards, groups=[0, 0, 1, 1])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_maxrl_divides_by_the_mean_so_that_rare_success_counts_most() -> None:
+    found = advantages("max_rl", [1, 0, 0, 0, 1, 1, 1, 0, 0, 0], groups=[0] * 4 + [1] * 4 + [2] * 2)
+    np.testing.assert_allclose(found, [3, -1, -1, -1, 1 / 3, 1 / 3, 1 / 3, -1, 0, 0], rtol=1e-6)
+
+
+def test_maxrl_refuses_a_reward_below_zero() -> None:
+    with pytest.raises(ValueError, match=r"kind='max_rl': an episode has the reward -0\.5"):
+        advantages("max_rl", [1, -0.5])
+
+
+def test_parts_are_normalized_one_by_one_before_they_are_added() -> None:
+    parts = {"right": np.array([1.0, 0, 0, 1]), "short": np.array([10.0, 30, 20, 0])}
+    normal = [
+        (p - np.repeat([p[:2].mean(), p[2:].mean()], 2))
+        / (np.repeat([p[:2].std(ddof=1), p[2:].std(ddof=1)], 2) + 1e-6)
+        for p in parts.values()
+    ]
+    total = 2 * normal[0] + 0.5 * normal[1]
+    lengths = [1, 4, 2, 2]
+    table = np.repeat(total, lengths)
+    expected = (total - table.mean()) / (table.std(ddof=1) + 1e-6)
+    found = advantages(
+        "gdpo",
+        [0, 0, 0, 0],
+        groups=[0, 0, 1, 1],
+        lengths=lengths,
+        parts=parts,
+        part_weights={"right": 2.0, "short": 0.5},
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_parts_with_the_same_sum_are_told_apart() -> None:
+    parts = {"right": np.array([1.0, 0, 0]), "short": np.array([0.0, 1, 0.5])}
+    weights = {"right": 1.0, "short": 1.0}
+    found = advantages("gdpo", [1, 1, 0.5], parts=parts, part_weights=weights)
+    assert found[0] != pytest.approx(found[1], abs=1e-3)
+
+
+def test_only_the_best_of_a_group_is_pushed_by_its_lead() -> None:
+    deviation = np.std([0.2, 1.0, 0.7], ddof=1) + 1e-6
+    found = advantages("pass_at_k", [0.2, 1.0, 0.7])
+    np.testing.assert_allclose(found, [0, 0.3 / deviation, 0], rtol=1e-5)
+    np.testing.assert_array_equal(advantages("pass_at_k", [1, 1, 0]), [0, 0, 0])
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
+def test_equal_rewards_give_exactly_zero(kind: str, reward: float) -> None:
+    # The mean of seven times 0.1 is not 0.1 in floating point: rounding must not become a signal.
+    settings = {"part_weights": {"right": 1.0}} if kind == "gdpo" else {}
+    found = advantages(kind, [reward] * 7, parts={"right": np.full(7, reward)}, **settings)
+    np.testing.assert_array_equal(found, np.zeros(7))
+
+
+@pytest.mark.parametrize("kind", sorted({*ADVANTAGES} - {"max_rl"}))
+def test_advantages_do_not_depend_on_a_constant_added_to_all_rewards(kind: str) -> None:
+    rewards, groups = [0.0, 1.0, 0.5, 2.0, 3.0, 3.5], [0, 0, 0, 1, 1, 1]
+    settings = {"part_weights": {"right": 1.0}} if kind == "gdpo" else {}
+    found = [
+        advantages(
+            kind,
+            [reward + shift for reward in rewards],
+            groups=groups,
+            parts={"right": np.array(rewards) + shift},
+            **settings,
+        )
+        for shift in (0.0, 5.0)
+    ]
+    assert np.abs(found[0]).max() > 0.1
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_reward_that_is_not_a_number_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        advantages("grpo", [1.0, np.nan])
+
+
+def test_penalty_for_length_rises_linearly_between_its_bounds() -> None:
+    config = AdvantageConfig(overlong_start=100, overlong_end=120, overlong_penalty=2.0)
+    lengths = (0, 100, 105, 120, 500)
+    assert [overlong_penalty(n, config) for n in lengths] == [0, 0, 0.5, 2, 2]
+    assert overlong_penalty(500, AdvantageConfig()) == 0
