@@ -1,6 +1,6 @@
 """Starts Python programs by forking a process that has already imported what they need.
 
-    python -m processes.fork_server <folder> <listeners> <imports>
+    python -m processes.fork_server <folder> <listeners> <imports> <eager or lazy>
         import torch ─┬─ fork ─► kind 1: import sglang ... ────┐
                       └────────► kind 2: import deepspeed ... ─┤
                                                                ▼
@@ -12,9 +12,9 @@ seconds of a core. The server of a kind pays them once. The folder holds a socke
 that can be forked; a program without one is started in the usual way. CUDA does not survive a fork,
 so a machine with a GPU has no servers.
 
-A forked program has what an executed one would have: arguments, environment, umask, folder,
-streams, a session of its own, other random numbers. The server is its parent, and reports its exit
-code.
+A forked program has what an executed one would have: arguments, environment, streams, folder,
+umask, limits, niceness, cores, a session of its own, other random numbers. The server is its parent,
+and reports its exit code.
 
 Servers live as long as a process keeps them (`keep`). What they have forked goes on without them.
 """
@@ -28,6 +28,7 @@ import gc
 import io
 import json
 import os
+import resource
 import runpy
 import select
 import selectors
@@ -49,6 +50,7 @@ UNKNOWN_EXIT_CODE = 255
 IMPORTS_S = 120.0
 """Longest wait for a server that is still importing."""
 
+_LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_CPU)
 _NUMBER = struct.Struct("!i")
 _REQUEST_S = 10.0
 """Time for a request to arrive."""
@@ -72,10 +74,13 @@ class Kind:
     imports: Sequence[str]
 
 
-def start(folder: Path, kinds: Sequence[Kind], log: Path) -> tuple[subprocess.Popen[bytes], int]:
+def start(
+    folder: Path, kinds: Sequence[Kind], log: Path, *, is_eager: bool = True
+) -> tuple[subprocess.Popen[bytes], int]:
     """Start the servers of these kinds, with their sockets in `folder`.
 
-    They end when the descriptor that this returns is closed, and those of `keep`.
+    They import at once if `is_eager`, else when they are first asked. They end when the descriptor
+    that this returns is closed, and those of `keep`.
     """
     os.mkfifo(folder / _KEPT, 0o600)
     kept = keep(folder)
@@ -87,7 +92,7 @@ def start(folder: Path, kinds: Sequence[Kind], log: Path) -> tuple[subprocess.Po
     command = [sys.executable, "-m", "processes.fork_server", str(folder), json.dumps(descriptors)]
     with log.open("ab") as output:
         servers = subprocess.Popen(
-            [*command, arguments, "." * _ROOM],
+            [*command, arguments, "eager" if is_eager else "lazy", "." * _ROOM],
             stdin=input_end,
             stdout=output,
             stderr=output,
@@ -178,6 +183,9 @@ def fork(
             environment=dict(environment),
             folder=os.getcwd(),
             umask=_umask(),
+            niceness=os.getpriority(os.PRIO_PROCESS, 0),
+            cores=sorted(os.sched_getaffinity(0)),
+            limits={number: resource.getrlimit(number) for number in _LIMITS},
         )
         data = json.dumps(asdict(request)).encode()
         socket.send_fds(connection, [_NUMBER.pack(len(data))], list(streams))
@@ -209,6 +217,9 @@ class _Request:
     environment: dict[str, str]
     folder: str
     umask: int
+    niceness: int
+    cores: list[int]
+    limits: dict[int, tuple[int, int]]
 
 
 class _Server:
@@ -223,10 +234,18 @@ class _Server:
 
     def serve(self, title: str) -> _Request | None:
         """Returns in each forked process, with what that runs; None when the server is to end."""
+        _set_title(title)
+        if "torch" not in sys.modules:  # lazy
+            asked, _, _ = select.select([self._listener, sys.stdin], [], [])
+            if self._listener not in asked:
+                return None
+        import torch
+
+        if torch.cuda.is_available():
+            return None
         for name in self._imports:
             import_module(name)
         _keep_memory_shared()
-        _set_title(title)
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -308,6 +327,12 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
         os.close(stream)
     os.chdir(request.folder)
     os.umask(request.umask)
+    os.sched_setaffinity(0, request.cores)
+    with contextlib.suppress(PermissionError):  # where the server may not go back
+        os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
+    for kind, limit in request.limits.items():
+        with contextlib.suppress(PermissionError, ValueError):
+            resource.setrlimit(int(kind), limit)
     os.environ.clear()
     os.environ.update(request.environment)
     _show_environment(request.environment)
@@ -332,13 +357,11 @@ def _show_environment(environment: Mapping[str, str]) -> None:
         ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
-def main(listeners: str, imports: str) -> _Request | None:
+def main(listeners: str, imports: str, when: str) -> _Request | None:
     """Become the servers of all kinds; returns what a forked process is to run."""
     servers = [_Server(*of) for of in zip(json.loads(listeners), json.loads(imports), strict=True)]
-    import torch
-
-    if torch.cuda.is_available():
-        return None
+    if when == "eager":
+        import torch  # noqa: F401  (once for all kinds)
     for number, server in enumerate(servers):
         if number + 1 == len(servers) or os.fork() == 0:
             for other in servers:
@@ -359,7 +382,7 @@ def _run(request: _Request) -> None:
 
 
 if __name__ == "__main__":
-    if (wanted := main(*sys.argv[2:4])) is None:
+    if (wanted := main(*sys.argv[2:5])) is None:
         shutil.rmtree(sys.argv[1], ignore_errors=True)
         os._exit(0)  # without what the imported libraries do at their end, which takes seconds
     _run(wanted)

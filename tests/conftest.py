@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,14 @@ SHARED = {
 """Files whose tests run in one worker: launches one at a time, two SGLang servers for a session."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Programs of all tests, in all workers, are forked from servers that import once."""
+    if not hasattr(config, "workerinput"):
+        servers = contextlib.ExitStack()
+        servers.enter_context(fork_servers(is_eager=False))
+        config.add_cleanup(servers.close)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The launches come first, since they take the longest."""
     items.sort(key=lambda item: SHARED.get(item.path.name) != "launches")
@@ -46,13 +55,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return SHARED.get(Path(file).name, file)
 
     return Scheduling(config, log)
-
-
-@pytest.fixture(scope="session")
-def forking() -> Iterator[None]:
-    """Processes of these tests are forked where that is possible: they import once in a session."""
-    with fork_servers():
-        yield
 
 
 @pytest.fixture(scope="session")

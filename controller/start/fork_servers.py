@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.environment import FORK_SERVERS_VARIABLE
@@ -44,7 +44,7 @@ _END_S = 5.0
 
 
 @contextlib.contextmanager
-def fork_servers() -> Iterator[None]:
+def fork_servers(kinds: Sequence[Kind] = KINDS, *, is_eager: bool = True) -> Iterator[None]:
     """Processes that are started meanwhile, by this one and its children, may be forked.
 
     Does nothing where the servers of another process are in use, or where there is a GPU.
@@ -53,7 +53,7 @@ def fork_servers() -> Iterator[None]:
         yield
         return
     folder = Path(tempfile.mkdtemp(prefix="leash-fork-"))
-    servers, kept = fork_server.start(folder, KINDS, folder / "log")
+    servers, kept = fork_server.start(folder, kinds, folder / "log", is_eager=is_eager)
     os.environ[FORK_SERVERS_VARIABLE] = str(folder)
     try:
         yield

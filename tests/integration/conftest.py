@@ -11,11 +11,6 @@ from configs.choices import PauseMode
 from tests.support.sglang_model import Server, build_model
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _forking(forking: None) -> None:
-    """All of these tests start servers."""
-
-
 @pytest.fixture(scope="session")
 def sglang_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sglang")

@@ -12,11 +12,6 @@ import pytest
 from tests.soak.crash.mortal_server import MortalServer
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _forking(forking: None) -> None:
-    """All of these tests start servers."""
-
-
 @pytest.fixture
 def mortal_server(tmpfs_path: Path) -> Iterator[MortalServer]:
     """A server for this test alone, to be killed.

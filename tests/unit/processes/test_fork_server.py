@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,13 +22,15 @@ from processes.fork_server import UNKNOWN_EXIT_CODE, Kind
 from processes.runs import run_processes
 
 REPORT = """
-import json, os, random, sys
+import json, os, random, resource, sys
 import numpy, torch
 print(json.dumps({
     "argv": sys.argv, "name": __name__, "folder": os.getcwd(), "umask": os.umask(0),
     "variables": dict(os.environ), "session": os.getsid(0) == os.getpid(),
     "line": sys.stdin.readline(), "imported": "colorsys" in sys.modules,
     "numbers": [random.random(), numpy.random.random()], "threads": torch.get_num_threads(),
+    "niceness": os.nice(0), "cores": sorted(os.sched_getaffinity(0)),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "descriptors": len(os.listdir("/proc/self/fd")),
 }))
 sys.exit(7)
@@ -80,13 +83,20 @@ def test_forked_program_has_what_an_executed_one_would_have(
     folder: Path, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    before = os.umask(0o027)
+    umask, cores = os.umask(0o027), os.sched_getaffinity(0)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
+        os.sched_setaffinity(0, {max(cores)})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
         seen, exit_code = report(folder, scripts, WORD="a word", OMP_NUM_THREADS="3")
     finally:
-        os.umask(before)
+        os.umask(umask)
+        os.sched_setaffinity(0, cores)
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
     assert exit_code == 7
     assert seen["argv"] == [str(scripts / "report.py"), "some", "words"]
+    assert seen["cores"] == [max(cores)] and seen["files"] == [files[0] - 1, files[1]]
+    assert seen["niceness"] == os.nice(0)
     assert seen["name"] == "__main__" and seen["line"] == "a line\n"
     assert seen["folder"] == str(tmp_path) and seen["umask"] == 0o027
     expected = {**environment(folder), "WORD": "a word", "OMP_NUM_THREADS": "3"}
