@@ -13,8 +13,8 @@ that can be forked; a program without one is started in the usual way. CUDA does
 so a machine with a GPU has no servers.
 
 A forked program has what an executed one would have: arguments, environment, streams, folder,
-umask, limits, niceness, cores, a session of its own, other random numbers. The server is its parent,
-and reports its exit code.
+umask, limits, niceness, cores, a session of its own, other random numbers. The server is its
+parent, and reports its exit code.
 
 Servers live as long as a process keeps them (`keep`). What they have forked goes on without them.
 """

@@ -13,7 +13,8 @@ import pytest
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
-from controller.start.fork_servers import fork_servers
+from controller.start import fork_servers
+from processes.fork_server import Kind
 
 BufferFactory = Callable[..., Awaitable[Buffer]]
 
@@ -34,8 +35,13 @@ SHARED = {
 def pytest_configure(config: pytest.Config) -> None:
     """Programs of all tests, in all workers, are forked from servers that import once."""
     if not hasattr(config, "workerinput"):
+        engine, others = fork_servers.KINDS
+        launches = Kind(
+            programs=[*others.programs, "controller.main"],
+            imports=[*others.imports, "controller.report.summary", "controller.metrics.sinks"],
+        )
         servers = contextlib.ExitStack()
-        servers.enter_context(fork_servers(is_eager=False))
+        servers.enter_context(fork_servers.fork_servers([engine, launches], is_eager=False))
         config.add_cleanup(servers.close)
 
 

@@ -35,6 +35,10 @@ def enter_process() -> None:
 
     Files that it writes are as private as that folder.
     """
+    if (titles := sys.modules.get("setproctitle")) is not None:
+        # Of a fork server. Ray's own copy of this library finds no place for titles in what that
+        # has forked, and `ps` would not show which actor it is.
+        ray._raylet.setproctitle = titles.setproctitle
     name, folder = os.environ.get(PROCESS_VARIABLE), os.environ.get(LOG_DIR_VARIABLE)
     if not name or not folder:
         return

@@ -11,10 +11,10 @@ rollout.tail, buffer.on_stale and weight_sync.pause_mode.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,7 +308,7 @@ def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothin
     tmp_path: Path, line: str, number: signal.Signals
 ) -> None:
     machine = Machine.look()
-    process = start(tmp_path, RUN, "trainer.num_steps=1000")
+    process = start(tmp_path, RUN, "trainer.num_steps=1000", is_forked=False)
     seen = wait_for_line(process, line)
     if line == "✓ Redis":
         wait_for_ray_folder(tmp_path / RUN)
@@ -343,7 +343,7 @@ def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     process = start(tmp_path, RUN, "trainer.num_steps=1000")
     wait_for_line(process, line)
     run = tmp_path / RUN
-    kill_controller(run, guard=process)  # which would clear up by itself
+    kill_controller(run, with_guard=True)  # which would clear up by itself
     finish(process, timeout_s=30)
     command_on(tmp_path, "stop")
     assert json.loads((run / "run.json").read_text())["state"] == "stopped"
@@ -382,7 +382,7 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
     assert "leash: the controller died (exit code -9); another one goes on" in output
     assert pools_of(tmp_path) == pools
 
-    kill_controller(run, guard=process)
+    kill_controller(run, with_guard=True)
     finish(process, timeout_s=30)
     version = served_version(run)
     process = attach(tmp_path)
@@ -411,8 +411,8 @@ def test_run_that_serves_its_teacher_ends_with_it(tmp_path: Path) -> None:
     teacher = f"task.rewards.t={{kind: teacher, path: '{tmp_path}/teacher'}}"
     process = start(tmp_path, RUN, teacher, "algorithm=distill", "trainer.num_steps=10000")
     wait_for_line(process, "step 2/")
-    controller = psutil.Process(json.loads((run / "run.json").read_text())["pid"])
-    (server,) = (c for c in controller.children() if f"{tmp_path}/teacher" in c.cmdline())
+    served = f"--model-path {tmp_path}/teacher"
+    (server,) = (p for p in psutil.process_iter() if served in command_of(p))
     server.kill()
     output = finish(process)
     assert process.returncode == 1, output[-6000:]
@@ -422,12 +422,18 @@ def test_run_that_serves_its_teacher_ends_with_it(tmp_path: Path) -> None:
     machine.assert_nothing_left(tmp_path)
 
 
+def command_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return " ".join(process.cmdline())
+    return ""
+
+
 def test_run_that_nobody_attaches_to_ends_in_time_and_leaves_nothing(tmp_path: Path) -> None:
     machine = Machine.look()
     run = tmp_path / RUN
     process = start(tmp_path, RUN, "run.attach_timeout_s=1")
     wait_for_line(process, "✓ placement")
-    kill_controller(run, guard=process)
+    kill_controller(run, with_guard=True)
     finish(process, timeout_s=30)
     deadline = time.monotonic() + 90
     while processes_of(tmp_path):
@@ -451,12 +457,15 @@ def pools_of(runs: Path) -> set[int]:
     return {int(line.split()[0]) for line in lines}
 
 
-def kill_controller(run: Path, *, guard: subprocess.Popen[str] | None = None) -> None:
-    """With its guard, if it is given: neither has time to react to the other's end."""
-    if guard is not None:
-        guard.send_signal(signal.SIGSTOP)
-    os.kill(json.loads((run / "run.json").read_text())["pid"], signal.SIGKILL)
-    if guard is not None:
+def kill_controller(run: Path, *, with_guard: bool = False) -> None:
+    """Neither it nor its guard has time to react to the other's end."""
+    controller = psutil.Process(json.loads((run / "run.json").read_text())["pid"])
+    guard = controller.parent()
+    assert guard is not None
+    if with_guard:
+        guard.suspend()
+    controller.kill()
+    if with_guard:
         guard.kill()
 
 

@@ -17,6 +17,8 @@ from uuid import uuid4
 
 import psutil
 
+from tests.support import forked
+
 RUN = f"run-{uuid4().hex[:8]}"
 """Its own name: other runs on this machine stage weights in folders of theirs."""
 
@@ -31,42 +33,51 @@ SMALL = (
 )
 
 
+LEASH = [sys.executable, "-m", "controller.main"]
+"""As a user starts it."""
+FORKED = [sys.executable, forked.__file__]
+"""The same, with the imports done."""
+
+
 def launch_command(
     runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
 ) -> list[str]:
     settings = [*SMALL, f"run.dir={runs}", f"run.name={name}", *overrides]
-    command = [sys.executable, "-m", "controller.main", "launch"]
-    return [*command, "--experiment", experiment, *settings]
+    return [*LEASH, "launch", "--experiment", experiment, *settings]
 
 
 _started: list[subprocess.Popen[str]] = []
 
 
 def start(
-    runs: Path, name: str, *overrides: str, experiment: str = "quickstart"
+    runs: Path,
+    name: str,
+    *overrides: str,
+    experiment: str = "quickstart",
+    is_forked: bool = True,
 ) -> subprocess.Popen[str]:
-    return _start(launch_command(runs, name, *overrides, experiment=experiment))
+    words = launch_command(runs, name, *overrides, experiment=experiment)[len(LEASH) :]
+    return _start([*(FORKED if is_forked else LEASH), *words])
 
 
 def resume(runs: Path, *overrides: str) -> subprocess.Popen[str]:
     """Continues the run below `runs`."""
-    command = [sys.executable, "-m", "controller.main", "resume", "--dir", str(runs)]
-    return _start([*command, *overrides])
+    return _start([*FORKED, "resume", "--dir", str(runs), *overrides])
 
 
 def attach(runs: Path) -> subprocess.Popen[str]:
     """A controller for the run below `runs`, which goes on without one."""
-    return _start([sys.executable, "-m", "controller.main", "attach", "--dir", str(runs)])
+    return _start([*FORKED, "attach", "--dir", str(runs)])
 
 
 def try_task(*words: str) -> subprocess.Popen[str]:
     """`leash try` with these words."""
-    return _start([sys.executable, "-m", "controller.main", "try", *words])
+    return _start([*FORKED, "try", *words])
 
 
 def serve_sandbox(*words: str) -> subprocess.Popen[str]:
     """`leash sandbox` with these words."""
-    return _start([sys.executable, "-m", "controller.main", "sandbox", *words])
+    return _start([*LEASH, "sandbox", *words])
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
@@ -229,7 +240,7 @@ def assert_saved(run: Path) -> None:
 
 def command_on(runs: Path, *words: str) -> str:
     """What a command on the run below `runs` says."""
-    command = [sys.executable, "-m", "controller.main", *words, "--dir", str(runs)]
+    command = [*FORKED, *words, "--dir", str(runs)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert told.returncode == 0, told.stdout + told.stderr
     return told.stdout

@@ -1,0 +1,28 @@
+"""Runs `leash` with these arguments in a process that has its imports: `forked.py launch ...`.
+
+A launch imports for ten seconds of a core before it starts anything. This process stands for the
+forked one: it passes signals on, and ends with its exit code. A test that sends a signal to all
+processes of the shell's job starts `leash` itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from processes import fork_server
+
+
+def main(words: list[str]) -> int:
+    command = [sys.executable, "-m", "controller.main", *words]
+    process = fork_server.fork(command, os.environ, (0, 1, 2))
+    if process is None:
+        os.execv(sys.executable, command)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: os.kill(process.pid, number))
+    return process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
