@@ -23,7 +23,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-verifiers lock check-lock launch resume attach dry-run try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-fast soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity bench-staleness lint format typecheck docs clean
+	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -106,22 +106,34 @@ buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=n
 # Files stay whole in a worker (tests/conftest.py). One worker more than the two cores of the machine: a third
 # of the time is waiting.
 UNIT := tests/unit -n 3
+SERVERS := tests --ignore=tests/unit -n 2
+# What measures time never runs beside another test.
+MACHINE = $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m "machine and $(1)"
+# Seconds by file, in reports/.
+TIMES := --junit-xml=reports
 
-test: test-unit test-machine test-servers ## all tests, also those with real servers
+test: test-unit test-machine test-servers ## does it work? Every guarantee that a change can break (CONTRIBUTING.md)
 
 test-unit: install
-	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not machine" --durations=20
+	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not machine and not long" $(TIMES)/unit.xml
 
 test-machine: install
-	@$(PYTHON_BIN) -m pytest $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m machine
+	@$(PYTHON_BIN) -m pytest $(call MACHINE,not long) $(TIMES)/machine.xml
 
-test-servers: install install-verifiers
-	@$(PYTHON_BIN) -m pytest tests --ignore=tests/unit -m "not machine" --durations=40
+test-servers: install
+	@$(PYTHON_BIN) -m pytest $(SERVERS) -m "not machine and not long" $(TIMES)/servers.xml
+
+test-long: install install-verifiers ## the rest: more kills, two hosts, verifiers, benchmarks in short, `make try`
+	@$(PYTHON_BIN) -m pytest tests -n 2 -m "long and not machine" $(TIMES)/long.xml
+	@$(PYTHON_BIN) -m pytest $(call MACHINE,long) $(TIMES)/long-machine.xml
 
 test-fast: install ## the fast unit tests
-	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not slow and not machine"
+	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not slow and not machine and not long"
 
-# Full size; CI runs the same tests at small size (`make test`). Override sizes: make soak SOAK="MINUTES=1"
+test-times: ## seconds by file and processes started, of the last tests: make test-times [ARGS=older-reports]
+	@$(PYTHON_BIN) -m tests.support.times reports $(ARGS)
+
+# Full size; CI runs the same tests at small size (`make test-long`). Override sizes: make soak SOAK="MINUTES=1"
 SOAK ?=
 LENGTH_SIZES := LENGTH_PROMPTS=384 ALL_POLICIES=1 RESUMES=10 RESUME_STEPS=13
 SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \

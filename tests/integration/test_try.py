@@ -16,7 +16,7 @@ from configs.schema import ScratchModelConfig
 from tests.support.launches import RUN, Machine, end_all, finish, try_task, wait_for_line
 from trainer_pool.model.scratch import build_scratch_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 STARTING = "starting an SGLang server"
 

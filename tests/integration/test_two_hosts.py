@@ -15,6 +15,7 @@ from tests.support.hosts import PAGE, Host, hold_room, joined_hosts, missing, st
 from tests.support.launches import finish, launch_command, wait_for_line
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(missing() is not None, reason=str(missing())),

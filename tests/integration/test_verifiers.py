@@ -21,7 +21,7 @@ from tests.support.launches import RUN, Machine, end_all, finish, result_of, sta
 from tests.support.repository import ROOT
 from tests.support.verifiers_tasks import FOLDER, config_of, run, serving, task_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 NAMES = ("adding", "guessing", "noting")
 CALL = {"name": "notes_read", "arguments": "{}"}
 

@@ -16,7 +16,7 @@ from benchmarks.gpu import head
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu_engine import Roofline
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FIGURES = {

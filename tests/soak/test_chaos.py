@@ -70,6 +70,7 @@ SETTINGS = (
 RUN_BYTES, STAGE_BYTES = 2**29, 2**26
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not NUM_FAULTS, reason="only by `make chaos`: it takes most of an hour")
 def test_run_survives_every_kind_of_fault_and_learns_the_same(tmp_path: Path) -> None:
     print(f"LEASH_SOAK_SEED={SEED}")

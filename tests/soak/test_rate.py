@@ -20,7 +20,7 @@ from tests.soak.crash.mortal_server import MortalServer
 from tests.soak.crash.scenario import Scenario
 from tests.soak.crash.size import minutes
 
-pytestmark = [pytest.mark.slow, pytest.mark.machine]
+pytestmark = [pytest.mark.slow, pytest.mark.machine, pytest.mark.long]
 
 DURATION_S = 60 * minutes(short=0.2)
 NUM_SAMPLES = 90

@@ -85,6 +85,7 @@ SETTINGS = (
 )
 
 
+@pytest.mark.long
 def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: Path) -> None:
     print(f"LEASH_SOAK_SEED={SEED}")
     machine = Machine.look()

@@ -27,6 +27,7 @@ from tests.support.launches import finish, launch_command, result_of, wait_for_l
 CUT_S = size("CUT_S", 0)
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.slow,
     pytest.mark.timeout(0),
     pytest.mark.skipif(not CUT_S, reason="only by `make soak-hosts`: it takes ten minutes"),
