@@ -25,7 +25,7 @@ KEY = "k3y-of-the-weights"
 @pytest.fixture
 def spec(tmp_path, redis_url, run_name):
     return rollout_spec(
-        weight_sync=WeightSyncConfig(timeout_s=2, stage_dir=str(tmp_path / "stage")),
+        weight_sync=WeightSyncConfig(timeout_s=6, stage_dir=str(tmp_path / "stage")),
         redis_url=redis_url,
         run=run_name,
         run_dir=str(tmp_path / "run"),
