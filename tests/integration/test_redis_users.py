@@ -174,7 +174,7 @@ def urls(tmp_path: Path) -> Iterator[dict[str, str]]:
         user.removeprefix("leash-"): f"redis://{user}:{secret}@{where}/0"
         for user, secret in users.items()
     }
-    server.stop(timeout_s=5)
+    server.stop(timeout_s=60)
 
 
 def _for_its_version() -> list[str]:

@@ -225,7 +225,7 @@ async def test_server_that_is_killed_is_retried_and_then_an_error(task: CodeTask
         why = scored.failures["brief"]
         assert why.startswith(f"task.rewards.brief.url: {url}/run_code: ConnectError"), why
         assert "(2 attempts); start the sandbox there (make sandbox), or correct" in why
-        psutil.wait_procs(programs, timeout=30)
+        psutil.wait_procs(programs, timeout=60)
         assert not any(process.is_running() for process in programs)
         server, again = await asyncio.to_thread(start, url.rpartition(":")[2])
         assert again == url

@@ -131,7 +131,7 @@ def zombie(scenario: Scenario, channel: Any) -> None:
     """Leases, is stopped for longer than the lease lasts, and continues unaware."""
     buffer = scenario.blocking_buffer()
     buffer.reconcile("first", step=0, version=0, resume_version=0)
-    lease = buffer.lease(step=1, version=0, num_groups=4, share=0, num_shares=1, timeout_s=10)
+    lease = buffer.lease(step=1, version=0, num_groups=4, share=0, num_shares=1, timeout_s=120)
     channel.send("leased")
     channel.recv()
     report: dict[str, Any] = {
@@ -149,7 +149,7 @@ def zombie(scenario: Scenario, channel: Any) -> None:
 
 
 def wait_until_nothing_is_leased(buffer: BlockingReplayBuffer) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while buffer.stats().leased:
         assert time.monotonic() < deadline, buffer.stats()
         time.sleep(0.02)
@@ -176,7 +176,7 @@ def test_consumer_that_was_stopped_past_its_lease_changes_nothing(
         if taken_over_by == "reconcile":
             buffer.reconcile("second", step=0, version=0, resume_version=0)
         wait_until_nothing_is_leased(buffer)
-        lease = buffer.lease(step=1, version=0, num_groups=16, share=0, num_shares=1, timeout_s=30)
+        lease = buffer.lease(step=1, version=0, num_groups=16, share=0, num_shares=1, timeout_s=120)
         num_consumed = buffer.consume(lease, lease.group_ids)
         if taken_over_by == "expiry":
             buffer.reconcile(

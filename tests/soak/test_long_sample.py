@@ -98,7 +98,7 @@ async def _sample(client: SGLangClient, buffer: Buffer) -> Sample:
     sampler = Sampler(router, max_retries=0)
     running = asyncio.create_task(sampler.complete(sample))
     for number in range(TIMES):
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(60):
             while len(sample.output_ids) < (number + 1) * EVERY or _newest(sample) < number:
                 arrived.clear()
                 await arrived.wait()

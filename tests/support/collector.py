@@ -37,5 +37,5 @@ def collecting() -> Iterator[tuple[str, list[Post]]]:
         yield f"http://127.0.0.1:{server.server_port}/v1/traces", posts
     finally:
         server.shutdown()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         server.server_close()

@@ -189,12 +189,12 @@ class Scene:
         """`tokenizer`: has END_TOKEN and the bytes where TOKENIZER has them. `settings`: of the
         Endpoint."""
         self.author = Author()
-        self.task = task or TaskConfig(chat_template=True, episode_timeout_s=20.0)
+        self.task = task or TaskConfig(chat_template=True, episode_timeout_s=60.0)
         self.rollout = rollout or RolloutConfig(
             group_size=2,
             max_prompt_tokens=2000,
             max_response_tokens=2000,
-            openai=OpenAIConfig(session_timeout_s=20.0),
+            openai=OpenAIConfig(session_timeout_s=60.0),
         )
         self.sampling = sampling or SamplingParams()
         self.grammars = Grammars(tokenizer, vocab_size or len(tokenizer), [tokenizer.eos_token_id])
@@ -234,7 +234,7 @@ class Scene:
         return self.sessions.open(self.ask(**settings))
 
     def client(self, session, **settings):
-        settings = {"max_retries": 0, "timeout": 20.0, **settings}
+        settings = {"max_retries": 0, "timeout": 60.0, **settings}
         return self.client_of(session.key, f"{self.endpoint.url}/v1", **settings)
 
     def client_of(self, key, url, **settings):
@@ -250,7 +250,7 @@ class Scene:
         client = httpx.AsyncClient(
             base_url=self.endpoint.url,
             headers=headers,
-            timeout=20.0,
+            timeout=60.0,
             trust_env=False,
             transport=httpx.AsyncHTTPTransport(verify=False),
         )
@@ -258,7 +258,7 @@ class Scene:
         return client
 
 
-async def eventually(holds, timeout_s=10.0):
+async def eventually(holds, timeout_s=60.0):
     """Waits for `holds()`, such as for effects of a client's disconnect."""
     async with asyncio.timeout(timeout_s):
         while not holds():

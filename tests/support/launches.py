@@ -135,7 +135,7 @@ def processes_of(runs: Path) -> list[str]:
     return found
 
 
-def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 300.0) -> str:
+def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 580.0) -> str:
     assert process.stdout is not None
     seen = ""
     deadline = time.monotonic() + timeout_s

@@ -77,7 +77,7 @@ def main(runs: str) -> None:
         seen["host_of_a_joining_run"] = friend(ray.get_runtime_context().gcs_address, messages)
         gcs = ray._private.worker.global_worker.gcs_client
         publish_error_to_driver("node_removed", "RAYLET STACK TRACE", gcs_client=gcs)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not (messages.exists() and "STACK" in messages.read_text()):
             assert time.monotonic() < deadline, "Ray's message came nowhere"
             time.sleep(0.05)
@@ -141,11 +141,11 @@ def notices(pool: Any) -> dict[str, list[bool]]:
         noticed, lost = pool.noticed(name), pool.lost(name)
         (early, _) = ray.wait([noticed, lost], timeout=1)
         os.kill(pid, signal.SIGTERM)
-        ray.get(noticed, timeout=60)
+        ray.get(noticed, timeout=180)
         is_same = new_pid(handle) == pid
         os.kill(pid, signal.SIGTERM)
         try:
-            ray.get(lost, timeout=60)
+            ray.get(lost, timeout=180)
         except RayActorError:
             seen[name] = [not early, is_same, new_pid(handle) != pid]
     return seen
@@ -161,7 +161,7 @@ def draining(pool: Any) -> bool:
     command += ["--address", context.gcs_address, "--node-id", context.get_node_id()]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test"]
     command += ["--deadline-remaining-seconds", "600"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
     return not before and pool.draining_nodes() == {context.get_node_id()}
 
 
@@ -194,7 +194,7 @@ def own_address() -> str:
 def friend(address: str, messages: Path) -> str:
     """Where a second run, which joins this Ray by its token, has its servers listen."""
     command = [sys.executable, "-c", FRIEND, address, str(messages)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return (told.stdout or told.stderr[-2000:]).strip().splitlines()[-1]
 
 
@@ -206,7 +206,7 @@ def stranger(address: str) -> str:
         env=environment | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     return told.stdout + told.stderr[-2000:]
 

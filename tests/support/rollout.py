@@ -206,14 +206,14 @@ def spans(sample: Sample) -> list[tuple[int, int, int]]:
     return [(span.version, span.start, span.end) for span in sample.version_spans]
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> None:
     """Waits for an effect of another task or a server."""
     async with asyncio.timeout(timeout_s):
         while not (await is_so if inspect.isawaitable(is_so := condition()) else is_so):
             await asyncio.sleep(0.01)
 
 
-async def serves(state: RunState, wanted: Mapping[str, int], timeout_s: float = 30.0) -> None:
+async def serves(state: RunState, wanted: Mapping[str, int], timeout_s: float = 60.0) -> None:
     """Waits until exactly these engines serve exactly these versions."""
     async with asyncio.timeout(timeout_s):
         seen = await state.engine_versions()

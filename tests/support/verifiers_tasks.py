@@ -73,13 +73,13 @@ async def serving(*says: Any) -> AsyncIterator[Model]:
     )
     server = uvicorn.Server(config)
     running = asyncio.create_task(server.serve())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not server.started:
             await asyncio.sleep(0.01)
     model.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     yield model
     server.should_exit = True
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await running
 
 

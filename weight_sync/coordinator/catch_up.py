@@ -14,6 +14,7 @@ from weight_sync.types import VersionBoard, WeightSyncError
 
 _RETRY_S = (5.0, 20.0)
 """First and longest pause before a receiver that failed to catch up tries again."""
+NO_ANSWER = "version {} is here, though the answer was lost"
 
 
 class CatchUp:
@@ -68,11 +69,13 @@ class CatchUp:
             if member.has_released(version):
                 self._holders.add(member.client)
                 if member.client in self._unanswered:
-                    detail = f"version {version} is here, though the answer was lost"
-                    await self._caught_up(member.client, version, detail)
+                    await self._caught_up(member.client, version, NO_ANSWER.format(version))
             elif version in member.status.complete:
+                was_unanswered = member.client in self._unanswered
                 await self._board.record_staged(member.name, version)
                 await self.offer(member.client, version)
+                if was_unanswered and member.client in self._holders:
+                    await self._caught_up(member.client, version, NO_ANSWER.format(version))
             elif not self._rest.is_resting(member.client):
                 lacking.append(member.client)
         if not lacking:

@@ -21,13 +21,13 @@ class MortalServer:
     def kill(self) -> None:
         """SIGKILL: only the current content of the append-only file survives."""
         os.kill(self._server.pid, signal.SIGKILL)
-        assert self._server.wait(10) is not None
+        assert self._server.wait(60) is not None
 
     def restart(self) -> None:
         self._server.restart()
 
     def stop(self) -> None:
-        self._server.stop(timeout_s=10)
+        self._server.stop(timeout_s=60)
 
     def log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else "(no log)"

@@ -53,7 +53,7 @@ async def opened(
 async def lease(buffer: Buffer, step: int = 0, num_groups: int = 1) -> Lease:
     """A whole batch for the only rank."""
     return await buffer.lease(
-        step=step, version=0, num_groups=num_groups, share=0, num_shares=1, timeout_s=5
+        step=step, version=0, num_groups=num_groups, share=0, num_shares=1, timeout_s=60
     )
 
 

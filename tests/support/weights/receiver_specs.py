@@ -7,10 +7,10 @@ from pathlib import Path
 from weight_sync.types import ReceiverSpec
 
 KEY = "the-key-of-this-run"
-CALL_S = 30.0
+CALL_S = 60.0
 
 
-def receiver_spec(name: str, folder: Path, timeout_s: float = 30.0) -> ReceiverSpec:
+def receiver_spec(name: str, folder: Path, timeout_s: float = 60.0) -> ReceiverSpec:
     return ReceiverSpec(
         name=name,
         host="127.0.0.1",

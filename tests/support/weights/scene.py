@@ -33,7 +33,7 @@ from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import PublishReport, TensorSpec, WeightSyncError
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 EMPTY = Layout.of([TensorSpec(name="none", dtype="float32", shape=(1,))], 1)
 """Makes a receiver forget the versions of another layout."""
 

@@ -27,13 +27,13 @@ async def test_blocked_producer_is_woken_when_a_group_is_consumed(
 ) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
     await buffer.push(make_group("a"))
-    waiting = asyncio.create_task(buffer.push(make_group("b"), 10))
+    waiting = asyncio.create_task(buffer.push(make_group("b"), 300))
     await _blocked(waiting)
     lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
     await _blocked(waiting)  # leased groups take room, too
     start = time.monotonic()
     await buffer.consume(lease, ["a"])
-    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
+    assert await asyncio.wait_for(waiting, 60) is PushResult.stored
     assert time.monotonic() - start < 0.5
     stats = await buffer.stats()
     assert (stats.ready, stats.consumed, stats.push_blocked) == (1, 1, 1)
@@ -53,27 +53,33 @@ async def test_blocked_pushes_queue_and_send_each_payload_once(
     checked_buffer: Any, redis: Any, make_group: Any
 ) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=2)
-    waiting = [asyncio.create_task(buffer.push(make_group(f"g{i}"), 20)) for i in range(20)]
-    await asyncio.sleep(0.2)
-    before = (await redis.info("commandstats"))["cmdstat_set"]["calls"]
+    none_sent = await _num_sets(redis)
+    waiting = [asyncio.create_task(buffer.push(make_group(f"g{i}"), 300)) for i in range(20)]
+    async with asyncio.timeout(60):
+        while (before := await _num_sets(redis)) < none_sent + 20:  # 18 of them were refused
+            await asyncio.sleep(0.01)
     for step in range(18):
-        lease = await buffer.lease(step=step, version=0, num_groups=1, **{**STEP, "timeout_s": 5})
+        lease = await buffer.lease(step=step, version=0, num_groups=1, **{**STEP, "timeout_s": 60})
         await buffer.consume(lease, lease.group_ids)
     assert await asyncio.gather(*waiting) == [PushResult.stored] * 20
-    sets = (await redis.info("commandstats"))["cmdstat_set"]["calls"] - before
+    sets = await _num_sets(redis) - before
     assert sets <= 18 + 5  # and the marker of the first push
     stats = await buffer.stats()
     assert (stats.ready, stats.consumed, stats.push_blocked) == (2, 18, 18)
+
+
+async def _num_sets(redis: Any) -> int:
+    return int((await redis.info("commandstats")).get("cmdstat_set", {"calls": 0})["calls"])
 
 
 async def test_leased_groups_are_never_evicted(checked_buffer: Any, make_group: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.drop_stalest)
     await buffer.push(make_group("a"))
     lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
-    waiting = asyncio.create_task(buffer.push(make_group("b"), 10))
+    waiting = asyncio.create_task(buffer.push(make_group("b"), 300))
     await _blocked(waiting)
     await buffer.nack(lease, "test")
-    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
+    assert await asyncio.wait_for(waiting, 60) is PushResult.stored
     assert (await buffer.stats()).dropped == {"full": 1}
 
 
@@ -106,9 +112,9 @@ async def test_drop_stalest_evicts_nothing_for_a_group_that_cannot_fit(
     await buffer.push(make_group("b"))
     lease = await buffer.lease(step=0, version=0, num_groups=2, **STEP)
     await buffer.push(make_group("c"))
-    waiting = asyncio.create_task(buffer.push(make_group("d", num_tokens=100), 10))
+    waiting = asyncio.create_task(buffer.push(make_group("d", num_tokens=100), 300))
     await _blocked(waiting)
     assert (await buffer.stats()).dropped == {}
     await buffer.consume(lease, lease.group_ids)
-    assert await asyncio.wait_for(waiting, 2) is PushResult.stored
+    assert await asyncio.wait_for(waiting, 60) is PushResult.stored
     assert (await buffer.stats()).dropped == {}

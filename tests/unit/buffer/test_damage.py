@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -31,9 +30,9 @@ EXPLAINED = (DamagedRunError, TimeoutError, ValueError, BufferFullError, NotOwne
 """A ValueError of ours, not one of int() or decode(): see `_is_ours`."""
 
 
-async def _lease(buffer: Buffer, number: int = 2, step: int = 1) -> Any:
+async def _lease(buffer: Buffer, number: int = 2, step: int = 1, timeout_s: float = 60.0) -> Any:
     return await buffer.lease(
-        step=step, version=0, num_groups=number, share=0, num_shares=1, timeout_s=0.02
+        step=step, version=0, num_groups=number, share=0, num_shares=1, timeout_s=timeout_s
     )
 
 
@@ -45,7 +44,7 @@ async def test_stats_end_whatever_the_scores_in_ready_are(
     await buffer.push(make_group("good"))
     await redis.zadd(Keys(run_name)("ready"), {"bad": score})
 
-    async with asyncio.timeout(10):  # the server itself stands still, so only its absence is seen
+    async with asyncio.timeout(60):  # the server itself stands still, so only its absence is seen
         stats = await buffer.stats()
 
     assert stats.ready == 2 and stats.by_staleness[0] >= 1
@@ -82,7 +81,7 @@ async def test_lease_puts_a_group_without_its_hash_into_quarantine(
     buffer = await buffer_factory(groups_per_step=2, shards=shards)
     names = []
     for i in range(4):
-        names.append((await buffer.admit(f"g{i}", 1)).group_id)
+        names.append((await buffer.admit(f"g{i}", 60)).group_id)
         await buffer.push(make_group(names[-1]))
     gone, overwritten = names[0], names[1]
     for shard in range(shards):
@@ -113,17 +112,17 @@ async def test_lease_survives_names_that_no_push_could_give(
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2, shards=shards)
     for i in range(2):
-        await buffer.push(make_group((await buffer.admit(f"g{i}", 1)).group_id))
+        await buffer.push(make_group((await buffer.admit(f"g{i}", 60)).group_id))
     bad = {b"\xff\xfe": -2, b"two words": -1, "none-of-this-shard": 0.25, "x\x1b[2J": 0.5}
     for shard in range(shards):
         await redis.zadd(Keys(run_name, shard)("ready"), bad)
-    start = time.monotonic()
     try:
-        batch = await _lease(buffer)
+        async with asyncio.timeout(60):
+            batch = await _lease(buffer, timeout_s=300 if shards == 1 else 0.02)
         assert len(batch.groups) == 2
-    except TimeoutError:
+    except TimeoutError as error:
         assert shards == 2  # a name that belongs to another shard remains, and is reported
-    assert time.monotonic() - start < 30
+        assert "step 1 waited 0.02 s" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["hash", "list"])
@@ -147,7 +146,7 @@ async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list
 
     async def call(verb: Awaitable[Any]) -> Any:
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 return await verb
         except Exception as error:
             raised.append(error)
@@ -166,12 +165,12 @@ async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list
     await call(buffer.quarantined())
     await call(buffer.quarantined_prompts())
     await call(buffer.events("one"))
-    batch = await call(_lease(buffer, 2, 1))
+    batch = await call(_lease(buffer, 2, 1, 0.02))
     if batch is not None:
         kept = await call(buffer.validate(batch, 0))
         await call(buffer.renew(batch))
         await call(buffer.consume(batch, kept or ()))
-    again = await call(_lease(buffer, 1, 2))
+    again = await call(_lease(buffer, 1, 2, 0.02))
     if again is not None:
         await call(buffer.nack(again, "why"))
     await call(buffer.sweep())
@@ -292,12 +291,12 @@ async def _begin(
         await redis.unlink(*names)
     await redis.hset(keys("settings"), mapping=fresh)
     for name in ("put-away", "one", "two", "three"):
-        await buffer.push(make_group(name), 1)
-    batch = await buffer.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=1)
+        await buffer.push(make_group(name), 60)
+    batch = await buffer.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=60)
     arguments = (batch.lease_token, "test", batch.group_ids[0])
     await buffer._scripts.run("trainer/quarantine_group", *arguments)  # type: ignore[union-attr]
-    await buffer.lease(step=1, version=0, num_groups=2, share=0, num_shares=1, timeout_s=1)
-    await buffer.admit("runs", 1)
+    await buffer.lease(step=1, version=0, num_groups=2, share=0, num_shares=1, timeout_s=60)
+    await buffer.admit("runs", 60)
     await buffer.begin("runs", PromptRef(task="sums", index=3), 0, 1)
 
 

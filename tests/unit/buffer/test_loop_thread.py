@@ -36,7 +36,7 @@ def test_ranks_in_threads_share_a_batch(loop: LoopThread, buffer: Buffer, make_g
 
     def rank(share: int) -> None:
         lease = buffer.lease(
-            step=0, version=0, num_groups=2, share=share, num_shares=2, timeout_s=10
+            step=0, version=0, num_groups=2, share=share, num_shares=2, timeout_s=60
         )
         leases.append(loop.run(lease))
 
@@ -45,7 +45,7 @@ def test_ranks_in_threads_share_a_batch(loop: LoopThread, buffer: Buffer, make_g
         thread.start()
     assert [loop.run(buffer.push(make_group(name))) for name in "ab"] == [PushResult.stored] * 2
     for thread in threads:
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert sorted(g.group_id for lease in leases for g in lease.groups) == ["a", "b"]
     assert loop.run(buffer.validate(leases[0], 0)) == {"a", "b"}
     assert loop.run(buffer.consume(leases[0], leases[0].group_ids)) == 2
@@ -60,7 +60,7 @@ def test_stop_from_another_thread_ends_a_wait(loop: LoopThread, buffer: Buffer) 
     def wait() -> None:
         try:
             loop.run(
-                buffer.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=60)
+                buffer.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=300)
             )
         except Exception as error:
             errors.append(error)
@@ -69,7 +69,7 @@ def test_stop_from_another_thread_ends_a_wait(loop: LoopThread, buffer: Buffer) 
     thread.start()
     time.sleep(0.1)
     loop.stop(buffer.close())
-    thread.join(timeout=2)
+    thread.join(timeout=60)
     assert [type(error) for error in errors] == [BufferClosedError]
     with pytest.raises(BufferClosedError, match="before this call"):
         loop.run(buffer.stats())
@@ -87,5 +87,5 @@ def test_running_cancels_its_coroutine_at_the_end_of_the_block(loop: LoopThread)
             ended.set()
 
     with loop.running(work()):
-        assert started.wait(5) and not ended.is_set()
-    assert ended.wait(5)
+        assert started.wait(60) and not ended.is_set()
+    assert ended.wait(60)

@@ -503,7 +503,7 @@ def client(tmp_path: Path) -> Iterator[Client]:
     client = Client(server.url)
     yield client
     client.close()
-    server.stop(timeout_s=10)
+    server.stop(timeout_s=60)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ PROMPT = PromptRef(task="long words", index=7)
 
 
 async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: int = 1) -> str:
-    group_id: str = (await buffer.admit(name, 1)).group_id
+    group_id: str = (await buffer.admit(name, 60)).group_id
     assert await buffer.begin(group_id, prompt, 0, position)
     return group_id
 
@@ -37,7 +37,7 @@ async def test_prompt_of_dead_workers_becomes_a_suspect_and_is_then_quarantined(
     assert await buffer.reclaim(3) == 1
     assert await buffer.reclaim(3) == 0
     for number in (1, 2):  # any worker may die twice
-        again = (await buffer.admit(f"3-{number}-b", 1)).group_id
+        again = (await buffer.admit(f"3-{number}-b", 60)).group_id
         prompt = await buffer.take_retry(again)
         assert prompt == PromptRef(task="long words", index=7, reruns=number)
         assert prompt.is_suspect == (number == 2)
@@ -64,7 +64,7 @@ async def test_end_of_a_whole_run_is_no_death_that_counts_against_a_prompt(
     await _begun(buffer, "3-0-a")
     for number in range(1, 5):  # a long answer may be under way at any number of ends
         assert await buffer.reclaim(3, counts_as_death=False) == 1
-        again = (await buffer.admit(f"3-{number}-b", 1)).group_id
+        again = (await buffer.admit(f"3-{number}-b", 60)).group_id
         assert await buffer.take_retry(again) == PROMPT
     assert not await buffer.quarantined_prompts()
 
@@ -72,7 +72,7 @@ async def test_end_of_a_whole_run_is_no_death_that_counts_against_a_prompt(
 async def test_abandoned_group_may_leave_the_prompt_that_it_has_begun(checked_buffer: Any) -> None:
     buffer = await checked_buffer(on_stale=OnStale.drop)
     group_id = await _begun(buffer, "0-0-a")
-    await buffer.admit("0-1-a", 1)  # has no prompt yet
+    await buffer.admit("0-1-a", 60)  # has no prompt yet
     assert await buffer.abandon(group_id, "stopped", Rerun.always)
     assert await buffer.abandon("0-1-a", "stopped", Rerun.always)
     assert await buffer.take_retry() == PROMPT
@@ -82,7 +82,7 @@ async def test_abandoned_group_may_leave_the_prompt_that_it_has_begun(checked_bu
 async def test_credit_that_expires_queues_its_prompt_again(checked_buffer: Any) -> None:
     buffer = await checked_buffer(lease_timeout_s=0.02)
     group_id = await _begun(buffer, "0-0-a")
-    await buffer.admit("0-1-a", 1)  # has no prompt yet
+    await buffer.admit("0-1-a", 60)  # has no prompt yet
     await asyncio.sleep(0.03)
     assert await buffer.sweep() == 2
     assert await buffer.take_retry() == PromptRef(task="long words", index=7, reruns=1)
@@ -115,7 +115,7 @@ async def test_position_of_a_worker_is_the_highest_that_any_shard_knows(
     assert await buffer.reclaim(0) == 9
     found = 0
     for n in range(90):
-        group_id = (await buffer.admit(f"1-{n}-a", 1)).group_id
+        group_id = (await buffer.admit(f"1-{n}-a", 60)).group_id
         found += await buffer.take_retry(group_id) is not None
         await buffer.abandon(group_id, "stopped")
     assert found == 9  # each shard's come to the groups of that shard
@@ -146,7 +146,7 @@ async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
     buffer = await buffer_factory(shards=shards, groups_per_step=3, max_staleness=8)
     ids = []
     for n in range(12):
-        ids.append((await buffer.admit(f"{n % 2}-{n}-a", 1)).group_id)
+        ids.append((await buffer.admit(f"{n % 2}-{n}-a", 60)).group_id)
         assert await buffer.begin(ids[n], PromptRef(task="sums", index=n), n % 2, n // 2 + 1)
     for n in range(9):
         attempt = int(n == 8)
@@ -156,12 +156,12 @@ async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
     trained = list[str]()
     for step in (1, 2):
         lease = await buffer.lease(
-            step=step, version=step - 1, num_groups=3, share=0, num_shares=1, timeout_s=5
+            step=step, version=step - 1, num_groups=3, share=0, num_shares=1, timeout_s=60
         )
         await buffer.publish_version(step)
         await buffer.consume(lease, lease.group_ids)
         trained += lease.group_ids if step == 1 else ()
-    await buffer.lease(step=3, version=2, num_groups=3, share=0, num_shares=1, timeout_s=5)
+    await buffer.lease(step=3, version=2, num_groups=3, share=0, num_shares=1, timeout_s=60)
     await buffer.fail(ids[11], PromptRef(task="sums", index=11), 5)  # it waits to run again
     in_checkpoint = {ids.index(group_id) for group_id in trained}
     progress = await buffer.task_progress(1)
@@ -190,7 +190,7 @@ async def test_dump_of_a_checkpoint_fills_an_empty_server(
     await buffer.reconcile("two", step=0, version=1, resume_version=4)  # 0, 1 are 3, 4 now
     ids = []
     for n in range(12):
-        ids.append((await buffer.admit(f"0-{n}-a", 1)).group_id)
+        ids.append((await buffer.admit(f"0-{n}-a", 60)).group_id)
         assert await buffer.begin(ids[n], PromptRef(task="sums", index=n), 0, n + 1)
     for n in range(8):  # the last of a version after the checkpoint's
         assert await buffer.push(make_group(ids[n], 6 if n == 7 else n % 2, index=n))
@@ -199,7 +199,7 @@ async def test_dump_of_a_checkpoint_fills_an_empty_server(
     trained = []
     for step in (1, 2, 3):
         lease = await buffer.lease(
-            step=step, version=step + 3, num_groups=2, share=0, num_shares=1, timeout_s=5
+            step=step, version=step + 3, num_groups=2, share=0, num_shares=1, timeout_s=60
         )
         if step < 3:
             await buffer.publish_version(step + 4)
@@ -208,7 +208,7 @@ async def test_dump_of_a_checkpoint_fills_an_empty_server(
     await buffer.fail(ids[10], PromptRef(task="sums", index=10), 1)  # in quarantine
     assert await buffer.fail(ids[11], PromptRef(task="sums", index=11), 5)  # will run again
     at_checkpoint = await buffer.task_progress(1)
-    late = (await buffer.admit("0-12-a", 1)).group_id  # the checkpoint does not know of it
+    late = (await buffer.admit("0-12-a", 60)).group_id  # the checkpoint does not know of it
     assert await buffer.begin(late, PromptRef(task="sums", index=12), 0, 13)
     await buffer.push(make_group(late, 0, index=12))
     await dump_buffer(redis, run_name, tmp_path / "groups.dump")
@@ -233,7 +233,7 @@ async def test_dump_of_a_checkpoint_fills_an_empty_server(
     assert sorted(prompt.index for prompt in untrained.untrained) == sorted(names)
     found = {}
     while True:
-        group_id = (await buffer.admit(f"0-{20 + len(found)}-a", 1)).group_id
+        group_id = (await buffer.admit(f"0-{20 + len(found)}-a", 60)).group_id
         if (prompt := await buffer.take_retry(group_id)) is None:
             break
         found[prompt.index] = await buffer.kept_tokens(group_id, prompt)
@@ -251,7 +251,7 @@ async def _kept(buffer: Any, name: str, parts: dict[str, bytes], oldest: int | N
 
 
 async def _next_owner(buffer: Any, name: str, prompt: PromptRef = PROMPT) -> str:
-    group_id: str = (await buffer.admit(name, 1)).group_id
+    group_id: str = (await buffer.admit(name, 60)).group_id
     assert await buffer.take_retry(group_id) == prompt
     return group_id
 
@@ -336,7 +336,7 @@ async def test_trainer_waits_for_old_tokens_only_if_they_can_be_trained_in_time(
     assert not await count_as(4, 3), "steps 5 and 6 take four"
     assert await buffer.abandon(names[3], "stopped", Rerun.always)
     lease = await buffer.lease(
-        step=5, version=5, num_groups=2, share=0, num_shares=1, timeout_s=1, min_groups=1
+        step=5, version=5, num_groups=2, share=0, num_shares=1, timeout_s=60, min_groups=1
     )
     assert not await count_as(4, 2), "the batch of step 5 is formed"
     assert await count_as(4, 3)
@@ -359,7 +359,7 @@ def test_leash_counts_versions_through_rollbacks() -> None:
 async def test_steps_whose_gradients_add_up_are_admitted_as_one(buffer_factory: Any) -> None:
     buffer = await buffer_factory(groups_per_step=2, gradient_accumulation_steps=3, max_staleness=1)
     for number in range(12):
-        await buffer.admit(f"g{number}", 1.0)
+        await buffer.admit(f"g{number}", 60)
     with pytest.raises(TimeoutError, match="12 groups are running, ready or leased and 12 may be"):
         await buffer.admit("one-more", 0.01)
     stats = await buffer.stats()

@@ -13,6 +13,7 @@ from buffer.redis.keys import Keys
 from buffer.run_state import RunState
 from buffer.sharded import Record, Shard, ShardedReplayBuffer
 from configs.choices import OnStale
+from tests.support.buffer.blocked import until_blocked
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
 
@@ -24,11 +25,11 @@ async def test_admission_is_bounded_over_all_shards_together(
     admitted = [(await buffer.admit(f"g{i}", 0)).group_id for i in range(8)]
     with pytest.raises(TimeoutError, match="8 groups are running, ready or leased and 8 may be"):
         await buffer.admit("one-more", 0)
-    waiting = asyncio.create_task(buffer.admit("one-more", 5))
+    waiting = asyncio.create_task(buffer.admit("one-more", 300))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await buffer.abandon(admitted[5], "test")
-    assert (await asyncio.wait_for(waiting, 1)).group_id[-1] == admitted[5][-1]
+    assert (await asyncio.wait_for(waiting, 60)).group_id[-1] == admitted[5][-1]
     state = RunState(redis, run_name, shards=3)
     await state.record_commits({"engine": 0})
     await buffer.publish_version(1)  # the engine lags: room for one step less
@@ -61,7 +62,7 @@ async def test_shares_are_balanced_by_what_attention_costs(
         await buffer.push(make_group(name, num_tokens=10, size=6))
     arguments: dict[str, Any] = {"step": 1, "version": 0, "num_groups": 3, "num_shares": 2}
     leases = [
-        await buffer.lease(share=share, timeout_s=5, pair_cost=1.0, **arguments)
+        await buffer.lease(share=share, timeout_s=60, pair_cost=1.0, **arguments)
         for share in range(2)
     ]
     shares = [{group.group_id for group in lease.groups} for lease in leases]
@@ -74,12 +75,12 @@ async def test_ranks_share_one_batch_and_a_restarted_one_gets_its_share_again(
     clients = [await buffer_factory(shards=3) for _ in range(4)]
     arguments: dict[str, Any] = {"step": 3, "version": 0, "num_groups": 8, "num_shares": 4}
     waiting = [
-        asyncio.create_task(client.lease(share=share, timeout_s=10, **arguments))
+        asyncio.create_task(client.lease(share=share, timeout_s=300, **arguments))
         for share, client in enumerate(clients)
     ]
     for i in range(9):
         await clients[0].push(make_group(f"g{i}"))
-    leases = await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    leases = await asyncio.wait_for(asyncio.gather(*waiting), 60)
     assert len({(lease.lease_token, lease.group_ids) for lease in leases}) == 1
     shares = [[group.group_id for group in lease.groups] for lease in leases]
     assert sorted(itertools.chain(*shares)) == sorted(leases[0].group_ids)
@@ -187,9 +188,9 @@ async def test_rank_that_dies_while_forming_a_batch_leaves_groups_that_return(
         for k in (1, 2):
             taken = await shards[k].take(request, "dead", 250, [f"g{k}@{k}"])
             assert taken.ids == (f"g{k}@{k}",)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         lease = await buffer.lease(
-            step=0, version=0, num_groups=6, share=0, num_shares=1, timeout_s=5
+            step=0, version=0, num_groups=6, share=0, num_shares=1, timeout_s=300
         )
     assert len(lease.group_ids) == 6 and lease.lease_token != "dead"
     assert not await shards[0].unlock("dead")
@@ -198,11 +199,11 @@ async def test_rank_that_dies_while_forming_a_batch_leaves_groups_that_return(
 async def test_batch_that_was_lost_as_a_whole_is_formed_again(
     checked_buffer: Any, make_group: Any
 ) -> None:
-    hasty = await checked_buffer(shards=3, lease_timeout_s=0.02)
+    hasty = await checked_buffer(shards=3, lease_timeout_s=1.0)
     for i in range(3):
         await hasty.push(make_group(f"g{i}@{i}"))
     old = await hasty.lease(step=0, version=0, num_groups=3, **STEP)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(1.05)
     calm = await checked_buffer(shards=3)
     assert await calm.sweep() == 3
     new = await calm.lease(step=0, version=0, num_groups=3, **STEP)
@@ -217,22 +218,22 @@ async def test_ranks_that_wait_for_groups_neither_poll_nor_wake_each_other(
     clients = [await buffer_factory(shards=3) for _ in range(3)]
     waiting = [
         asyncio.create_task(
-            client.lease(step=0, version=0, num_groups=9, share=i, num_shares=3, timeout_s=60)
+            client.lease(step=0, version=0, num_groups=9, share=i, num_shares=3, timeout_s=300)
         )
         for i, client in enumerate(clients)
     ]
-    await asyncio.sleep(0.3)
+    await until_blocked(redis, 9)  # each of three ranks at each of three shards
     for i in range(5):
         await clients[0].push(make_group(f"g{i}@1"))
-    await clients[0].flush(10)
-    await asyncio.sleep(0.3)
+    await clients[0].flush(60)
+    await until_blocked(redis, 9)
     before = (await redis.info("stats"))["total_commands_processed"]
     await asyncio.sleep(0.5)
     after = (await redis.info("stats"))["total_commands_processed"]
     assert after - before <= 1  # INFO itself
     for i in range(4):
         await clients[0].push(make_group(f"h{i}@2"))
-    leases = await asyncio.wait_for(asyncio.gather(*waiting), 2)
+    leases = await asyncio.wait_for(asyncio.gather(*waiting), 60)
     assert len(leases[0].group_ids) == 9
 
 
@@ -253,7 +254,7 @@ async def test_ack_of_many_steps_leaves_no_record_of_them(
 async def test_admission_that_is_cancelled_keeps_no_credit(buffer_factory: Any) -> None:
     buffer = await buffer_factory(shards=3, groups_per_step=1, max_staleness=30)
     for turns in range(40):
-        admitting = asyncio.create_task(buffer.admit(f"g{turns}", 5))
+        admitting = asyncio.create_task(buffer.admit(f"g{turns}", 60))
         for _ in range(turns):
             await asyncio.sleep(0)
         admitting.cancel()

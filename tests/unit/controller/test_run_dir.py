@@ -104,7 +104,7 @@ def test_stop_on_another_host_ends_only_what_is_there(
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command, env=environment) as left:
         stop_run(run)
-        left.wait(timeout=30)
+        left.wait(timeout=60)
     assert not staged.exists() and list_of_third.exists() and rays.exists()
     assert run.read_record().state == "running" and run.read_redis_url() is not None
     output = capsys.readouterr().out

@@ -115,4 +115,4 @@ async def test_end_of_a_process_is_told_by_the_kernel() -> None:
         await asyncio.sleep(0.05)
         assert not waiting.done()
         process.kill()
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)

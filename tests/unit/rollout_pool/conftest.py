@@ -40,6 +40,8 @@ class Reply:
     """After its first token."""
     never_ends: bool = False
     """Unless it is aborted."""
+    may_end: threading.Event | None = None
+    """It ends no earlier than this is set, or it is aborted."""
     says_first_token: bool = True
     parts: list[int] | None = None
     """Lengths of all parts but the last."""
@@ -71,7 +73,7 @@ class _Server:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < deadline, "the fake server did not start"
             time.sleep(0.01)
@@ -90,7 +92,7 @@ class _Server:
     def stop(self) -> None:
         self._server.should_exit = True
         self._server.force_exit = True
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
 
 
 class _Fake:
@@ -132,6 +134,10 @@ class FakeSGLang(_Fake):
         """Paths that are answered with an error regardless of `status`."""
         self.slow: dict[str, float] = {}
         """Seconds before a path is answered."""
+        self.gates: dict[str, threading.Event] = {}
+        """A path is answered when this is set."""
+        self.num_refusals: dict[str, int] = {}
+        """Further calls of a path that are answered with an error."""
         self.offers = {"/update_weights_from_disk"}
         """Optional routes that the server lists."""
         self.is_ready = True
@@ -225,6 +231,8 @@ class FakeSGLang(_Fake):
         await queue.put(None)
 
     async def _pause(self, reply: Reply, aborting: asyncio.Event) -> None:
+        while reply.may_end is not None and not (reply.may_end.is_set() or aborting.is_set()):
+            await asyncio.sleep(0.01)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if reply.never_ends else reply.delay_s):
                 await aborting.wait()
@@ -233,13 +241,21 @@ class FakeSGLang(_Fake):
         body = await request.json()
         self.calls.append((request.url.path, body))
         await asyncio.sleep(self.slow.get(request.url.path, 0.0))
-        if self.status != 200 or request.url.path in self.refused:
+        while request.url.path in self.gates and not self.gates[request.url.path].is_set():
+            await asyncio.sleep(0.01)
+        if self.status != 200 or self._refuses(request.url.path):
             return JSONResponse({"success": False, "message": "out of order"}, 400)
         if request.url.path == "/abort_request":
             self._abort(body)
         if "weight_version" in body:
             self.version = body["weight_version"]
         return JSONResponse({"success": True})
+
+    def _refuses(self, path: str) -> bool:
+        if self.num_refusals.get(path, 0):
+            self.num_refusals[path] -= 1
+            return True
+        return path in self.refused
 
     def _abort(self, body: dict[str, Any]) -> None:
         if "rid" in body:
@@ -306,7 +322,7 @@ class FakeSGLang(_Fake):
         self._serve(routes)
 
     def client(self, name: str, **settings: Any) -> SGLangClient:
-        settings = {"request_timeout_s": 2.0, **settings}
+        settings = {"request_timeout_s": 30.0, **settings}
         return SGLangClient(name, self.url, key="a-key", **settings)
 
 

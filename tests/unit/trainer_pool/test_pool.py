@@ -29,7 +29,7 @@ def test_lead_rank_opens_the_rendezvous_and_closed_ranks_are_reported_dead() -> 
         assert name == "trainer-0"
         socket.create_connection(ray.get(rendezvous, timeout=TIMEOUT_S)).close()
         deaths = pool.deaths()
-        pool.close(timeout_s=20)
+        pool.close(timeout_s=60.0)
         assert deaths.keys() == {"trainer-0", "trainer-1"}
         for name, death in deaths.items():
             with pytest.raises(RayActorError):
@@ -69,7 +69,7 @@ def test_ranks_go_on_without_their_controller_and_report_to_the_next(tmp_path: P
         deaths = adopted.deaths()
         for of_the_first in watched.values():
             assert "another controller" in ray.get(of_the_first, timeout=TIMEOUT_S)
-        adopted.close(timeout_s=20)
+        adopted.close(timeout_s=60.0)
         with pytest.raises(RayActorError):
             ray.get(deaths["trainer-1"], timeout=TIMEOUT_S)
         actors.pop("trainer-1")

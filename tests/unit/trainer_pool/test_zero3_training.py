@@ -144,14 +144,14 @@ class Receiver:
 
     def staged(self) -> tuple[int, dict[str, torch.Tensor]]:
         """Its newest version and those weights."""
-        newest = self.loop.run(self.client.newest(-1, timeout_s=10.0))
+        newest = self.loop.run(self.client.newest(-1, timeout_s=60.0))
         assert newest is not None
         return newest.version, load_file(Path(newest.path) / "model.safetensors")
 
     def forget(self) -> None:
         """Drop its versions, as for another model."""
         other = Layout.of([TensorSpec(name="other", dtype="float32", shape=(1,))], 1)
-        self.loop.run(self.client.set_layout(other, timeout_s=10.0))
+        self.loop.run(self.client.set_layout(other, timeout_s=60.0))
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ def receiver(folder: Path) -> Iterator[Receiver]:
         folder=str(folder / "staged"),
         num_slots=2,
         num_buffers=2,
-        timeout_s=30.0,
+        timeout_s=60.0,
         min_bandwidth=50e6,
         key=WEIGHTS_KEY,
     )

@@ -16,12 +16,8 @@ from starlette.routing import Route
 
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
-
-
-async def echo(request: Request) -> Response:
-    return PlainTextResponse(await read_body(request, 1000))
 
 
 async def unread(request: Request) -> Response:
@@ -32,6 +28,10 @@ async def unread(request: Request) -> Response:
 async def serving(**limits: float) -> AsyncIterator[tuple[Open, list[str]]]:
     """A way to connect, and what has happened in the app."""
     noted: list[str] = []
+
+    async def echo(request: Request) -> Response:
+        noted.append("asked")
+        return PlainTextResponse(await read_body(request, 1000))
 
     async def endless(request: Request) -> Response:
         async def chunks() -> AsyncIterator[bytes]:
@@ -109,14 +109,14 @@ async def test_body_that_trickles_in_ends() -> None:
 
 
 async def test_further_requests_have_their_own_time() -> None:
-    async with serving(head_s=0.5, body_s=0.5) as (connect, _):
+    async with serving(head_s=2.0, body_s=2.0) as (connect, _):
         reader, writer = await connect()
         for _ in range(4):
             writer.write(post("/echo", 2, b"x"))
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.6)
             writer.write(b"y")
             assert await answer_to(reader) == (b"HTTP/1.1 200 OK", b"xy")
-        await asyncio.sleep(0.6)  # idle, which is no head under way
+        await asyncio.sleep(2.2)  # idle, which is no head under way
         writer.write(post("/echo", 1, b"z"))
         assert await answer_to(reader) == (b"HTTP/1.1 200 OK", b"z")
 
@@ -155,7 +155,7 @@ async def test_reader_that_stops_ends_its_answer() -> None:
 
 
 async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
-    async with serving(max_connections=3) as (connect, _):
+    async with serving(max_connections=3) as (connect, noted):
         idle = [await connect() for _ in range(3)]
         reader, writer = await connect()
         writer.write(post("/echo", 1, b"a"))
@@ -165,7 +165,8 @@ async def test_idle_connections_make_room_and_busy_ones_do_not() -> None:
         busy = [await connect() for _ in range(3)]
         for _, writer in busy:
             writer.write(post("/echo", 2, b"x"))
-        await asyncio.sleep(0.2)
+        while noted.count("asked") < 1 + len(busy):
+            await asyncio.sleep(0.01)
         refused, _ = await connect()
         assert b" 503 " in await refused.read()
         for reader, writer in busy:

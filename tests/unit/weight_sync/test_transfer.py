@@ -82,7 +82,7 @@ class Fleet:
             num_senders=len(self.senders),
             receivers=tuple(receiver.spec.name for receiver in receivers),
             backend="gloo",
-            timeout_s=10.0,
+            timeout_s=CALL_S,
         )
         joins: list[Future[None]] = [
             *(self._pool.submit(s.group_thread.join, spec, i) for i, s in enumerate(self.senders)),

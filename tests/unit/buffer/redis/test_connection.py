@@ -23,13 +23,14 @@ import uvloop
 from hiredis import pack_command
 from redis import Redis, exceptions
 
-from buffer.redis.client import BufferRedis
+from buffer.redis.client import TRY_FOR_S, BufferRedis
 from buffer.redis.cluster import key_of
 from buffer.redis.connection import BufferConnectionError, DiskFullError, MemoryFullError, connect
 from buffer.redis.payloads import fresh
 from buffer.redis.replies import readable
 from buffer.redis.server import EmbeddedServer
 from configs.schema import BufferConfig
+from tests.support.buffer.blocked import until_blocked
 
 HOST = "127.0.0.1"
 WRITE = "return redis.call('SET', KEYS[1], ARGV[1])"
@@ -53,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     yield make
     for server in started:
-        server.stop(timeout_s=5)
+        server.stop(timeout_s=60)
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ async def test_server_on_this_machine_is_reached_by_its_socket(start: Start) -> 
         (value,) = await client.receive(["large"], fresh)
         assert isinstance(value, memoryview) and len(value) == 5_000_000
         os.kill(server.pid, signal.SIGKILL)  # the path stays behind
-        assert server.wait(10) is not None
+        assert server.wait(60) is not None
         server.restart()
         assert await _address_at_server(client) == {f"{path}:0"}
         path.unlink()
@@ -129,7 +130,7 @@ async def test_socket_of_another_server_is_not_used(start: Start, tmp_path: Path
         (tmp_path / "other" / "server.sock").rename(tmp_path / "redis" / "server.sock")
         assert await _reached_at(server.url) == {f"{HOST}:{place.port}"}
     finally:
-        other.stop(timeout_s=5)
+        other.stop(timeout_s=60)
 
 
 async def test_forwarded_port_and_another_address_are_not_left_for_a_socket(
@@ -150,7 +151,7 @@ async def test_forwarded_port_and_another_address_are_not_left_for_a_socket(
             url = f"redis://:{place.password}@{HOST}:{port}/0"
             assert await _reached_at(url) == {f"{host}:{place.port}"}
     finally:
-        server.stop(timeout_s=5)
+        server.stop(timeout_s=60)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -168,7 +169,7 @@ async def test_server_whose_path_is_too_long_for_a_socket_is_reached_by_its_port
     try:
         assert await _reached_at(server.url) == {f"{HOST}:{urlsplit(server.url).port}"}
     finally:
-        server.stop(timeout_s=5)
+        server.stop(timeout_s=60)
 
 
 async def test_unreachable_server_is_named_with_the_fix() -> None:
@@ -216,7 +217,7 @@ async def test_commands_and_pipelines_wait_for_a_server_that_is_restarted(
     client = await connect(server.url)
     await client.set("before", "1")
     os.kill(server.pid, signal.SIGKILL)
-    server.wait(timeout_s=5)
+    server.wait(timeout_s=60)
 
     async def pipelined() -> list[bytes | None]:
         async with client.pipeline(transaction=False) as pipe:
@@ -227,7 +228,7 @@ async def test_commands_and_pipelines_wait_for_a_server_that_is_restarted(
 
     single = asyncio.create_task(client.set("single", "3"))
     piped = asyncio.create_task(pipelined())
-    blocked = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 2000))
+    blocked = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 60_000))
     await asyncio.sleep(0.3)
     assert not single.done() and not piped.done() and not blocked.done()
     await asyncio.to_thread(server.restart)
@@ -241,7 +242,7 @@ async def test_commands_and_pipelines_wait_for_a_server_that_is_restarted(
 async def test_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServer) -> None:
     client = await connect(server.url, try_for_s=0.3)
     await client.set("before", "1")
-    server.stop(timeout_s=5)
+    server.stop(timeout_s=60)
     began = time.monotonic()
     where = f"{HOST}:{urlsplit(server.url).port}"
     with pytest.raises(
@@ -252,14 +253,14 @@ async def test_server_that_stays_away_is_named_with_the_fix(server: EmbeddedServ
         pipe.get("before")
         with pytest.raises(BufferConnectionError, match="has been down"):
             await pipe.execute()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < TRY_FOR_S
     await client.aclose()
 
 
 async def test_process_of_a_run_connects_once_its_server_is_back(server: EmbeddedServer) -> None:
     url = server.url
     os.kill(server.pid, signal.SIGKILL)
-    server.wait(timeout_s=5)
+    server.wait(timeout_s=60)
     with pytest.raises(BufferConnectionError, match="cannot reach Redis"):
         await connect(url, try_for_s=60)  # a launch: the address is wrong, probably
     with pytest.raises(BufferConnectionError, match="cannot reach Redis"):
@@ -268,24 +269,25 @@ async def test_process_of_a_run_connects_once_its_server_is_back(server: Embedde
     await asyncio.sleep(0.3)
     assert not connecting.done()
     await asyncio.to_thread(server.restart)
-    client = await asyncio.wait_for(connecting, 20)
+    client = await asyncio.wait_for(connecting, 60)
     assert await client.set("a", "1")
     await client.aclose()
 
 
 async def test_server_that_loads_its_data_is_waited_for(start: Start) -> None:
-    # 500 keys at a millisecond each, five times the client's patience with a server that does not
-    # reply; the first part of the log is a snapshot.
-    server = start(key_load_delay="1000", loading_process_events_interval_bytes="1024")
-    client = await connect(server.url, try_for_s=0.1)
+    # 500 keys at 10 ms each, five times the client's patience with a server that does not reply;
+    # the first part of the log is a snapshot.
+    server = start(key_load_delay="10000", loading_process_events_interval_bytes="1024")
+    client = await connect(server.url, try_for_s=1.0)
     await client.mset({f"key-{number}": "value" for number in range(500)})
     await client.bgrewriteaof()
     while (await client.info("persistence"))["aof_rewrite_in_progress"]:
         await asyncio.sleep(0.05)
     os.kill(server.pid, signal.SIGKILL)
-    server.wait(timeout_s=5)
+    server.wait(timeout_s=60)
     restarting = asyncio.create_task(asyncio.to_thread(server.restart))
     while not _is_loading(server.url):
+        assert not restarting.done(), "it had loaded before anyone asked"
         await asyncio.sleep(0.01)
     assert await client.get("key-499") == b"value"
     await restarting
@@ -301,8 +303,8 @@ def _is_loading(url: str) -> bool:
 
 
 async def test_blocked_read_may_last_longer_than_a_reply(redis_url: str, run_name: str) -> None:
-    client = await connect(f"{redis_url}?socket_timeout=0.2")
-    assert not await client.xread({run_name: "0-0"}, 1, 600)
+    client = await connect(f"{redis_url}?socket_timeout=2")
+    assert not await client.xread({run_name: "0-0"}, 1, 2500)
     with _client(redis_url) as probe:
         before = probe.info("stats")["total_connections_received"]
     assert await client.get(run_name) is None
@@ -321,7 +323,7 @@ async def test_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
         for _ in range(1 + turns % 40):
             await asyncio.sleep(0)
         waiting.cancel()
-        await asyncio.wait({waiting}, timeout=5)
+        await asyncio.wait({waiting}, timeout=60)
         assert waiting.cancelled()
     assert await client.get(run_name) is None  # no reply of another command is left over
     await client.aclose()
@@ -330,17 +332,26 @@ async def test_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
 async def test_wait_outlasts_several_crashes_that_are_shorter_than_its_patience(
     server: EmbeddedServer,
 ) -> None:
-    client = await connect(server.url, try_for_s=1.0)
-    waiting = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 60_000))
-    for _ in range(4):
-        await asyncio.sleep(0.3)
+    patience_s = 5.0
+    client = await connect(server.url, try_for_s=patience_s)
+    began = time.monotonic()
+    waiting = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 600_000))
+    while time.monotonic() < began + 1.2 * patience_s:
+        await _until_it_waits_at(server)
+        await asyncio.sleep(patience_s / 4)
         os.kill(server.pid, signal.SIGKILL)
         await asyncio.to_thread(server.wait, 5)
         await asyncio.to_thread(server.restart)
-    await asyncio.sleep(0.5)
+    await _until_it_waits_at(server)
     await client.xadd("stream", {"field": "value"})
     assert await waiting
     await client.aclose()
+
+
+async def _until_it_waits_at(server: EmbeddedServer) -> None:
+    probe = await connect(server.url)
+    await until_blocked(probe, 1)
+    await probe.aclose()
 
 
 # A server without room ------------------------------------------------------------------------
@@ -395,7 +406,7 @@ async def test_server_without_disk_says_so_and_recovers_by_itself(start: Start) 
 
 
 async def _first_refusal(client: Redis) -> DiskFullError:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             await client.set("more", b"x" * 1000)  # type: ignore[misc]

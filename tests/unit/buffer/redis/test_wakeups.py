@@ -11,6 +11,7 @@ import pytest
 from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
 from configs.choices import OnStale
+from tests.support.buffer.blocked import until_blocked
 
 STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "version": 0}
 
@@ -26,12 +27,12 @@ async def test_push_that_completes_a_batch_wakes_the_lease(
     buffer_factory: Any, make_group: Any
 ) -> None:
     buffer = await buffer_factory()
-    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=2, timeout_s=10, **STEP))
+    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=2, timeout_s=300, **STEP))
     await buffer.push(make_group("a"))
     await _blocked(waiting)
     start = time.monotonic()
     await buffer.push(make_group("b"))
-    assert (await asyncio.wait_for(waiting, 2)).group_ids == ("a", "b")
+    assert (await asyncio.wait_for(waiting, 60)).group_ids == ("a", "b")
     assert time.monotonic() - start < 0.5
 
 
@@ -39,14 +40,14 @@ async def test_event_wakes_all_ranks(buffer_factory: Any, make_group: Any) -> No
     clients = [await buffer_factory() for _ in range(3)]
     waiting = [
         asyncio.create_task(
-            client.lease(step=0, version=0, num_groups=3, share=i, num_shares=3, timeout_s=10)
+            client.lease(step=0, version=0, num_groups=3, share=i, num_shares=3, timeout_s=300)
         )
         for i, client in enumerate(clients)
     ]
     await _blocked(waiting[0])
     for name in "abc":
         await clients[0].push(make_group(name))
-    leases = await asyncio.wait_for(asyncio.gather(*waiting), 2)
+    leases = await asyncio.wait_for(asyncio.gather(*waiting), 60)
     assert len({lease.lease_token for lease in leases}) == 1
     assert sorted(g.group_id for lease in leases for g in lease.groups) == ["a", "b", "c"]
 
@@ -68,13 +69,13 @@ async def test_ranks_get_the_same_short_batch_when_the_first_has_waited_long_eno
                 share=share,
                 num_shares=2,
                 batch_timeout_s=batch_timeout_s,
-                timeout_s=60,
+                timeout_s=300,
             )
         )
-        for share, (client, batch_timeout_s) in enumerate(zip(clients, (1.0, 50.0), strict=True))
+        for share, (client, batch_timeout_s) in enumerate(zip(clients, (3.0, 200.0), strict=True))
     ]
     await _blocked(waiting[0])  # still for a full batch
-    leases = await asyncio.wait_for(asyncio.gather(*waiting), 20)
+    leases = await asyncio.wait_for(asyncio.gather(*waiting), 60)
     assert leases[0].lease_token == leases[1].lease_token
     trained = [[group.group_id for group in lease.groups] for lease in leases]
     assert sorted(len(share) for share in trained) == [1, 2]
@@ -91,13 +92,13 @@ async def test_short_batch_waits_for_its_smallest_number_and_holds_at_most_a_ful
     await buffer.push(make_group("a"))
     with pytest.raises(TimeoutError, match=r"step 0 waited 0.05 s for 2 fresh groups .*: 1 are"):
         await buffer.lease(step=0, timeout_s=0.05, **request)
-    waiting = asyncio.create_task(buffer.lease(step=0, timeout_s=60, **request))
+    waiting = asyncio.create_task(buffer.lease(step=0, timeout_s=300, **request))
     await _blocked(waiting)
     await buffer.push(make_group("b"))
-    assert set((await asyncio.wait_for(waiting, 20)).group_ids) == {"a", "b"}
+    assert set((await asyncio.wait_for(waiting, 60)).group_ids) == {"a", "b"}
     for name in "cdefg":
         await buffer.push(make_group(name))
-    assert len((await buffer.lease(step=1, timeout_s=60, **request)).group_ids) == 4
+    assert len((await buffer.lease(step=1, timeout_s=300, **request)).group_ids) == 4
     with pytest.raises(ValueError, match=r"min_groups=5, num_shares=1, num_groups=4"):
         await buffer.lease(step=2, timeout_s=0, **{**request, "min_groups": 5})
 
@@ -119,7 +120,7 @@ async def test_admission_is_woken_by_everything_that_makes_room(
         await buffer.consume(lease, lease.group_ids)  # 1 running, limit (1 + 1 - 1) * 1
     else:
         lease = await buffer.lease(step=0, num_groups=1, timeout_s=0, **STEP)
-    waiting = asyncio.create_task(buffer.admit("c", 10))
+    waiting = asyncio.create_task(buffer.admit("c", 300))
     await _blocked(waiting)
     if event == "consume":
         await buffer.consume(lease, ["a"])
@@ -136,7 +137,7 @@ async def test_admission_is_woken_by_everything_that_makes_room(
         await state.record_commits({"engine": 1})
     else:
         await buffer.change_settings({"max_staleness": 2})
-    await asyncio.wait_for(waiting, 2)
+    await asyncio.wait_for(waiting, 60)
 
 
 @pytest.mark.parametrize("event", ["push", "abandon", "tune"])
@@ -152,7 +153,7 @@ async def test_on_stale_wait_delays_a_lease_until_no_running_group_would_become_
     request = {"step": 0, "num_groups": 2, "share": 0, "num_shares": 1, "version": 1}
     with pytest.raises(TimeoutError, match=f"waited 0 s .* for group {slow}, which started at"):
         await buffer.lease(timeout_s=0, **request)
-    waiting = asyncio.create_task(buffer.lease(timeout_s=10, **request))
+    waiting = asyncio.create_task(buffer.lease(timeout_s=300, **request))
     await _blocked(waiting)
     if event == "push":
         await buffer.push(make_group(slow, 0))
@@ -160,7 +161,7 @@ async def test_on_stale_wait_delays_a_lease_until_no_running_group_would_become_
         await buffer.abandon(slow, "test")
     else:
         await buffer.change_settings({"max_staleness": 5})
-    lease = await asyncio.wait_for(waiting, 2)
+    lease = await asyncio.wait_for(waiting, 60)
     assert (lease.group_ids[0] == slow) is (event == "push")  # the last step that can train it
 
 
@@ -169,7 +170,7 @@ async def test_blocked_workers_never_exceed_the_admission_bound(buffer_factory: 
         buffer = await buffer_factory(groups_per_step=2, max_staleness=1)
         most = 0
         for number in range(5):
-            await buffer.admit(f"g{worker}-{number}", 10)
+            await buffer.admit(f"g{worker}-{number}", 60)
             most = max(most, (await buffer.stats()).running)
             await buffer.abandon(f"g{worker}-{number}", "test")
         return most
@@ -193,38 +194,38 @@ async def test_close_ends_every_wait(buffer_factory: Any, make_group: Any) -> No
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0, capacity_groups=1)
     await buffer.push(make_group("a"))
     waiting = [
-        asyncio.create_task(buffer.admit("b", 60)),
-        asyncio.create_task(buffer.lease(step=0, num_groups=9, timeout_s=60, **STEP)),
-        *(asyncio.create_task(buffer.push(make_group(name), 60)) for name in "bcd"),
+        asyncio.create_task(buffer.admit("b", 300)),
+        asyncio.create_task(buffer.lease(step=0, num_groups=9, timeout_s=300, **STEP)),
+        *(asyncio.create_task(buffer.push(make_group(name), 300)) for name in "bcd"),
     ]
     await _blocked(waiting[-1])
     await buffer.close()
     for task in waiting:
         with pytest.raises(BufferClosedError):
-            await asyncio.wait_for(task, 1)
+            await asyncio.wait_for(task, 60)
 
 
 async def test_cancelled_wait_leaves_the_client_in_order(
     buffer_factory: Any, make_group: Any
 ) -> None:
     buffer = await buffer_factory()
-    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP))
+    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=300, **STEP))
     await _blocked(waiting)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     await buffer.push(make_group("a"))
-    assert (await buffer.lease(step=0, num_groups=1, timeout_s=1, **STEP)).group_ids == ("a",)
+    assert (await buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP)).group_ids == ("a",)
 
 
 async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis: Any) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
     await buffer.admit("a", 0)
     waiting = [
-        asyncio.create_task(buffer.admit("b", 60)),
-        asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP)),
+        asyncio.create_task(buffer.admit("b", 300)),
+        asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=300, **STEP)),
     ]
-    await _blocked(waiting[0])
+    await until_blocked(redis, 2)
     before = (await redis.info("stats"))["total_commands_processed"]
     await asyncio.sleep(0.5)
     after = (await redis.info("stats"))["total_commands_processed"]
@@ -238,11 +239,11 @@ async def test_cancelled_wait_ends_at_whatever_point_the_cancellation_arrives(
     buffer_factory: Any,
 ) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
-    await buffer.admit("holds-the-only-credit", 5)
+    await buffer.admit("holds-the-only-credit", 60)
     for num_turns in range(12):
-        waiting = asyncio.create_task(buffer.admit("waits", 60))
+        waiting = asyncio.create_task(buffer.admit("waits", 300))
         for _ in range(num_turns):
             await asyncio.sleep(0)
         waiting.cancel()
-        done, _ = await asyncio.wait({waiting}, timeout=5)
+        done, _ = await asyncio.wait({waiting}, timeout=60)
         assert waiting in done and waiting.cancelled()

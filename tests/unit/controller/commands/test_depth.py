@@ -96,9 +96,9 @@ def test_watch_of_a_lost_server_ends_with_a_message(run_dir: RunDir) -> None:
     server = EmbeddedServer.start(run_dir.path / "redis", BufferConfig(), "127.0.0.1", log)
     asyncio.run(fill(server.url, run_dir.name, pushed=1))
     run_dir.write_redis_url(server.url)
-    console = Console(file=Reader(lambda: server.stop(5.0)), width=200)
+    console = Console(file=Reader(lambda: server.stop(60.0)), width=200)
     with pytest.raises(ConnectionError, match=r"did not answer within .*: it is gone or busy"):
-        print_depth(run_dir, watch=True, console=console, timeout_s=0.5)
+        print_depth(run_dir, watch=True, console=console, timeout_s=2.0)
 
 
 def test_ctrl_c_ends_the_watch_with_success(live_run: RunDir, redis_url: str) -> None:
@@ -111,7 +111,7 @@ def test_ctrl_c_ends_the_watch_with_success(live_run: RunDir, redis_url: str) ->
             assert watch.stdout is not None
             assert "ready 1" in watch.stdout.readline()
             watch.send_signal(signal.SIGINT)
-            rest, _ = watch.communicate(timeout=20)
+            rest, _ = watch.communicate(timeout=60)
         finally:
             watch.kill()
     assert watch.returncode == 0
@@ -126,7 +126,7 @@ def test_data_of_a_run_that_is_over_is_served_for_the_command(
     try:
         asyncio.run(fill(server.url, run_dir.name, pushed=2))
     finally:
-        server.stop(timeout_s=10)
+        server.stop(timeout_s=60)
     run_dir.write_record(replace(run_dir.read_record(), state="finished", process_started=0.0))
     assert "ready 2" in leash("depth", "--run", run_dir.name)
     processes = psutil.process_iter(["cmdline"])

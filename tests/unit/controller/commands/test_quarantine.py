@@ -72,7 +72,7 @@ def test_discarded_group_is_dropped_and_counted(
 
 async def put_a_prompt_aside(url: str, run: str) -> None:
     async with opened(url, run) as buffer:
-        group_id = (await buffer.admit("g", 5)).group_id
+        group_id = (await buffer.admit("g", 60)).group_id
         failure = await buffer.fail(group_id, PromptRef(task="chain sum", index=17), 1)
         assert failure == Failure(num_failures=1, is_quarantined=True)
 

@@ -44,7 +44,7 @@ def status_of(run_dir: RunDir) -> str:
 async def _begin_run(url: str, run: str) -> None:
     state = RunState(await connect(url), run)
     async with opened(url, run, groups_per_step=16, max_staleness=2) as buffer:
-        await buffer.admit("group-0", timeout_s=5)
+        await buffer.admit("group-0", timeout_s=60)
     await state.record_commits({"engine-0": 0})
     await state.add_wait("trainer", "rollout", 7.5)
     await state.count("tokens_generated", 1234)

@@ -53,7 +53,7 @@ def test_life_of_a_waiting_group_extends_until_now() -> None:
 
 async def train_one(url: str, run: str) -> None:
     async with opened(url, run) as buffer:
-        await buffer.admit("mine", timeout_s=5)
+        await buffer.admit("mine", timeout_s=60)
         await buffer.push(small_group("mine"))
         batch = await lease(buffer)
         await buffer.consume(batch, batch.group_ids)

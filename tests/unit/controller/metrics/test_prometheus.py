@@ -64,7 +64,7 @@ async def live_then_stats(url: str, run: str) -> BufferStats:
         await buffer.publish_version(1)
         await buffer.sweep()
         await buffer.change_settings({"max_staleness": 3})
-        await buffer.admit("running-0", timeout_s=5)
+        await buffer.admit("running-0", timeout_s=60)
         for number in range(2):
             await buffer.push(small_group(f"fresh-{number}", version=number))
         return await buffer.stats()
@@ -215,7 +215,7 @@ def test_scrape_is_answered_when_redis_is_gone(tmp_path: Path) -> None:
     redis = EmbeddedServer.start(tmp_path / "redis", BufferConfig(), "127.0.0.1", tmp_path / "log")
     address = BufferAddress(url=redis.url, run="night", settings=BufferConfig())
     with closing(MetricsServer(address, "127.0.0.1", 0, timeout_s=0.5)) as server:
-        redis.stop(timeout_s=5)
+        redis.stop(timeout_s=60)
         began = time.monotonic()
         samples = scrape(server.url)
         assert time.monotonic() - began < SCRAPE_TIMEOUT_S

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
 import pytest
+from openai import AsyncOpenAI
 
 from tests.support.endpoint_scene import Scene
+
+
+@pytest.fixture(scope="session", autouse=True)
+def first_client():
+    """The first client of a process takes seconds to make, which are no test's."""
+    AsyncOpenAI(api_key="none")
 
 
 @pytest.fixture

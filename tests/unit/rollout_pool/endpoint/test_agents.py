@@ -149,8 +149,7 @@ async def test_conversation_without_room_ends_by_length(make_scene, play):
 
 
 async def test_answer_in_progress_at_the_timeout_is_cut_and_counts(make_scene, play):
-    # Long enough for a loaded machine to make the first client of a process.
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=3.0))
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=5.0))
     scene.author.gates = {3: asyncio.Event()}
     got = []
 
@@ -170,7 +169,7 @@ async def test_answer_in_progress_at_the_timeout_is_cut_and_counts(make_scene, p
 async def test_answers_cut_at_the_timeout_count_beside_one_without_a_token(
     make_scene, play, stream
 ):
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=3.0))
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=5.0))
     scene.author.gates, scene.author.silent = {3: asyncio.Event()}, {0}
     ended = []
 
@@ -193,8 +192,8 @@ async def test_answers_cut_at_the_timeout_count_beside_one_without_a_token(
 
 
 async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(make_scene, play):
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=0.7))
-    scene.author.places, scene.author.pause_s = asyncio.Semaphore(1), 0.25
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=3.0))
+    scene.author.places, scene.author.pause_s = asyncio.Semaphore(1), 0.6
 
     async def agent(session, prompt):
         await ask(session, prompt.text)
@@ -230,8 +229,8 @@ async def test_on_end_is_called_for_each_answer(scene, play):
 
 
 async def test_agent_that_hangs_is_ended(make_scene, play):
-    scene = await make_scene(  # long enough to make the first client of a process
-        rollout=RolloutConfig(openai=OpenAIConfig(session_timeout_s=2.0)),
+    scene = await make_scene(
+        rollout=RolloutConfig(openai=OpenAIConfig(session_timeout_s=5.0)),
         task=TaskConfig(chat_template=True, episode_timeout_s=60.0),
     )
     ended = asyncio.Event()

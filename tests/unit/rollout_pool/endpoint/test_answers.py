@@ -73,7 +73,7 @@ async def test_answers_of_one_request_are_streamed_side_by_side(scene):
     client = scene.client(scene.session())
     stream = await client.chat.completions.create(**asked(n=3, tools=[WEATHER], stream=True))
     text, ended = ["", "", ""], []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         async for chunk in stream:
             for choice in chunk.choices:
                 text[choice.index] += choice.delta.content or ""
@@ -93,7 +93,7 @@ async def test_answers_of_one_request_are_streamed_side_by_side(scene):
 
 
 async def test_retry_of_a_request_for_several_answers_gets_the_same_ones(make_scene):
-    scene = await make_scene(grace_s=5.0)
+    scene = await make_scene(grace_s=60.0)
     scene.author.says = iter(SAYS)
     gate = scene.author.gates[2] = asyncio.Event()
     http = scene.http(scene.session().key)
@@ -195,7 +195,7 @@ async def test_answers_of_one_request_stay_for_a_retry_as_long_as_one_of_them_ru
     make_scene, monkeypatch
 ):
     monkeypatch.setattr(sessions, "RETRY_WINDOW_S", 0.0)
-    scene = await make_scene(grace_s=10.0)
+    scene = await make_scene(grace_s=60.0)
     scene.author.says = iter(["a", "b b b", "c"])
     gate = scene.author.gates[4] = asyncio.Event()
     session = scene.session()

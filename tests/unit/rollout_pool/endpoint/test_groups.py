@@ -98,7 +98,7 @@ async def test_reward_may_be_posted_again_but_not_changed(scene):
 
 async def test_idle_session_is_given_up(make_scene):
     scene = await make_scene(
-        rollout=RolloutConfig(group_size=2, openai=OpenAIConfig(session_timeout_s=0.3))
+        rollout=RolloutConfig(group_size=2, openai=OpenAIConfig(session_timeout_s=2.0))
     )
     gate = asyncio.Event()
     scene.author.gates = {2: gate}
@@ -118,7 +118,7 @@ async def test_idle_session_is_given_up(make_scene):
 
 async def test_active_session_still_ends_at_its_timeout(make_scene):
     scene = await make_scene(
-        task=TaskConfig(chat_template=True, turn_timeout_s=0.5, episode_timeout_s=0.6)
+        task=TaskConfig(chat_template=True, turn_timeout_s=2.5, episode_timeout_s=3.0)
     )
     group, serving = await open_group(scene)
 
@@ -127,7 +127,7 @@ async def test_active_session_still_ends_at_its_timeout(make_scene):
             await say(scene, group["sessions"][0])
 
     asking = asyncio.create_task(keep_asking())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for lost in await serving:
             assert isinstance(lost, SessionLost) and "task.episode_timeout_s" in str(lost)
     with pytest.raises(APIStatusError) as over:

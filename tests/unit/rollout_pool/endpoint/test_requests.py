@@ -521,7 +521,7 @@ async def test_body_that_never_arrives_times_out_and_keeps_no_session_alive(make
     reader, writer = await asyncio.open_connection(url.host, url.port)
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {session.key}\r\n"
     writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await idle
         answer = await reader.read()
     writer.close()
@@ -545,7 +545,7 @@ async def unread(scene, path, key):
     reader, writer = await asyncio.open_connection(url.host, url.port)
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
     writer.write(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         line = await reader.readline()
     writer.close()
     return int(line.split()[1])

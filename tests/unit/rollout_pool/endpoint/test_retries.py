@@ -20,12 +20,12 @@ def asks(client, **more):
 
 
 async def test_retry_joins_the_answer_in_progress(make_scene):
-    scene = await make_scene(grace_s=10.0)
+    scene = await make_scene(grace_s=60.0)
     gate = asyncio.Event()
     scene.author.gates = {2: gate}
     session = scene.session()
-    asked = asks(scene.client(session, timeout=0.4, max_retries=5))
-    asyncio.get_running_loop().call_later(1.2, gate.set)
+    asked = asks(scene.client(session, timeout=2.0, max_retries=5))
+    asyncio.get_running_loop().call_later(3.0, gate.set)
     assert (await asked).choices[0].message.content == "hello"
     assert len(scene.author.samples) == 1 and session.num_turns == 1
     [branch] = session.episode(end="done", outcome=None).branches
@@ -33,7 +33,7 @@ async def test_retry_joins_the_answer_in_progress(make_scene):
 
 
 async def test_retried_stream_is_sent_from_its_beginning(make_scene):
-    scene = await make_scene(grace_s=10.0)
+    scene = await make_scene(grace_s=60.0)
     scene.author.says, scene.author.piece, scene.author.gates = iter(["hello"]), 1, {}
     scene.author.gates = {3: (gate := asyncio.Event())}
     session = scene.session()
@@ -65,7 +65,7 @@ async def test_identical_request_that_is_no_retry_is_sampled_again(scene):
 
 
 async def test_retry_of_two_like_requests_gets_the_one_that_was_missed(make_scene):
-    scene = await make_scene(grace_s=10.0)
+    scene = await make_scene(grace_s=60.0)
     gate = asyncio.Event()
     scene.author.says, scene.author.gates = iter(["one", "two"]), {1: gate}
     session = scene.session()
@@ -110,7 +110,7 @@ async def test_answer_without_a_retry_is_cancelled_and_is_no_turn(scene, is_stre
 
 
 async def test_answer_that_ended_without_its_client_waits_for_a_retry(make_scene):
-    scene = await make_scene(grace_s=10.0)
+    scene = await make_scene(grace_s=60.0)
     gate = asyncio.Event()
     scene.author.gates = {3: gate}
     session = scene.session()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,14 @@ from configs.schema import WeightSyncConfig
 from rollout_pool.engines.commit import Committer, TornEngine
 from rollout_pool.engines.strategies import StagedDisk, make_strategy
 from rollout_pool.sampling.engine_client import EngineError
-from tests.support.rollout import make_sample
+from tests.support.rollout import make_sample, until
 
 FOLDER = Path("/dev/shm/of-this-version")
 
 
 @pytest.fixture
 def committer(client):
-    return Committer(client, StagedDisk(client, timeout_s=5), PauseMode.retract)
+    return Committer(client, StagedDisk(client, timeout_s=60), PauseMode.retract)
 
 
 def paths(fake):
@@ -27,7 +28,7 @@ def paths(fake):
 
 
 async def test_commit_pauses_only_for_the_load_and_reports_the_served_version(fake, client):
-    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.in_place)
+    committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.in_place)
     fake.slow["/update_weights_from_disk"] = 0.1
     report = await committer.commit(5, FOLDER)
     assert paths(fake) == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -37,11 +38,11 @@ async def test_commit_pauses_only_for_the_load_and_reports_the_served_version(fa
     assert load["flush_cache"] is False and load["abort_all_requests"] is False
     assert (report.engine, report.strategy) == ("engine-0", "staged_disk")
     assert report.version == await client.served_version() == 5
-    assert 0.1 <= report.load_s <= report.pause_s < 5
+    assert 0.1 <= report.load_s <= report.pause_s < 60
 
 
 async def test_commit_that_sends_requests_again_loads_into_an_engine_without_any(fake, client):
-    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.resubmit)
+    committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.resubmit)
     fake.num_failed_flushes = 2
     await committer.commit(5, FOLDER)
     assert paths(fake) == [
@@ -72,7 +73,7 @@ PAUSE = ("/pause_generation", {"mode": "retract"})
 
 
 async def test_drained_engine_is_loaded_without_an_abort(fake, client):
-    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
+    committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.drain)
     await committer.drain(9.0)
     await committer.commit(5, FOLDER)
     [wait, flush] = [float(body["timeout"]) for body in fake.bodies("/flush_cache")]
@@ -89,14 +90,19 @@ async def test_drained_engine_is_loaded_without_an_abort(fake, client):
 
 
 async def test_request_that_arrives_while_an_engine_is_drained_ends_first(fake, client, make_reply):
-    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
-    fake.reply = lambda rid: make_reply(delay_s=0.5)
-    fake.slow["/pause_generation"] = 0.2
+    committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.drain)
+    may_pause, may_end = threading.Event(), threading.Event()
+    fake.reply = lambda rid: make_reply(may_end=may_end)
+    fake.gates["/pause_generation"] = may_pause
     late = make_sample()
-    draining = asyncio.create_task(committer.drain(9.0))
-    while PAUSE not in fake.calls:
-        await asyncio.sleep(0.01)
-    await asyncio.gather(draining, client.generate(late, "late!"))
+    draining = asyncio.create_task(committer.drain(60.0))
+    await until(lambda: PAUSE in fake.calls)
+    asking = asyncio.create_task(client.generate(late, "late!"))
+    await until(lambda: fake.num_running == 1)
+    may_pause.set()
+    await until(lambda: len(fake.bodies("/flush_cache")) == 3)  # it waits for the late one
+    may_end.set()
+    await asyncio.gather(draining, asking)
     assert late.finish_reason == "stop"
     assert [body["timeout"] == "0" for body in fake.bodies("/flush_cache")] == [0, 1, 0, 1]
     await committer.undo_drain()
@@ -104,7 +110,7 @@ async def test_request_that_arrives_while_an_engine_is_drained_ends_first(fake, 
 
 
 async def test_rest_of_what_does_not_drain_in_time_is_taken_back(fake, client, make_reply):
-    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
+    committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.drain)
     fake.reply = lambda rid: make_reply(never_ends=rid == "slow!", at_abort=[12])
     slow = make_sample()
     asking = asyncio.create_task(client.generate(slow, "slow!"))
@@ -119,7 +125,7 @@ async def test_rest_of_what_does_not_drain_in_time_is_taken_back(fake, client, m
 
 
 async def test_drain_that_fails_is_undone(fake, client):
-    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.drain)
+    committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.drain)
     fake.refused = {"/pause_generation"}
     with pytest.raises(EngineError, match="refused /pause_generation"):
         await committer.drain(5.0)
@@ -133,7 +139,7 @@ async def test_drain_that_fails_is_undone(fake, client):
 
 
 async def test_engine_that_keeps_its_requests_stays_at_its_old_version(fake, client):
-    committer = Committer(client, StagedDisk(client, timeout_s=5), PauseMode.resubmit)
+    committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.resubmit)
     fake.num_failed_flushes = 100
     with pytest.raises(
         EngineError, match="engine-0 still holds requests after 20 aborts"
@@ -159,17 +165,19 @@ async def test_engine_that_reports_another_version_never_resumes(fake, committer
         async def load(self, version, folder):
             await super().load(version - 1, folder)
 
-    committer = Committer(client, Forgetful(client, timeout_s=5), PauseMode.retract)
+    committer = Committer(client, Forgetful(client, timeout_s=60), PauseMode.retract)
     with pytest.raises(TornEngine, match="reports version 4"):
         await committer.commit(5, FOLDER)
     assert "/continue_generation" not in paths(fake)
 
 
 async def test_commit_cancelled_during_its_load_leaves_the_engine_torn(fake, committer):
-    fake.slow["/update_weights_from_disk"] = 5.0
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
-            await committer.commit(5, FOLDER)
+    fake.slow["/update_weights_from_disk"] = 60.0
+    committing = asyncio.create_task(committer.commit(5, FOLDER))
+    await until(lambda: "/update_weights_from_disk" in paths(fake))
+    committing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await committing
     with pytest.raises(TornEngine, match="version 5 was cancelled"):
         await committer.commit(6, FOLDER)
     assert "/continue_generation" not in paths(fake)
@@ -196,7 +204,7 @@ async def test_failed_prepare_does_not_pause_the_engine(fake, client):
         async def prepare(self, folder):
             raise EngineError("engine-0 did not join its sender")
 
-    committer = Committer(client, Unready(client, timeout_s=5), PauseMode.retract)
+    committer = Committer(client, Unready(client, timeout_s=60), PauseMode.retract)
     for _ in range(2):
         with pytest.raises(EngineError, match="did not join its sender"):
             await committer.commit(5, FOLDER)

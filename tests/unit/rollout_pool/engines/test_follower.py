@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
@@ -65,7 +66,7 @@ async def test_follower_commits_records_and_releases_each_offered_version(
     assert paths == ["/dev/shm/staged/0", "/dev/shm/staged/1"]
     who = "engine-0"
     assert receiver.log == [(verb, v, who) for v in (0, 1) for verb in ("hold", "let_go")]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(await records(state, "commit")) < 2:
             await asyncio.sleep(0.01)
     record = (await records(state, "commit"))[1]
@@ -78,7 +79,8 @@ async def test_follower_commits_records_and_releases_each_offered_version(
 async def test_engine_drains_before_it_holds_the_newest_version(
     fake, client, follow, state, receiver, make_reply
 ):
-    fake.reply = lambda rid: make_reply(delay_s=1.0)
+    may_end = threading.Event()
+    fake.reply = lambda rid: make_reply(may_end=may_end)
     follow(pause_mode=PauseMode.drain)
     receiver.offer(0)
     await serves(state, {"engine-0": 0})
@@ -86,13 +88,14 @@ async def test_engine_drains_before_it_holds_the_newest_version(
     asking = asyncio.create_task(client.generate(sample, "running!"))
     await until(lambda: bool(sample.output_ids))
     receiver.offer(1)
-    routes = await state.wait_routes_changed(Routes({"engine-0": 0}, frozenset(), {}), 10)
+    routes = await state.wait_routes_changed(Routes({"engine-0": 0}, frozenset(), {}), 60)
     assert routes == Routes({"engine-0": 0}, frozenset({"engine-0"}), {})
     assert not await state.enter_commit("engine-1", 1, ttl_s=5, timeout_s=0)
     receiver.offer(2)
+    may_end.set()
     await serves(state, {"engine-0": 2})
     assert loads(fake) == [0, 2] and (1, "engine-0") not in {(v, n) for _, v, n in receiver.log}
-    assert (await state.wait_routes_changed(routes, 10)).draining == frozenset()
+    assert (await state.wait_routes_changed(routes, 60)).draining == frozenset()
     await asking
     assert spans(sample) == [(0, 0, 3)]
     await until(lambda: is_recorded(state, 2))
@@ -117,7 +120,7 @@ async def test_engine_whose_version_is_gone_after_the_drain_serves_on(
     receiver.offer(2)
     await serves(state, {"engine-0": 2})
     assert loads(fake) == [0, 2]
-    now = await state.wait_routes_changed(Routes({}, frozenset(), {}), 10)
+    now = await state.wait_routes_changed(Routes({}, frozenset(), {}), 60)
     assert now.draining == frozenset()
 
 
@@ -163,7 +166,7 @@ async def test_engine_that_stalls_at_the_gate_gives_its_place_back(
     monkeypatch.setattr(follower, "ANSWER_TIMEOUT_S", 0.2)
     fake.slow["/model_info"] = 60.0
     await state.leave_commit("engine-1")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while fake.num_infos < 3:  # inside, and once more outside
             await asyncio.sleep(0.01)
     assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
@@ -208,7 +211,7 @@ async def test_torn_engine_raises_and_is_not_recorded(fake, follow, state, recei
     following = follow()
     receiver.offer(5)
     with pytest.raises(TornEngine, match=r"engine-0 must be restarted.*version 5"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await following
     assert await state.engine_versions() == {} and await records(state, "commit") == []
     assert receiver.held == set()
@@ -216,28 +219,25 @@ async def test_torn_engine_raises_and_is_not_recorded(fake, follow, state, recei
 
 
 async def test_commit_that_takes_too_long_is_a_torn_engine(fake, follow, receiver):
-    fake.slow["/update_weights_from_disk"] = 5.0
-    following = follow(commit_timeout_s=0.3)
+    fake.slow["/update_weights_from_disk"] = 60.0
+    following = follow(commit_timeout_s=2.5)
     receiver.offer(5)
-    with pytest.raises(TornEngine, match=r"engine-0 did not commit version 5 .*timeout_s=0\.3"):
-        async with asyncio.timeout(20):
+    with pytest.raises(TornEngine, match=r"engine-0 did not commit version 5 .*timeout_s=2\.5"):
+        async with asyncio.timeout(60):
             await following
 
 
 async def test_commit_that_could_not_begin_is_tried_again_a_few_times(
     fake, follow, state, receiver
 ):
-    fake.refused = {"/pause_generation"}
+    fake.num_refusals["/pause_generation"] = MAX_FAILURES - 1
     following = follow()
     receiver.offer(0)
-    while len(fake.bodies("/pause_generation")) < MAX_FAILURES - 1:
-        await asyncio.sleep(0.001)
-    fake.refused = set()
     await serves(state, {"engine-0": 0})
     fake.refused = {"/pause_generation"}
     receiver.offer(1)
     with pytest.raises(TornEngine, match=f"{MAX_FAILURES} commits in a row failed"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await following
     assert loads(fake) == [0]
 
@@ -248,7 +248,7 @@ async def test_engine_that_is_released_without_a_newer_version_is_counted_again(
     follow()
     receiver.offer(1)
     await serves(state, {"engine-0": 1})
-    assert await pin.want(1, 5.0)  # while it asks its receiver for more
+    assert await pin.want(1, 60.0)  # while it asks its receiver for more
     await state.forget_engine("engine-0")
     pin.release()
     await serves(state, {"engine-0": 1})
@@ -266,7 +266,7 @@ async def test_engine_at_the_gate_does_not_go_past_the_version_it_was_pinned_at(
     assert await state.enter_commit("engine-1", 1, ttl_s=60, timeout_s=0)
     receiver.offer(2)
     await asyncio.sleep(0.2)  # it waits at the gate with 2
-    assert await pin.want(1, 5.0)
+    assert await pin.want(1, 60.0)
     await state.leave_commit("engine-1")
     await asyncio.sleep(0.3)
     assert loads(fake) == [1] and receiver.held == set()

@@ -23,7 +23,7 @@ async def no(timeout_s):
 
 
 async def test_missing_answers_for_the_whole_time_are_silence():
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await wait_silent(no, 0.2) >= 0.2
 
 
@@ -78,7 +78,7 @@ async def test_engine_is_alive_while_its_scheduler_works_or_waits_and_not_while_
     client, server
 ):
     pulse = EnginePulse(client, server.pid)
-    assert await pulse.answers(5.0)
+    assert await pulse.answers(60.0)
     (scheduler,) = psutil.Process(server.pid).children()
     scheduler.send_signal(signal.SIGSTOP)
 
@@ -86,9 +86,9 @@ async def test_engine_is_alive_while_its_scheduler_works_or_waits_and_not_while_
         return not await pulse.answers(5.0)
 
     await until(is_silent)  # although the HTTP process answers
-    assert await client.answers(5.0)
+    assert await client.answers(60.0)
     scheduler.send_signal(signal.SIGCONT)
-    await until(lambda: pulse.answers(5.0))
+    await until(lambda: pulse.answers(60.0))
 
 
 async def test_engine_whose_http_process_is_silent_does_not_answer(fake, client, server):
@@ -96,7 +96,7 @@ async def test_engine_whose_http_process_is_silent_does_not_answer(fake, client,
     fake.slow["/model_info"] = 60.0
     assert not await pulse.answers(0.2)
     fake.slow["/model_info"] = 0.3
-    assert await pulse.answers(10.0)  # it is only busy
+    assert await pulse.answers(60.0)  # it is only busy
 
 
 async def test_task_that_swallows_a_cancellation_is_still_ended():
@@ -108,6 +108,6 @@ async def test_task_that_swallows_a_cancellation_is_still_ended():
 
     task = asyncio.create_task(swallow())
     await asyncio.sleep(0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await end_tasks({task}, again_s=0.05)
     assert task.cancelled()

@@ -19,11 +19,12 @@ from rollout_pool.rewards.pool import RewardError, RewardPool
 from rollout_pool.rewards.types import encode_request
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt
+from tests.support.rollout import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPT = Prompt(index=4, is_held_out=False, text="4 + 4 =")
-TIMEOUT_S = 2.0
+TIMEOUT_S = 5.0
 
 MISBEHAVING = """
 import os, subprocess, sys, time
@@ -55,6 +56,14 @@ class Task:
             return float("nan")
         if completion == "slow":
             time.sleep(0.3)
+        if completion == "meet":  # goes on once two processes are here
+            (HERE / f"met-{os.getpid()}").touch()
+            while len(list(HERE.glob("met-*"))) < 2:
+                time.sleep(0.01)
+        if completion == "gate":
+            (HERE / "entered").touch()
+            while not (HERE / "open").exists():
+                time.sleep(0.01)
         return prompt.index / 10
 
 def build(config):
@@ -173,7 +182,7 @@ def children():
 
 async def ended(pids) -> bool:
     """Whether they are, or are soon."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while any(psutil.pid_exists(pid) and running(pid) for pid in pids):
             await asyncio.sleep(0.02)
     return True
@@ -222,18 +231,20 @@ async def test_scorer_output_is_not_taken_for_its_reward(pool):
 
 
 async def test_wait_for_a_free_process_is_reported(pool):
+    began = time.monotonic()
     first, second = await asyncio.gather(pool.score(asked("slow")), pool.score(asked("ok")))
-    assert first.waited_s < 0.1 and 0.2 < second.waited_s < 2
+    assert first.waited_s + 0.3 <= second.waited_s <= time.monotonic() - began
 
 
-async def test_cancelled_caller_does_not_cost_a_process(pool):
+async def test_cancelled_caller_does_not_cost_a_process(pool, mine):
     await pool.score(asked("ok"))
     before = children()
-    asking = asyncio.create_task(pool.score(asked("slow")))
-    await asyncio.sleep(0.1)
+    asking = asyncio.create_task(pool.score(asked("gate")))
+    await until((mine.parent / "entered").exists)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+    (mine.parent / "open").touch()
     assert (await pool.score(asked("ok"))).value == 0.4
     assert children() == before and pool.num_restarts == 0
 
@@ -285,31 +296,27 @@ async def test_children_of_a_function_end_with_its_process(pool, mine, how):
 
 
 async def test_processes_killed_at_random_under_load_cost_no_score(make_pool):
-    pool = make_pool(num_processes=2, timeout_s=30)
+    pool, num_kills = make_pool(num_processes=2, timeout_s=60), 5
+    others = {*children()}
     await pool.start()
-    started = time.perf_counter()
-    await asyncio.gather(*(pool.score(asked("slow")) for _ in range(4)))
-    assert time.perf_counter() - started < 1.1  # 4 x 0.3 s, two at a time
-    is_over = asyncio.Event()
+    together = await asyncio.gather(*(pool.score(asked("meet")) for _ in range(2)))
+    assert [score.failure for score in together] == [None, None]
+    is_over, scores = asyncio.Event(), []
 
     async def kill():
-        for _ in range(5):
-            await asyncio.sleep(0.2)
-            for child in children()[:1]:
-                child.kill()
+        for number in range(1, num_kills + 1):
+            await until(lambda n=number: len(scores) >= 10 * n and {*children()} - others)
+            min({*children()} - others, key=psutil.Process.create_time).kill()
         is_over.set()
 
     async def ask():
-        scores = []
         while not is_over.is_set():
             scores.append(await pool.score(asked("ok")))
-        return scores
 
-    _, *asking = await asyncio.gather(kill(), *(ask() for _ in range(8)))
-    scores = [score for one in asking for score in one]
+    await asyncio.gather(kill(), *(ask() for _ in range(8)))
     # Only a request that met two deaths has no score.
-    assert sum(score.failure is not None for score in scores) <= 1
-    assert len(scores) > 50 and pool.num_restarts >= 2
+    assert sum(score.failure is not None for score in scores) <= num_kills // 2
+    assert len(scores) >= 10 * num_kills and pool.num_restarts >= 2
     await pool.close()
 
 
@@ -371,7 +378,7 @@ async def test_pool_without_processes_starts_and_closes(make_pool):
 async def test_real_task_scores_by_the_number_of_the_prompt(tmp_path):
     questions = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(15)]
     config = TaskConfig(kind=TaskKind.questions, params={"questions": questions}, eval_size=5)
-    pool = RewardPool(config, num_processes=1, timeout_s=30, log_path=tmp_path / "rewards.log")
+    pool = RewardPool(config, num_processes=1, timeout_s=60, log_path=tmp_path / "rewards.log")
     await pool.start()
     task = build_task(config)
     for prompt in [task.example(7), task.eval_prompts()[3]]:
@@ -399,7 +406,7 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
         eval_size=1,
         rewards={
             "tests": RewardConfig(kind=RewardKind.code_tests),
-            "all": RewardConfig(kind=RewardKind.code_tests, all_or_nothing=True, wall_time_s=0.5),
+            "all": RewardConfig(kind=RewardKind.code_tests, all_or_nothing=True, wall_time_s=5.0),
             "shell": RewardConfig(
                 kind=RewardKind.code_tests, command=["sh", "{file}"], languages=["sh"]
             ),
@@ -408,7 +415,7 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
             ),
         },
     )
-    pool = RewardPool(config, num_processes=1, timeout_s=6, log_path=log_path)
+    pool = RewardPool(config, num_processes=1, timeout_s=15, log_path=log_path)
     await pool.start()
     task = build_task(config)
     doubled, echoed = sorted(
@@ -432,7 +439,7 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     for code in limited:
         score = await pool.score(asked(f"```python\n{code}\n```", "small", doubled))
         assert score.value == 0.0
-    slow = "```python\nimport time\ntime.sleep(0.6)\nprint(input())\n```"
+    slow = "```python\nimport time\ntime.sleep(2)\nprint(input())\n```"
     score = await pool.score(asked(slow, "tests", echoed))
     assert 0 < score.value < 0.2
     await pool.close()
@@ -440,6 +447,6 @@ async def test_programs_are_scored_in_a_scoring_process_and_slow_tests_do_not_co
     log = log_path.read_text()
     assert "0 of 2 tests passed; test 1: it tried to start or signal a process" in log
     assert "0 of 2 tests passed; test 1: it tried to use a forbidden or missing file" in log
-    assert "all tests together took longer than 4.8 s" in log
+    assert "all tests together took longer than 12 s" in log
     for limit in ("took too long", "exceeded its memory", "exceeded its CPU time"):
         assert f"0 of 2 tests passed; test 1: it {limit}" in log

@@ -56,7 +56,7 @@ def test_text_before_a_stop_grows_and_never_shrinks():
 
 @pytest.fixture
 def router(client, other_client):
-    router = Router([client, other_client], wait_timeout_s=20.0)
+    router = Router([client, other_client], wait_timeout_s=60.0)
     router.follow({"engine-0": 3, "engine-1": 3}, 3, 0)
     return router
 

@@ -45,7 +45,7 @@ def parent_of(span):
 async def test_request_is_a_span_with_its_parts_below_its_sample_and_episode(
     fake, other_fake, client, other_client, ended, make_reply
 ):
-    router = Router([client, other_client], wait_timeout_s=20.0)
+    router = Router([client, other_client], wait_timeout_s=60.0)
     router.follow({"engine-0": 3, "engine-1": 4}, 4, 1)
     fake.version, other_fake.version = "3", "4"
     fake.reply = lambda rid: make_reply(parts=[1], logprobs=[-0.5, None, -0.5], delay_s=0.1)
@@ -85,7 +85,7 @@ async def test_request_is_a_span_with_its_parts_below_its_sample_and_episode(
 
 async def test_request_without_a_token_has_no_decode_part(fake, client, ended):
     fake.status = 500
-    router = Router([client], wait_timeout_s=20.0)
+    router = Router([client], wait_timeout_s=60.0)
     router.follow({"engine-0": 0}, 0, 0)
     with pytest.raises(RuntimeError, match="out of order"):
         await Sampler(router, max_retries=0).complete(make_sample())

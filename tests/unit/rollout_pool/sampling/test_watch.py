@@ -15,12 +15,12 @@ from tests.support.rollout import make_sample, until
 
 
 def connect(name, url):
-    return SGLangClient(name, url, key="a-key", request_timeout_s=5.0)
+    return SGLangClient(name, url, key="a-key", request_timeout_s=60.0)
 
 
 @pytest.fixture
 async def watch(state, buffer_factory):
-    router = Router([], wait_timeout_s=20.0)
+    router = Router([], wait_timeout_s=60.0)
     watch = EngineWatch(router, state, await buffer_factory(), connect, load_every_s=0.02)
     running = asyncio.create_task(watch.run())
     yield watch
@@ -47,7 +47,7 @@ async def test_sample_that_waits_goes_to_the_first_engine_that_joins_and_serves(
     assert not waiting.done()
     fake.answer = make_reply([7, 8], "length")
     await state.record_commits({"engine-0": 0})
-    await asyncio.wait_for(waiting, 10)
+    await asyncio.wait_for(waiting, 60)
     assert sample.finish_reason is not None and fake.num_loads > 0
 
 
@@ -85,12 +85,12 @@ async def test_error_while_an_engines_load_is_read_ends_the_watch(state, buffer_
             raise KeyError("token_usage")
 
     watch = EngineWatch(
-        Router([], wait_timeout_s=20.0),
+        Router([], wait_timeout_s=60.0),
         state,
         await buffer_factory(),
-        lambda name, url: Broken(name, url, key="a-key", request_timeout_s=5.0),
+        lambda name, url: Broken(name, url, key="a-key", request_timeout_s=60.0),
     )
     await state.register_engine("engine-0", fake.url)
     with pytest.raises(KeyError, match="token_usage"):
-        await asyncio.wait_for(watch.run(), 10)
+        await asyncio.wait_for(watch.run(), 60)
     await watch.close()

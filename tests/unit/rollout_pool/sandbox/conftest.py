@@ -10,7 +10,7 @@ import pytest
 
 from rollout_pool.sandbox.run import SandboxLimits, SandboxResult, run_program
 
-QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
+QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=120.0)
 WITHOUT = [(), ("landlock",), ("namespaces",)]
 """Each of the two layers that keep files away must do alone."""
 

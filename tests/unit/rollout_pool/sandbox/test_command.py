@@ -52,7 +52,7 @@ async def test_programs_of_a_command_are_judged_by_their_output():
 async def test_hung_and_forking_programs_of_a_command_fail():
     tests = [ProgramTest(output="1")]
     hung = "while :; do :; done"
-    limits = SandboxLimits(cpu_time_s=1, wall_time_s=30.0)
+    limits = SandboxLimits(cpu_time_s=1, wall_time_s=120.0)
     verdict = await judge(hung, tests, limits, LocalSandbox(SHELL))
     assert verdict.num_passed == 0 and "it exceeded its CPU time" in verdict.explanation
     limits = SandboxLimits(wall_time_s=0.5)
@@ -218,7 +218,7 @@ async def test_compiler_reaches_nothing_but_what_compilers_need(without):
     ],
 )
 async def test_compiler_that_fails_fails_all_tests_at_once(text, why):
-    sandbox = script(text, wall_time_s=2.0)
+    sandbox = script(text, wall_time_s=2.0 if "sleep" in text else 60.0)
     verdict = await judge("", TESTS, sandbox=sandbox)
     assert (verdict.num_passed, verdict.explanation) == (0, f"test 1: {why}")
 
@@ -228,7 +228,7 @@ async def test_number_of_processes_of_a_compiler_is_limited():
     shell = find_command(("/bin/sh", "-c", text), SETTING, compiles=True)
     result = await run_program("", environment=shell, limits=SandboxLimits(max_threads=4))
     assert result.stdout == "started\n" * 3 and "Cannot fork" in result.stderr
-    assert result.seconds < 30, "what it left has ended with it"
+    assert result.seconds < 55, "what it left has ended with it"
 
 
 def test_command_without_a_compiler_names_an_executable():

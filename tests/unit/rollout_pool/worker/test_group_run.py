@@ -198,7 +198,7 @@ async def test_episode_is_scored_while_its_siblings_still_generate(model, scorer
     model.gates = {0: gate, 1: gate, 3: gate}
     current = new_run()
     running = asyncio.create_task(generate(current, model, scorer))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await scorer.has_scored.wait()
         assert scorer.scored == ["2"]
         assert len(current.running) == 3 and current.spent.num_tokens == 5
@@ -309,7 +309,7 @@ async def test_interrupted_member_waits_until_its_run_lets_it_continue(model, sc
     assert not running.done() and len(current.running) == 1
     model.gates.clear()
     may.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         group = await running
     assert group.trajectories[2].rollout_logprobs.tolist() == [0, 0, -0.5, -0.5]
 
@@ -319,7 +319,7 @@ async def test_group_given_up_ends_its_episodes_and_its_scoring_first(model, sco
     model.gates = {place: asyncio.Event() for place in (1, 2, 3)}
     current = new_run()
     running = asyncio.create_task(generate(current, model, scorer))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await scorer.has_scored.wait()
         assert current.spent.oldest_version == 6  # known from the first tokens on
         running.cancel()

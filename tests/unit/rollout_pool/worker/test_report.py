@@ -16,7 +16,7 @@ from tests.support.rollout import make_sample, records, until
 
 @pytest.fixture
 def router(client):
-    router = Router([client], wait_timeout_s=20.0, max_running_requests=40)
+    router = Router([client], wait_timeout_s=60.0, max_running_requests=40)
     router.follow({"engine-0": 7}, 7, 0)
     return router
 

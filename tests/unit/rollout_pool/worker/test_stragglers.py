@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -21,6 +21,7 @@ from rollout_pool.worker import stragglers
 from rollout_pool.worker.group_run import Counters, GroupRun, length_bucket
 from rollout_pool.worker.stragglers import (
     MIN_RECENT,
+    RECENT,
     TAILS,
     Lap,
     Pace,
@@ -90,9 +91,10 @@ class Scene:
         self.versions, self.store = Versions(), CountStore()
         self.counters = Counters(self.store)
         self.interrupted: list[Sample] = []
+        self.on_interrupt: list[Callable[[Sample], None]] = []
         self.is_full, self.order = False, 100
         self.tail: Tail = TAILS[policy](
-            interrupt=self.interrupted.append,
+            interrupt=self._interrupt,
             versions=self.versions,
             counters=self.counters,
             is_batch_ready=self._is_batch_ready,
@@ -100,6 +102,32 @@ class Scene:
             max_postponements=max_postponements,
             keep_partial=keep_partial,
         )
+
+    def _interrupt(self, sample: Sample) -> None:
+        self.interrupted.append(sample)
+        for call in self.on_interrupt:
+            call(sample)
+
+    def lets_groups_wait_for_long(self) -> None:
+        """From the first interruption on a postponed group has not waited for long enough."""
+        self.on_interrupt.append(lambda _: self.note_times(60.0))
+
+    def stops_at_once(self, run: GroupRun) -> list[asyncio.Task[None]]:
+        """What the episode runners do with a sample of the group as soon as it is interrupted."""
+        waiting: list[asyncio.Task[None]] = []
+
+        def stop(sample: Sample) -> None:
+            if sample in run.samples:
+                waiting.append(asyncio.create_task(run.may_go_on(sample)))
+
+        self.on_interrupt.append(stop)
+        return waiting
+
+    def note_times(self, seconds: float) -> None:
+        """As if so many groups had taken so long that no others count."""
+        assert isinstance(self.tail, Postpone)
+        for _ in range(RECENT):
+            self.tail._pace.note(seconds)
 
     async def _is_batch_ready(self) -> bool:
         return self.is_full
@@ -171,7 +199,7 @@ async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> 
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in resumed)
         scene.versions.tell(engines=1)
-        await asyncio.wait_for(asyncio.gather(*resumed), 5)
+        await asyncio.wait_for(asyncio.gather(*resumed), 60)
     assert order == [2, 2, 5, 9, 9]
     assert await scene.counted() == {"samples_interrupted": 5, "samples_resumed": 5}
 
@@ -184,7 +212,7 @@ async def test_sample_interrupted_late_does_not_wait_for_the_next_version() -> N
         scene.versions.tell(trainer=1, engines=1)
         await until(lambda: len(scene.interrupted) == 2)
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
+        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 60)
 
 
 async def test_stopped_samples_lose_their_tokens_before_they_wait_except_what_a_client_reads() -> (
@@ -207,14 +235,14 @@ async def test_stopped_samples_lose_their_tokens_before_they_wait_except_what_a_
         assert (unread.num_wasted, unread.num_left) == (3, unread.max_new_tokens)
         assert (read.output_ids, read.num_wasted) == ([7, 8, 9], 0)
         scene.versions.tell(engines=1)
-        await asyncio.wait_for(asyncio.gather(*waiting), 5)
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
 
 
 async def test_waiting_room_releases_after_its_limit() -> None:
     room, scene = WaitingRoom(), Scene(TailPolicy.continue_across_versions)
     room.close()
     (sample,) = scene.start(1, num_samples=1).samples
-    await asyncio.wait_for(room.pass_through(sample, 0.05), 1)
+    await asyncio.wait_for(room.pass_through(sample, 0.05), 60)
 
 
 async def test_groups_continue_across_versions() -> None:
@@ -224,7 +252,7 @@ async def test_groups_continue_across_versions() -> None:
         scene.versions.tell(trainer=1)
         scene.is_full = True
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 1)
+        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 60)
     assert not scene.interrupted
 
 
@@ -243,21 +271,25 @@ async def test_slow_group_waits_while_a_batch_is_ready_and_continues_when_it_is_
         await asyncio.sleep(0.25)
         other = scene.start(11)
         assert not scene.interrupted  # the trainer still lacks groups
+        waiting = scene.stops_at_once(slow)
+        scene.lets_groups_wait_for_long()
         scene.is_full = True
         # `other` becomes slow as well at the first look: a third keeps both from being alone.
         keeper = asyncio.create_task(_keep_one_young(scene))
         await until(lambda: slow.samples <= set(scene.interrupted))
         assert slow.order == 100 and {sample.order for sample in slow.samples} == {100}
-        waiting = _stopped(slow)
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in waiting)
         scene.is_full = False
-        await asyncio.wait_for(asyncio.gather(*waiting), 3)
+        await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        scene.on_interrupt.clear()
+        again = scene.stops_at_once(slow)
+        scene.note_times(0.02)
         before = len(scene.interrupted)
         scene.is_full = True  # once more: the last time, after which it goes first
         await until(lambda: slow.samples <= set(scene.interrupted[before:]))
         assert slow.order == 0 and {sample.order for sample in slow.samples} == {0}
-        await asyncio.wait_for(asyncio.gather(*_stopped(slow)), 3)
+        await asyncio.wait_for(asyncio.gather(*again), 60)
         after = scene.interrupted.count(next(iter(slow.samples)))
         await asyncio.sleep(0.3)
         assert scene.interrupted.count(next(iter(slow.samples))) == after == 2
@@ -293,17 +325,15 @@ async def test_new_turn_of_a_postponed_group_is_stopped_too() -> None:
     acting.finish_reason = "stop"  # its environment is at work
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
+        stopped = scene.stops_at_once(slow)
+        scene.lets_groups_wait_for_long()
         scene.is_full = True
         await until(lambda: scene.interrupted == [talking])
-        waiting = asyncio.create_task(slow.may_go_on(talking))
         later = make_sample(1)
         slow.note_sample(later)
-        assert isinstance(scene.tail, Postpone)
-        for _ in range(2 * MIN_RECENT):
-            scene.tail._pace.note(60.0)  # so that it has not waited for long enough
         await until(lambda: later in scene.interrupted)
-        assert scene.interrupted == [talking, later] and not waiting.done()
-        await end_tasks([keeper, waiting])
+        assert scene.interrupted == [talking, later] and not any(one.done() for one in stopped)
+        await end_tasks([keeper, *stopped])
     assert await scene.counted() == {"groups_postponed": 1, "samples_interrupted": 2}
 
 
@@ -315,15 +345,13 @@ async def test_policy_that_takes_over_releases_a_postponed_group_and_holds_it_by
     slow = scene.start(10)
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
+        scene.lets_groups_wait_for_long()
         scene.is_full = True
         await until(lambda: slow.samples <= set(scene.interrupted))
         waiting = _stopped(slow)
-        assert isinstance(scene.tail, Postpone)
-        for _ in range(2 * MIN_RECENT):
-            scene.tail._pace.note(60.0)  # so that it would wait for long
         await end_tasks([keeper])
     scene.tail.close()
-    await asyncio.wait_for(asyncio.gather(*waiting), 1)
+    await asyncio.wait_for(asyncio.gather(*waiting), 60)
     next_one = Scene(TailPolicy.interrupt_and_resume)
     next_one.tail.begin(slow)
     async with next_one.running():
@@ -334,7 +362,7 @@ async def test_policy_that_takes_over_releases_a_postponed_group_and_holds_it_by
         await asyncio.sleep(0.05)
         assert not held.done()
         next_one.versions.tell(engines=1)
-        await asyncio.wait_for(held, 1)
+        await asyncio.wait_for(held, 60)
 
 
 async def test_group_without_running_samples_is_not_postponed() -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.support.weights.scene import Receivers, Scene, scene, set_layout
+from tests.support.weights.scene import TIMEOUT_S, Receivers, Scene, scene, set_layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
@@ -133,18 +133,18 @@ async def test_receiver_without_a_free_slot_costs_itself(receivers: Receivers) -
         await s.publish(0)
         await s.committed(0)
         assert b.client is not None
-        await b.client.hold(0, "a-reader", 60.0, timeout_s=5.0)
+        await b.client.hold(0, "a-reader", 600.0, timeout_s=TIMEOUT_S)
         await s.publish(1)
-        await s.board.wait_until(lambda: s.board.published[-1:] == [1], 30.0)
-        await s.board.wait_until(lambda: ("b", 1) in s.board.staged, 30.0)
+        await s.board.wait_until(lambda: s.board.published[-1:] == [1], TIMEOUT_S)
+        await s.board.wait_until(lambda: ("b", 1) in s.board.staged, TIMEOUT_S)
         # Version 0 is held and version 1 is the newest: no slot is free at b.
         await s.publish(2)
         await s.event("left_out")
         assert s.board.events("left_out")[0]["who"] == "b"
-        await s.board.wait_until(lambda: s.board.published[-1:] == [2], 30.0)
+        await s.board.wait_until(lambda: s.board.published[-1:] == [2], TIMEOUT_S)
         await s.check(a, 2)
-        await b.client.let_go(0, "a-reader", timeout_s=5.0)
-        await s.board.wait_until(lambda: ("b", 2) in s.board.staged, 30.0)
+        await b.client.let_go(0, "a-reader", timeout_s=TIMEOUT_S)
+        await s.board.wait_until(lambda: ("b", 2) in s.board.staged, TIMEOUT_S)
         await s.check(b, 2)
 
 
@@ -201,6 +201,6 @@ def _flip(s: Scene, record: dict[str, object]) -> None:
     """Another bit from when the checksums were made until a receiver has noticed."""
     if record.get("event") == "epoch" or record.get("event") == "torn":
         _, checksums = s.engine._coordinator._sending._checksums
-        checksums.result(10)
+        checksums.result(60)
         slot = s.engine._snapshots._buffers[0].stream
         slot[12345] ^= 64

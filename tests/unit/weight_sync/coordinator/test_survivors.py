@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.weights.known_weights import scene_layout
-from tests.support.weights.scene import Node, Receivers, Scene, scene
+from tests.support.weights.scene import TIMEOUT_S, Node, Receivers, Scene, scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
-SLOW_S = 90.0
+SLOW_S = 3 * TIMEOUT_S
 """What every limit that grows with the bytes allows here: longer than any wait of these tests."""
 
 
@@ -34,14 +34,14 @@ async def test_receiver_that_stalls_at_any_step_is_not_waited_for(
         gate = await b.put_gate()
         gate.stalls_at = step
         await s.publish(0)
-        await s.board.wait_until(lambda: s.board.engines.get("engine-of-a") == 0, 30.0)
+        await s.board.wait_until(lambda: s.board.engines.get("engine-of-a") == 0, TIMEOUT_S)
         stop_engine_of(s, b)
         await s.event("excluded")
         assert [e["who"] for e in s.board.events("excluded")] == ["b"]
         assert s.board.published == [0]
         gate.go_on()
         await s.event("came_back")
-        await s.board.wait_until(lambda: ("b", 0) in s.board.staged, 30.0)
+        await s.board.wait_until(lambda: ("b", 0) in s.board.staged, TIMEOUT_S)
         await s.check(a, 0)
         await s.check(b, 0)
 
@@ -54,7 +54,7 @@ async def test_receiver_that_takes_no_bytes_though_it_answers_is_left_out(
         gate = await b.put_gate()
         gate.withholds = "/receive"
         await s.publish(0)
-        await s.board.wait_until(lambda: s.board.engines.get("engine-of-a") == 0, 30.0)
+        await s.board.wait_until(lambda: s.board.engines.get("engine-of-a") == 0, TIMEOUT_S)
         (event,) = s.board.events("left_out")
         assert event["who"] == "b" and "after the others had given up" in event["detail"]
         # It can still be served by its peer.
@@ -73,7 +73,7 @@ async def test_receiver_that_cannot_be_served_is_backed_off_and_left_to_its_peer
         # It answers all questions, but under this name it will not join a group.
         (b,) = await s.add("b")
         s.board.registered["c"] = s.board.registered.pop("b")
-        await s.board.wait_until(lambda: ("c", 0) in s.board.staged, 30.0)
+        await s.board.wait_until(lambda: ("c", 0) in s.board.staged, TIMEOUT_S)
         published_before: list[bool] = []
 
         def note(record: dict[str, Any]) -> None:
@@ -124,7 +124,7 @@ async def test_version_that_no_receiver_can_take_yet_is_encoded_and_reported_onc
         assert a.client is not None
         await s.publish(0)
         await s.committed(0)
-        await a.client.hold(0, "a-reader", 60.0, timeout_s=5.0)
+        await a.client.hold(0, "a-reader", 600.0, timeout_s=TIMEOUT_S)
         await s.publish(1)
         await s.committed(1)
         refused_at: list[float] = []
@@ -137,8 +137,8 @@ async def test_version_that_no_receiver_can_take_yet_is_encoded_and_reported_onc
         s.board.on_record = note
         await s.publish(2)  # version 0 is held and version 1 is the newest: no slot is free
         await s.event("left_out")
-        await gate.wait_requests("/status", tries + 3, 30.0)
-        await a.client.let_go(0, "a-reader", timeout_s=5.0)
+        await gate.wait_requests("/status", tries + 3, TIMEOUT_S)
+        await a.client.let_go(0, "a-reader", timeout_s=TIMEOUT_S)
         await s.committed(2)
         await s.check(a, 2)
         assert len(refused_at) == 1

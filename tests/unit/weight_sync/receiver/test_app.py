@@ -57,7 +57,7 @@ class Receivers:
         self.clients: list[ReceiverClient] = []
 
     def spec(self, name: str) -> ReceiverSpec:
-        return receiver_spec(name, self._folder, timeout_s=5.0)
+        return receiver_spec(name, self._folder)
 
     def stage(self, name: str, *versions: int, should_release: bool = True) -> None:
         """As an earlier process of this receiver would have left its folder."""

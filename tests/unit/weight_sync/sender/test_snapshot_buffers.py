@@ -76,7 +76,7 @@ def test_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
         waiter = threading.Thread(target=take)
         waiter.start()
         assert not done.is_set()
-    assert done.wait(10.0)
+    assert done.wait(60)
     waiter.join()
     assert taken == [base.buffer]
 
