@@ -54,7 +54,7 @@ _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, res
 _NUMBER = struct.Struct("!i")
 _REQUEST_S = 10.0
 """Time for a request to arrive."""
-_ROOM = 1024
+_ROOM = 4096
 """Bytes that /proc has for the command and the environment of a forked program."""
 _ROOM_VARIABLE = "LEASH_ROOM"
 _KEPT = "kept"
@@ -357,7 +357,7 @@ def _show_environment(environment: Mapping[str, str]) -> None:
         ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
 
 
-def main(listeners: str, imports: str, when: str) -> _Request | None:
+def main(folder: str, listeners: str, imports: str, when: str) -> _Request | None:
     """Become the servers of all kinds; returns what a forked process is to run."""
     servers = [_Server(*of) for of in zip(json.loads(listeners), json.loads(imports), strict=True)]
     if when == "eager":
@@ -367,7 +367,7 @@ def main(listeners: str, imports: str, when: str) -> _Request | None:
             for other in servers:
                 if other is not server:
                     other.close()
-            return server.serve(f"leash fork server {number}")
+            return server.serve(f"leash fork server {number} {folder}")
     raise AssertionError("no kinds")
 
 
@@ -382,7 +382,7 @@ def _run(request: _Request) -> None:
 
 
 if __name__ == "__main__":
-    if (wanted := main(*sys.argv[2:5])) is None:
+    if (wanted := main(*sys.argv[1:5])) is None:
         shutil.rmtree(sys.argv[1], ignore_errors=True)
         os._exit(0)  # without what the imported libraries do at their end, which takes seconds
     _run(wanted)

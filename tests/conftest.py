@@ -20,16 +20,13 @@ BufferFactory = Callable[..., Awaitable[Buffer]]
 
 
 SHARED = {
-    "test_launch.py": "launches",
-    "test_ray_of_a_run.py": "launches",
-    "test_rollout_faults.py": "launches",
-    "test_try.py": "launches",
-    "test_two_hosts.py": "launches",
     "test_openai_client.py": "servers",
     "test_sglang_engine.py": "servers",
     "test_sglang_resume.py": "servers",
 }
-"""Files whose tests run in one worker: launches one at a time, two SGLang servers for a session."""
+"""Files whose tests run in one worker, since they share two SGLang servers."""
+LAUNCHES = ("test_launch.py", "test_two_hosts.py", "test_rollout_faults.py", "test_try.py")
+"""Files whose tests share nothing, and take the longest."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,18 +44,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The launches come first, since they take the longest."""
-    items.sort(key=lambda item: SHARED.get(item.path.name) != "launches")
+    items.sort(key=lambda item: item.path.name not in LAUNCHES)
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Deals out whole files, or groups of files that share something, to the workers (-n)."""
+    """Deals out launches, whole files, or files that share something, to the workers (-n)."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return SHARED.get(Path(file).name, file)
+            return nodeid if Path(file).name in LAUNCHES else SHARED.get(Path(file).name, file)
 
     return Scheduling(config, log)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from configs.choices import CommitStrategy, PauseMode
+from configs.environment import FORK_SERVERS_VARIABLE
 from processes.tree import family as family_of
 from processes.tree import shared_memory_files
 from rollout_pool.engines.commit import TornEngine
@@ -364,8 +366,13 @@ async def test_parent_that_is_killed_leaves_no_server(sglang_folder, model_a):
     spec = dataclasses.asdict(engine_spec(sglang_folder / "a", sglang_folder / "orphan.log"))
     paths = {name: str(spec[name]) for name in ("log_path", "leftovers_path")}
     fields = {**spec, **paths, "config": None, "pause_mode": None}
+    environment = dict(os.environ)
+    environment.pop(FORK_SERVERS_VARIABLE, None)  # executed, as with a GPU
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, json.dumps(fields)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, json.dumps(fields)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     line = await asyncio.wait_for(asyncio.to_thread(parent.stdout.readline), 180)
     server = psutil.Process(int(line))

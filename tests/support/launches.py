@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import psutil
 
+from configs.environment import FORK_SERVERS_VARIABLE, RUN_VARIABLE
 from tests.support import forked
 
 RUN = f"run-{uuid4().hex[:8]}"
@@ -81,11 +82,15 @@ def serve_sandbox(*words: str) -> subprocess.Popen[str]:
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
+    environment = dict(os.environ)
+    if command[: len(LEASH)] == LEASH:
+        environment.pop(FORK_SERVERS_VARIABLE, None)  # it starts its own, as a user's does
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=environment,
         start_new_session=True,
     )
     _started.append(process)
@@ -160,8 +165,8 @@ def mapped_inodes() -> set[int]:
 
 
 def abandoned_folders() -> set[str]:
-    """Of Ray and SGLang below /tmp that no living process has in its command line."""
-    kinds = ("leash-ray-*", "leash-sglang-*")
+    """Of Ray, SGLang and fork servers below /tmp that no living process has in its command line."""
+    kinds = ("leash-fork-*", "leash-ray-*", "leash-sglang-*")
     folders = {str(path) for kind in kinds for path in Path("/tmp").glob(kind)}
     lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
     return {folder for folder in folders if not any(folder in line for line in lines)}
@@ -188,7 +193,11 @@ class Machine:
         assert [name for name in os.listdir("/dev/shm") if name.startswith(f"leash-{RUN}")] == []
         assert list(runs.glob("**/*.sock")) == []
         assert orphans_listening() <= self.listeners
-        assert abandoned_folders() <= self.folders
+        # A folder of another run that is only just starting is in no command line yet.
+        deadline = time.monotonic() + 60
+        while not (folders := abandoned_folders()) <= self.folders:
+            assert time.monotonic() < deadline, folders - self.folders
+            time.sleep(0.2)
         new = [e for e in os.scandir("/dev/shm") if e.name not in self.shared_memory]
         # None of this run is alive any more: what is mapped belongs to others on this machine.
         mapped = mapped_inodes()
@@ -197,14 +206,18 @@ class Machine:
 
 
 def orphans_listening() -> set[str]:
-    """TCP ports and named unix sockets of processes whose parent is gone: others here have one."""
+    """TCP ports and named unix sockets of processes whose parent is gone: others here have one.
+
+    Those of a living run whose controller another test has killed are left out.
+    """
     sockets = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
     sockets += [c for c in psutil.net_connections("unix") if c.laddr]
     found = set[str]()
     for socket in sockets:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if socket.pid is not None and psutil.Process(socket.pid).ppid() == 1:
-                found.add(f"{psutil.Process(socket.pid).name()} {socket.laddr}")
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process = psutil.Process(socket.pid) if socket.pid is not None else None
+            if process and process.ppid() == 1 and RUN_VARIABLE not in process.environ():
+                found.add(f"{process.name()} {socket.laddr}")
     return found
 
 

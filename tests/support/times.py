@@ -25,7 +25,9 @@ def seconds_by_file(reports: Path) -> Counter[str]:
 def main(new: str, old: str | None = None) -> None:
     now = seconds_by_file(Path(new))
     before = seconds_by_file(Path(old)) if old else Counter[str]()
-    table = Table("file", *(["before, s"] if old else []), "s", caption=f"{now.total():.0f} s in all")
+    table = Table(
+        "file", *(["before, s"] if old else []), "s", caption=f"{now.total():.0f} s in all"
+    )
     for file, seconds in sorted((now | before).items(), key=lambda item: -item[1]):
         older = [f"{before[file]:.1f}"] if old else []
         if seconds >= 1:
