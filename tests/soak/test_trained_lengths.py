@@ -105,7 +105,8 @@ def test_comparison_detects_a_policy_that_drops_long_samples(tmp_path: Path) -> 
     found = compare(tmp_path, policy, NUM_PROMPTS)
     print(f"\n{Comparison.HEADER}\n{found}")
     judge([found])
-    assert found.num_lost and found.mean_ratio < 0.95 and found.long_ratio < 0.9
+    # Without a loss both are 1; how much is lost depends on how fast the machine is.
+    assert found.num_lost and found.mean_ratio < 0.98 and found.long_ratio < 0.95
 
 
 def test_statistic_detects_that_a_tenth_of_the_groups_is_missing_for_their_length(
