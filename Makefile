@@ -109,6 +109,8 @@ UNIT := tests/unit -n 3
 SERVERS := tests --ignore=tests/unit -n 2
 # What measures time never runs beside another test.
 MACHINE = $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m "machine and $(1)"
+# They start hundreds of processes: without compiled files each would compile the project anew.
+test-unit test-machine test-servers test-long: export PYTHONDONTWRITEBYTECODE :=
 # Seconds by file, in reports/.
 TIMES := --junit-xml=reports
 

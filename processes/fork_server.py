@@ -43,7 +43,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 
-from configs.environment import FORK_SERVERS_VARIABLE
+from configs.environment import FORK_SERVERS_VARIABLE, RUN_VARIABLE
 
 UNKNOWN_EXIT_CODE = 255
 """Of a program whose server has died."""
@@ -51,6 +51,7 @@ IMPORTS_S = 120.0
 """Longest wait for a server that is still importing."""
 
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_CPU)
+_OOM_SCORE = Path("/proc/self/oom_score_adj")
 _NUMBER = struct.Struct("!i")
 _REQUEST_S = 10.0
 """Time for a request to arrive."""
@@ -59,8 +60,6 @@ _ROOM = 4096
 _ROOM_VARIABLE = "LEASH_ROOM"
 _KEPT = "kept"
 """A named pipe in the folder: who has it open for writing keeps the servers."""
-_SHOWN = "LEASH_"
-"""Variables that begin so are shown in /proc: by them the processes of a run are found."""
 _ENV_START, _ENV_END = 50 - 3, 51 - 3
 """Places in /proc/PID/stat (proc(5)), counted from the third field, after the name."""
 
@@ -175,6 +174,7 @@ def fork(
     words = command[2:] if command[1] == "-m" else command[1:]
     program = words[0] if command[1] == "-m" else os.path.basename(words[0])
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(IMPORTS_S)
     try:
         connection.connect(f"{folder}/{program}")
         request = _Request(
@@ -186,11 +186,11 @@ def fork(
             niceness=os.getpriority(os.PRIO_PROCESS, 0),
             cores=sorted(os.sched_getaffinity(0)),
             limits={number: resource.getrlimit(number) for number in _LIMITS},
+            oom_score=_OOM_SCORE.read_text(),
         )
         data = json.dumps(asdict(request)).encode()
         socket.send_fds(connection, [_NUMBER.pack(len(data))], list(streams))
         connection.sendall(data)
-        connection.settimeout(IMPORTS_S)
         answer, handles, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
         if not handles:  # the server has died, or the process at once
             raise ConnectionResetError(f"the server of {program} did not fork it")
@@ -220,6 +220,7 @@ class _Request:
     niceness: int
     cores: list[int]
     limits: dict[int, tuple[int, int]]
+    oom_score: str
 
 
 class _Server:
@@ -269,7 +270,7 @@ class _Server:
             (length,) = _NUMBER.unpack(size)
             data = connection.recv(length, socket.MSG_WAITALL)
             request = _Request(**json.loads(data))
-        except (OSError, ValueError, struct.error) as error:  # who asked has died
+        except (OSError, TypeError, ValueError, struct.error) as error:  # who asked has died
             print(f"a request was cut off: {error}", file=sys.stderr, flush=True)
             connection.close()
             for stream in streams:
@@ -279,10 +280,7 @@ class _Server:
         if pid == 0:
             self._leave(selector)
             _take_over(request, streams)
-            with connection, contextlib.suppress(OSError):
-                handle = os.pidfd_open(os.getpid())
-                socket.send_fds(connection, [_NUMBER.pack(os.getpid())], [handle])
-                os.close(handle)
+            _introduce_itself(connection)
             return request
         for stream in streams:
             os.close(stream)
@@ -305,6 +303,17 @@ class _Server:
         _, status = os.waitpid(pid, 0)
         with connection, contextlib.suppress(OSError):
             connection.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _introduce_itself(connection: socket.socket) -> None:
+    """Ends this forked process if who asked has not waited: it runs the program by itself then."""
+    handle = os.pidfd_open(os.getpid())
+    try:
+        socket.send_fds(connection, [_NUMBER.pack(os.getpid())], [handle])
+    except OSError:
+        os._exit(1)
+    os.close(handle)
+    connection.close()
 
 
 def _keep_memory_shared() -> None:
@@ -330,6 +339,8 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
     os.sched_setaffinity(0, request.cores)
     with contextlib.suppress(PermissionError):  # where the server may not go back
         os.setpriority(os.PRIO_PROCESS, 0, request.niceness)
+    with contextlib.suppress(PermissionError):
+        _OOM_SCORE.write_text(request.oom_score)
     for kind, limit in request.limits.items():
         with contextlib.suppress(PermissionError, ValueError):
             resource.setrlimit(int(kind), limit)
@@ -347,14 +358,21 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:
-    """Overwrite what /proc shows, which is the environment that the server was executed with."""
+    """Overwrite what /proc shows, which is the environment that the server was executed with: by it
+    the processes of a run are found."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
-    shown = [f"{name}={value}\0" for name, value in environment.items() if name.startswith(_SHOWN)]
-    data = "".join(shown).encode()
-    if start and len(data) <= end - start:
-        # Nothing points there any more: os.environ has put copies of its own in their place.
-        ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+    data = b""
+    for name in sorted(filter(_is_shown, environment), key=lambda name: name != RUN_VARIABLE):
+        entry = f"{name}={environment[name]}\0".encode()
+        if len(data) + len(entry) < end - start:
+            data += entry
+    # Nothing points there any more: os.environ has put copies of its own in their place.
+    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+
+
+def _is_shown(name: str) -> bool:
+    return name.startswith("LEASH_")
 
 
 def main(folder: str, listeners: str, imports: str, when: str) -> _Request | None:
