@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,15 @@ import pytest
 
 from configs.environment import RUN_VARIABLE
 from configs.schema import ScratchModelConfig
-from tests.support.launches import RUN, Machine, end_all, finish, try_task, wait_for_line
+from tests.support.launches import (
+    RUN,
+    Machine,
+    end_all,
+    finish,
+    processes_of,
+    try_task,
+    wait_for_line,
+)
 from trainer_pool.model.scratch import build_scratch_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -30,13 +37,12 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     end_all(tmp_path)
 
 
-def server_of(process: subprocess.Popen[str]) -> tuple[psutil.Process, Path]:
-    """The server that the process has started, and its folder."""
-    [server] = [
-        child
-        for child in psutil.Process(process.pid).children()
-        if "rollout_pool.engines.sglang_server" in child.cmdline()
-    ]
+def server_of(tmp_path: Path) -> tuple[psutil.Process, Path]:
+    """The server that was started for this test, and its folder."""
+    pids = [int(line.split()[0]) for line in processes_of(tmp_path)]
+    programs = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in pids}
+    [pid] = [pid for pid in pids if " -m rollout_pool.engines.sglang_server " in programs[pid]]
+    server = psutil.Process(pid)
     [log] = {file.path for file in server.open_files() if file.path.endswith("engine.log")}
     return server, Path(log).parent
 
@@ -45,7 +51,7 @@ def test_task_is_tried_with_the_untrained_model(tmp_path: Path, machine: Machine
     process = try_task("task=capitals", "--episodes=2", 'task.stop=["."]')
     before = wait_for_line(process, "an untrained model of 428k parameters: its answers are random")
     assert STARTING in before
-    _, folder = server_of(process)
+    _, folder = server_of(tmp_path)
     output = finish(process)
     assert process.returncode == 0, output
     assert output.count("  user: The capital of ") == output.count("  -> reward 0 (task 0)") == 2
@@ -72,7 +78,7 @@ def test_death_of_the_server_is_reported_with_the_end_of_its_log(
     process = try_task("task=capitals", f"--model={tmp_path}/model", "--episodes=100000")
     before = wait_for_line(process, "episode 2 of")
     assert "untrained" not in before, "it may be trained"
-    server, folder = server_of(process)
+    server, folder = server_of(tmp_path)
     with (folder / "engine.log").open("a") as log:
         log.write("it was like this\n")
     os.kill(server.pid, signal.SIGKILL)
