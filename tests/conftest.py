@@ -23,10 +23,12 @@ SHARED = {
     "test_openai_client.py": "servers",
     "test_sglang_engine.py": "servers",
     "test_sglang_resume.py": "servers",
+    "test_rollout_faults.py": "minutes",
+    "test_two_hosts.py": "minutes",
 }
-"""Files whose tests run in one worker, since they share two SGLang servers."""
-LAUNCHES = ("test_launch.py", "test_two_hosts.py", "test_rollout_faults.py", "test_try.py")
-"""Files whose tests share nothing, and take the longest."""
+"""Files whose tests run in one worker: two share SGLang servers, two would take both cores."""
+LAUNCHES = ("test_launch.py", "test_try.py")
+"""Files whose tests share nothing, and are dealt out one by one."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Launches come first, then files with slow tests: the last to end keep few waiting."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: (item.path.name not in LAUNCHES, item.path not in slow))
+    longest = (*LAUNCHES, *(file for file, scope in SHARED.items() if scope == "minutes"))
+    items.sort(key=lambda item: (item.path.name not in longest, item.path not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist
