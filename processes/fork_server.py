@@ -46,7 +46,7 @@ from pathlib import Path
 from configs.environment import FORK_SERVERS_VARIABLE, RUN_VARIABLE
 
 UNKNOWN_EXIT_CODE = 255
-"""Of a program whose server has died."""
+"""Reported for a program whose server died before it."""
 IMPORTS_S = 120.0
 """Longest wait for a server that is still importing."""
 
@@ -84,7 +84,7 @@ def start(
     os.mkfifo(folder / _KEPT, 0o600)
     kept = keep(folder)
     input_end = os.open(folder / _KEPT, os.O_RDONLY | os.O_NONBLOCK)
-    # Here already, so that whoever comes early waits for the imports instead of doing its own.
+    # They listen before the imports: an early request waits, and does not import by itself.
     listeners = [_listen(folder, kind.programs) for kind in kinds]
     descriptors = [listener.fileno() for listener in listeners]
     arguments = json.dumps([[*kind.imports] for kind in kinds])
@@ -126,7 +126,7 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # none starts threads, which a fork would lose
     "DS_ACCELERATOR": "cpu",  # DeepSpeed reads it when it is imported
 }
-"""Of the servers themselves."""
+"""Added to the environment of the servers themselves."""
 
 
 class Forked:
