@@ -132,7 +132,7 @@ test-long: install install-verifiers ## the rest: more kills, two hosts, verifie
 test-fast: install ## the fast unit tests
 	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not slow and not machine and not long"
 
-test-times: ## seconds by file and processes started, of the last tests: make test-times [ARGS=older-reports]
+test-times: ## seconds by file of the last tests: make test-times [ARGS=older-reports]
 	@$(PYTHON_BIN) -m tests.support.times reports $(ARGS)
 
 # Full size; CI runs the same tests at small size (`make test-long`). Override sizes: make soak SOAK="MINUTES=1"

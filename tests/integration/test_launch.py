@@ -313,7 +313,7 @@ def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothin
     if line == "✓ Redis":
         wait_for_ray_folder(tmp_path / RUN)
     os.killpg(process.pid, number)  # as Ctrl-C and `timeout` do: every process of the shell's job
-    output = seen + finish(process, timeout_s=300)
+    output = seen + finish(process, timeout_s=90)
     assert process.returncode == 130, output[-4000:]
     assert "Traceback" not in output and "Exception ignored" not in output, output[-4000:]
     run = tmp_path / RUN
