@@ -2,24 +2,17 @@
 # Targets on a run take RUN=name (default: the newest) and DIR=folder (default: runs); those on its buffer
 # also URL=redis://user@host:port/0, if the run's folder does not contain the address (any more). A password
 # comes from LEASH_REDIS_PASSWORD in the environment: every user can see a command line.
-EXPERIMENT ?=
-ARGS ?=
+# What the command line says of a variable: a shell may hold the HOST, URL or RUN of something else.
+said = $(if $(filter command,$(origin $1)),$($1))
+# The environment too, as for Ray's own tools.
 RAY_ADDRESS ?=
-RUN ?=
-DIR ?=
-URL ?=
-WATCH ?=
-VERSION ?=
-STEP ?=
-TO ?=
-ROLLOUT ?=
 
 PYTHON_BIN := .venv/bin/python
 LEASH := $(PYTHON_BIN) -m controller.main
-OVERRIDES := $(if $(RAY_ADDRESS),cluster.ray_address=$(RAY_ADDRESS)) $(ARGS)
-EXPERIMENT_FLAG := $(if $(EXPERIMENT),--experiment $(EXPERIMENT))
-RUN_FLAG := $(if $(RUN),--run $(RUN)) $(if $(DIR),--dir $(DIR))
-BUFFER_FLAG := $(RUN_FLAG) $(if $(URL),--url '$(URL)')
+OVERRIDES := $(if $(RAY_ADDRESS),cluster.ray_address=$(RAY_ADDRESS)) $(call said,ARGS)
+EXPERIMENT_FLAG := $(if $(call said,EXPERIMENT),--experiment $(EXPERIMENT))
+RUN_FLAG := $(if $(call said,RUN),--run $(RUN)) $(if $(call said,DIR),--dir $(DIR))
+BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-verifiers lock check-lock launch resume attach dry-run try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
@@ -35,7 +28,7 @@ install-verifiers: install ## make .venv-verifiers, for environments of the veri
 	@deploy/install-verifiers.sh
 
 lock: install ## write the lock files after a change of pyproject.toml or deploy/verifiers.in (ARGS=--upgrade: newer versions too)
-	@deploy/lock.sh $(ARGS)
+	@deploy/lock.sh $(call said,ARGS)
 
 check-lock: install ## check the lock files against both
 	@deploy/lock.sh --check
@@ -45,11 +38,11 @@ TEACHER := runs/teacher/final_model
 $(TEACHER): | install
 	@$(LEASH) launch --experiment quickstart run.name=teacher
 
-launch: install $(if $(filter distill-quickstart,$(EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
+launch: install $(if $(filter distill-quickstart,$(call said,EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
 	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
 
 resume: install ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings)
-	@$(LEASH) resume $(RUN_FLAG) $(if $(EXPERIMENT),experiment=$(EXPERIMENT)) $(OVERRIDES)
+	@$(LEASH) resume $(RUN_FLAG) $(if $(call said,EXPERIMENT),experiment=$(EXPERIMENT)) $(OVERRIDES)
 
 attach: install ## be the controller of a run whose own controller and guard were killed (RUN=name; default: the newest)
 	@$(LEASH) attach $(RUN_FLAG)
@@ -58,10 +51,10 @@ dry-run: install ## print the resolved config and the plan, start nothing
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)
 
 try: install ## run a few episodes of a task without training: make try TASK=capitals [MODEL=folder | URL=http://host/v1 MODEL=name [KEY_ENV=...]] [EPISODES=4] [ARGS=...]
-	@$(LEASH) try $(EXPERIMENT_FLAG) $(if $(URL),--url '$(URL)') $(if $(MODEL),--model '$(MODEL)') $(if $(EPISODES),--episodes $(EPISODES)) $(if $(KEY_ENV),--key-env $(KEY_ENV)) $(if $(TASK),task=$(TASK)) $(ARGS)
+	@$(LEASH) try $(EXPERIMENT_FLAG) $(if $(call said,URL),--url '$(URL)') $(if $(call said,MODEL),--model '$(MODEL)') $(if $(call said,EPISODES),--episodes $(EPISODES)) $(if $(call said,KEY_ENV),--key-env $(KEY_ENV)) $(if $(call said,TASK),task=$(TASK)) $(call said,ARGS)
 
 sandbox: install ## run programs for code rewards of other machines: make sandbox [TASK=code] [PORT=8080] [HOST=0.0.0.0 KEY_ENV=...] [ARGS=...]
-	@$(LEASH) sandbox $(if $(HOST),--host '$(HOST)') $(if $(PORT),--port '$(PORT)') $(if $(KEY_ENV),--key-env $(KEY_ENV)) task=$(or $(TASK),code) $(ARGS)
+	@$(LEASH) sandbox $(if $(call said,HOST),--host '$(HOST)') $(if $(call said,PORT),--port '$(PORT)') $(if $(call said,KEY_ENV),--key-env $(KEY_ENV)) task=$(or $(call said,TASK),code) $(call said,ARGS)
 
 status: install ## what a run is doing, and its bottleneck (RUN=name; default: the newest)
 	@$(LEASH) status $(RUN_FLAG)
@@ -73,35 +66,36 @@ report: install ## rewrite summary, plots and result of a run from its files (RU
 	@$(LEASH) report $(RUN_FLAG)
 
 export: install ## write the model of a checkpoint for transformers: make export [STEP=...] [TO=folder] [RUN=name]
-	@$(LEASH) export $(RUN_FLAG) $(if $(STEP),--step $(STEP)) $(if $(TO),--to '$(TO)')
+	@$(LEASH) export $(RUN_FLAG) $(if $(call said,STEP),--step $(STEP)) $(if $(call said,TO),--to '$(TO)')
 
 tune: install ## change a running job: make tune MAX_STALENESS=2 [ARGS="rollout.tail=postpone ..."] [RUN=name]
-	@$(LEASH) tune $(RUN_FLAG) $(if $(MAX_STALENESS),buffer.max_staleness=$(MAX_STALENESS)) $(ARGS)
+	@$(LEASH) tune $(RUN_FLAG) $(if $(call said,MAX_STALENESS),buffer.max_staleness=$(MAX_STALENESS)) $(call said,ARGS)
 
 scale: install ## change the number of engines of a running job: make scale ROLLOUT=3 [RUN=name]
-	@$(if $(ROLLOUT),,$(error ROLLOUT is missing: say how many engines, as make scale ROLLOUT=3))
-	@$(LEASH) tune $(RUN_FLAG) rollout.num_engines=$(ROLLOUT)
+	@$(if $(call said,ROLLOUT),,$(error ROLLOUT is missing: say how many engines, as make scale ROLLOUT=3))
+	@$(LEASH) tune $(RUN_FLAG) rollout.num_engines=$(call said,ROLLOUT)
 
 timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]
-	@$(LEASH) timeline $(RUN_FLAG) $(if $(VERSION),--version $(VERSION))
+	@$(LEASH) timeline $(RUN_FLAG) $(if $(call said,VERSION),--version $(VERSION))
 
 depth: install ## what the buffer holds, in one line; WATCH=1 redraws it [RUN=name]
-	@$(LEASH) depth $(BUFFER_FLAG) $(if $(WATCH),--watch)
+	@$(LEASH) depth $(BUFFER_FLAG) $(if $(call said,WATCH),--watch)
 
 trace: install ## the life of one group: make trace GROUP=id [RUN=name]
-	@$(LEASH) trace $(BUFFER_FLAG) $(if $(GROUP),'$(GROUP)')
+	@$(if $(call said,GROUP),,$(error GROUP is missing: say which, as make trace GROUP=id; make show prints the last one's))
+	@$(LEASH) trace $(BUFFER_FLAG) $(if $(call said,GROUP),'$(GROUP)')
 
 show: install ## the text of a group, token by token: make show [GROUP=id] [RUN=name] (default: the last one recorded)
-	@$(LEASH) show $(BUFFER_FLAG) $(if $(GROUP),'$(GROUP)')
+	@$(LEASH) show $(BUFFER_FLAG) $(if $(call said,GROUP),'$(GROUP)')
 
 quarantine: install ## groups that are kept but not trained [RELEASE=id or DISCARD=id] [RUN=name]
-	@$(LEASH) quarantine $(BUFFER_FLAG) $(if $(RELEASE),--release '$(RELEASE)') $(if $(DISCARD),--discard '$(DISCARD)')
+	@$(LEASH) quarantine $(BUFFER_FLAG) $(if $(call said,RELEASE),--release '$(RELEASE)') $(if $(call said,DISCARD),--discard '$(DISCARD)')
 
 buffer-dump: install ## write the buffer's groups to a file: make buffer-dump FILE=path [RUN=name]
-	@$(LEASH) buffer-dump $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
+	@$(LEASH) buffer-dump $(BUFFER_FLAG) $(if $(call said,FILE),'$(FILE)')
 
 buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=name]
-	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(FILE),'$(FILE)')
+	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(call said,FILE),'$(FILE)')
 
 # Files stay whole in a worker (tests/conftest.py). One worker more than the two cores of the machine: a third
 # of the time is waiting.
@@ -111,6 +105,8 @@ SERVERS := tests --ignore=tests/unit -n 2
 MACHINE = $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m "machine and $(1)"
 # They start hundreds of processes: without compiled files each would compile the project anew.
 test-unit test-machine test-servers test-long: export PYTHONDONTWRITEBYTECODE :=
+# The workers fill the cores: torch's threads in each of them would only wait for one another.
+test-unit test-servers test-long: export OMP_NUM_THREADS := 1
 # Seconds by file, in reports/.
 TIMES := --junit-xml=reports
 
@@ -133,10 +129,9 @@ test-fast: install ## the fast unit tests
 	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not slow and not machine and not long"
 
 test-times: ## seconds by file of the last tests: make test-times [ARGS=older-reports]
-	@$(PYTHON_BIN) -m tests.support.times reports $(ARGS)
+	@$(PYTHON_BIN) -m tests.support.times reports $(call said,ARGS)
 
 # Full size; CI runs the same tests at small size (`make test-long`). Override sizes: make soak SOAK="MINUTES=1"
-SOAK ?=
 LENGTH_SIZES := LENGTH_PROMPTS=384 ALL_POLICIES=1 RESUMES=10 RESUME_STEPS=13
 SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
 	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 CHECKPOINT_KILLS=20 $(LENGTH_SIZES) $(SOAK)
@@ -156,10 +151,6 @@ soak-hosts: install ## a run over three machines (network namespaces, needs root
 	@env $(addprefix LEASH_SOAK_,$(HOST_SIZES) $(SOAK)) $(PYTHON_BIN) -m pytest tests/soak/test_three_hosts.py --timeout 0 -s
 
 # CHAOS_SEED repeats a schedule, CHAOS_STEPS sets the length of the run, CHAOS_ONLY="SIGKILL,disk" leaves kinds out.
-CHAOS_FAULTS ?= 100
-CHAOS_SEED ?=
-CHAOS_STEPS ?=
-CHAOS_ONLY ?=
 
 chaos: install ## a quickstart that is hit by CHAOS_FAULTS=100 faults of every kind, against an undisturbed one (most of an hour)
 	@env LEASH_SOAK_CHAOS_FAULTS=$(CHAOS_FAULTS) $(if $(CHAOS_SEED),LEASH_SOAK_SEED=$(CHAOS_SEED)) \
@@ -167,22 +158,22 @@ chaos: install ## a quickstart that is hit by CHAOS_FAULTS=100 faults of every k
 		$(PYTHON_BIN) -m pytest tests/soak/test_chaos.py --timeout 0 -s
 
 bench: install ## the buffer against a Ray queue, bare Redis and its own targets; the last line is RESULT {json}
-	@$(PYTHON_BIN) benchmarks/buffer.py $(ARGS)
+	@$(PYTHON_BIN) benchmarks/buffer.py $(call said,ARGS)
 
 bench-weights: install ## the checkpoint engine against the wire and other ways to send weights; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/weight_sync.py $(ARGS)
+	@$(PYTHON_BIN) benchmarks/weight_sync.py $(call said,ARGS)
 
 bench-rollout: install ## four ways to schedule rollouts on a real engine, and the pool's overhead; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/rollout.py $(ARGS)
+	@$(PYTHON_BIN) benchmarks/rollout.py $(call said,ARGS)
 
 bench-checkpoint: install ## what a checkpoint costs training, against a bare copy and DeepSpeed's own; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/checkpoint.py $(ARGS)
+	@$(PYTHON_BIN) benchmarks/checkpoint.py $(call said,ARGS)
 
 bench-packing: install ## tokens/s of a step: padded, packed, shared prefixes (ARGS="--prompts gsm8k.jsonl"); last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/packing.py $(ARGS)
+	@$(PYTHON_BIN) benchmarks/packing.py $(call said,ARGS)
 
 bench-staleness: install ## accuracy by algorithm and max_staleness, on the quickstart (an hour; goes on where it was stopped)
-	@$(PYTHON_BIN) benchmarks/staleness.py $(ARGS)
+	@$(PYTHON_BIN) benchmarks/staleness.py $(call said,ARGS)
 
 bench-parity: install ## our losses, corrections and advantages against those of TRL, verl and OpenRLHF; last line RESULT {json}
 	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q
@@ -190,7 +181,7 @@ bench-parity: install ## our losses, corrections and advantages against those of
 	@$(PYTHON_BIN) benchmarks/parity.py --rivals build/parity
 
 bench-head: install ## the tiled output head against full logits: memory and time; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/head.py $(ARGS)
+	@$(PYTHON_BIN) benchmarks/head.py $(call said,ARGS)
 
 lint: install ## ruff, and formatting
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

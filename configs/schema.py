@@ -53,7 +53,7 @@ RUN_NAME = matching(
 )
 HOST = matching("[A-Za-z0-9:][A-Za-z0-9:._%-]*", "an IP address or the name of a host")
 STAGE_DIR = matching("(?s)/.*", "an absolute path: it means the same folder on every node")
-RAY_ADDRESS = matching(r"auto|(ray://)?\S+:\d{1,5}", "auto or HOST:PORT")
+RAY_ADDRESS = matching(r"auto|(ray://)?[^\s/]+:\d{1,5}", "auto or HOST:PORT")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,6 +16,7 @@ if __name__ == "__main__":  # during the imports: Python's own handler prints a 
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -43,7 +44,9 @@ EXIT_NOT_ATTACHED = 3
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="leash", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="leash", description="Start RL post-training, watch it, change it, and go on with it."
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, what in (
         ("launch", "train"),
@@ -140,6 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # SIGINT too: a shell's background job would ignore it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no check mark gets a "?"
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     return _reporting(lambda: _dispatch(_parse(argv)))
 
 

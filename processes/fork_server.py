@@ -284,6 +284,8 @@ class _Server:
             return request
         for stream in streams:
             os.close(stream)
+        with contextlib.suppress(OSError):  # a full disk
+            print(pid, *request.words[:2], flush=True)
         handle = os.pidfd_open(pid)
         self._running[handle] = pid, connection
         selector.register(handle, selectors.EVENT_READ)

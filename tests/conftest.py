@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.server import EmbeddedServer
+from configs.environment import FORK_SERVERS_VARIABLE
 from configs.schema import BufferConfig
 from controller.start import fork_servers
 from processes.fork_server import Kind
@@ -31,6 +35,10 @@ LAUNCHES = ("test_launch.py", "test_try.py")
 """Files whose tests share nothing, and are dealt out one by one."""
 
 
+FORKED = re.compile(r"^[0-9]+ (?:\S*/)?(\S+)(?: ([a-z]+)$)?", re.MULTILINE)
+"""A line of a fork server's log: process id, program, and the verb of `leash`."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Programs of all tests, in all workers, are forked from servers that import once."""
     if not hasattr(config, "workerinput"):
@@ -42,6 +50,16 @@ def pytest_configure(config: pytest.Config) -> None:
         servers = contextlib.ExitStack()
         servers.enter_context(fork_servers.fork_servers([engine, launches], is_eager=False))
         config.add_cleanup(servers.close)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What the tests started, each with its imports done: starts are most of what tests cost."""
+    if FORK_SERVERS_VARIABLE in os.environ:
+        log = (Path(os.environ[FORK_SERVERS_VARIABLE]) / "log").read_text()
+        forked = Counter(FORKED.findall(log))
+        started = [f"{number} {' '.join(words)}".strip() for words, number in forked.most_common()]
+        if started:
+            terminalreporter.write_line(f"forked: {', '.join(started)}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -356,7 +356,7 @@ def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     machine.assert_nothing_left(tmp_path)
 
 
-ATTACHED_STEPS = 240
+ATTACHED_STEPS = 120
 
 
 def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it(

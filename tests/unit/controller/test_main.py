@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_settings_may_stand_on_both_sides_of_an_option(capfd: pytest.CaptureFixt
     assert main(["dry-run", *arguments]) == 0
     output = capfd.readouterr().out
     assert "num_steps: 7" in output and "seed: 5" in output and "Processes of this run" in output
+
+
+def test_terminal_without_a_check_mark_ends_no_command() -> None:
+    code = (
+        "from controller.main import main\n"
+        "main(['status', '--run', 'nowhere', '--dir', 'nowhere'])\n"
+        "print('\u2713 placement')\n"
+    )
+    variables = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, check=True
+    )
+    assert told.stdout == b"? placement\n"
 
 
 def test_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

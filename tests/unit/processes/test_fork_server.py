@@ -36,6 +36,8 @@ print(json.dumps({
 sys.exit(7)
 """
 WAIT = "import sys; print('waits', flush=True); sys.stdin.read()"
+LATE = "import os; open(os.path.dirname(__file__) + '/gate').readline()"
+"""A module whose import waits for a line."""
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +45,27 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scripts = tmp_path_factory.mktemp("scripts")
     (scripts / "report.py").write_text(REPORT)
     (scripts / "wait.py").write_text(WAIT)
+    (scripts / "late_import.py").write_text(LATE)
+    (scripts / "leave_a_file.py").write_text("import sys; open(sys.argv[1], 'w').close()")
+    os.mkfifo(scripts / "gate")
     return scripts
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory, scripts: Path) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("fork")
     kinds = [
+        Kind(programs=["leave_a_file.py"], imports=["late_import"]),
         Kind(programs=["report.py", "wait.py"], imports=["colorsys", "numpy"]),
         Kind(programs=["breaks.py"], imports=["no.such.module"]),
         Kind(programs=["platform"], imports=[]),
     ]
-    servers, kept = fork_server.start(folder, kinds, folder / "log")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(scripts))
+        servers, kept = fork_server.start(folder, kinds, folder / "log")
+    gate = os.open(scripts / "gate", os.O_RDWR)
     yield folder
+    os.close(gate)
     os.close(kept)
     assert servers.wait(20) == 0
     assert not folder.exists()
@@ -170,6 +180,28 @@ def test_program_that_nothing_can_fork_is_left_to_be_executed(folder: Path, wher
     elif where == "server that could not import":
         script = "breaks.py"
     assert fork_server.fork([sys.executable, script], variables, (0, 1, 2)) is None
+
+
+def test_program_that_was_asked_for_too_long_ago_is_not_forked_later(
+    folder: Path, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked has executed it by then."""
+
+    def ask(file: str) -> fork_server.Forked | None:
+        command = [sys.executable, str(scripts / "leave_a_file.py"), str(tmp_path / file)]
+        return fork_server.fork(command, environment(folder), (0, 1, 2))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork_server, "IMPORTS_S", 0.1)
+        assert ask("early") is None
+    (scripts / "gate").write_text("\n")
+    process = ask("late")
+    assert process is not None
+    server = psutil.Process(process.pid).parent()
+    assert process.wait() == 0
+    assert server is not None
+    psutil.wait_procs(server.children(), timeout=60)
+    assert os.listdir(tmp_path) == ["late"]
 
 
 def test_forked_program_outlives_its_server_and_ends_with_an_unknown_code(
