@@ -13,7 +13,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from configs.environment import FORK_SERVERS_VARIABLE
 from processes import fork_server
 from processes.child import kill_group
 from processes.fork_server import Kind
+from processes.socket_folder import make_socket_folder
 
 KINDS = (
     Kind(
@@ -52,7 +52,7 @@ def fork_servers(kinds: Sequence[Kind] = KINDS, *, is_eager: bool = True) -> Ite
     if FORK_SERVERS_VARIABLE in os.environ or _NVIDIA.exists():
         yield
         return
-    folder = Path(tempfile.mkdtemp(prefix="leash-fork-"))
+    folder = make_socket_folder("leash-fork-")
     servers, kept = fork_server.start(folder, kinds, folder / "log", is_eager=is_eager)
     os.environ[FORK_SERVERS_VARIABLE] = str(folder)
     try:

@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from processes import tree
 from processes.child import Child
 from processes.leftovers import write_list
 from processes.logs import last_lines
+from processes.socket_folder import make_socket_folder
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.sampling.engine_client import EngineError
 
@@ -232,8 +232,7 @@ class _Server:
 
     def __init__(self, served_name: str, arguments: list[str], spec: EngineSpec) -> None:
         self.served_name = served_name
-        # Paths of Unix sockets are limited to 107 bytes: the run's folder could be too deep.
-        self._socket_folder = tempfile.mkdtemp(prefix="leash-sglang-")
+        self._socket_folder = str(make_socket_folder("leash-sglang-"))
         self._shared_memory: frozenset[Path] = frozenset()
         self._children: list[psutil.Process] = []
         self._leftovers_path = spec.leftovers_path
