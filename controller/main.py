@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 from configs.printable import printable
 from controller.signals import (
     EXIT_FAILED,
+    EXIT_RAY_LOST,
     EXIT_STOPPED,
     Run,
     Stopped,
@@ -292,7 +293,7 @@ class _Finish:
 
     One that died before its run had ended, killed by a signal or by a library that exits the
     process, is followed by another, up to run.max_restarts times. That attaches to what goes on;
-    if it cannot, a further one resumes the run.
+    if it cannot, a further one resumes the run. So does one that follows the death of Ray.
     """
 
     def __init__(self) -> None:
@@ -311,7 +312,8 @@ class _Finish:
         from controller.commands.stop import clear_up
 
         os.umask(run_dir.umask)
-        died = f"the controller died (exit code {exit_code})"
+        is_ray = exit_code == EXIT_RAY_LOST
+        died = "Ray died" if is_ray else f"the controller died (exit code {exit_code})"
         verb = None if was_asked else self._next_verb(run_dir, exit_code)
         if verb is not None:
             run_dir.adopt()
@@ -333,7 +335,7 @@ class _Finish:
             return "resume" if can_resume else None
         if self._num_restarts >= read_config(run_dir.path / "config.yaml").run.max_restarts:
             return None
-        if RayKeeper.find(run_dir) is not None:
+        if exit_code != EXIT_RAY_LOST and RayKeeper.find(run_dir) is not None:
             return "attach"
         return "resume" if can_resume else None
 

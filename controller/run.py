@@ -184,15 +184,16 @@ class Run:
         with contextlib.ExitStack() as cleanup, self.panel:
             cleanup.callback(self._leave_nothing)
             if self._attachment is None:
-                pools = self._start_up(cleanup)
+                cluster, pools = self._start_up(cleanup)
             else:
-                pools = self._attach(self._attachment, cleanup)
+                cluster, pools = self._attachment.cluster, self._attach(self._attachment, cleanup)
             training = Training(
                 config=self.config,
                 run_dir=self.dir,
                 pools=pools,
                 address=self._address,
                 server=self._server,
+                ray_processes=cluster.processes(),
                 teacher=self._teacher,
                 panel=self.panel,
                 started=self._started,
@@ -248,13 +249,13 @@ class Run:
             yield say
         self.stop.check()
 
-    def _start_up(self, cleanup: contextlib.ExitStack) -> Pools:
+    def _start_up(self, cleanup: contextlib.ExitStack) -> tuple[RayCluster, Pools]:
         cluster = self._start_servers(cleanup)
         self._prepare_model()
         pools = self._place(cluster, cleanup)
         self._start_pools(pools)
         self._give_first_weights(pools)
-        return pools
+        return cluster, pools
 
     def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
         """Ray takes the longest and comes last, unless only Ray knows our address."""

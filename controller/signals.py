@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
+EXIT_RAY_LOST = 4
+"""Of a controller whose own Ray has died: its guard resumes the run."""
 _POLL_S = 1.0
 
 

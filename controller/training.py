@@ -7,6 +7,8 @@ final numbers of the buffer are recorded for summary and plots.
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -32,7 +34,7 @@ from controller.recorder import Recorder
 from controller.report.panel import Panel
 from controller.report.state import RunView
 from controller.run_dir import RunDir
-from controller.signals import Stopped, StopRequest
+from controller.signals import EXIT_RAY_LOST, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
 from controller.start.teacher import ServedTeacher
 from controller.watch.evaluation import evaluate, try_evaluate
@@ -73,6 +75,7 @@ class Training:
         pools: Pools,
         address: BufferAddress,
         server: EmbeddedServer | None,
+        ray_processes: Mapping[str, int],
         panel: Panel,
         started: float,
         stop: StopRequest,
@@ -80,13 +83,15 @@ class Training:
         resumed_step: int | None = None,
         is_attached: bool = False,
     ) -> None:
-        """`server`, `teacher`: those that were started for the run. `resumed_step`: completed steps
-        of a run that goes on. `is_attached`: the pools have gone on meanwhile."""
+        """`server`, `teacher`, `ray_processes` (ids by name): what was started for the run.
+        `resumed_step`: completed steps of a run that goes on. `is_attached`: the pools have gone
+        on meanwhile."""
         self._config = config
         self._dir = run_dir
         self._pools = pools
         self._address = address
         self._server = server
+        self._ray_processes = ray_processes
         self._teacher = teacher
         self._panel = panel
         self._started = started
@@ -123,6 +128,10 @@ class Training:
                         tasks.create_task(self._recorder.sample_buffer()),
                         tasks.create_task(self._raise_first_death()),
                         tasks.create_task(self._raise_when_stopped()),
+                        *(
+                            tasks.create_task(self._leave_when_it_ends(name, pid))
+                            for name, pid in self._ray_processes.items()
+                        ),
                     ]
                     await self._phases(tasks)
                     _cancel(background)
@@ -376,6 +385,17 @@ class Training:
         await _end_of(server)
         self._is_redis_lost = True
         return failure("redis", "died", self._dir.log_of("redis"))
+
+    async def _leave_when_it_ends(self, name: str, pid: int) -> None:
+        """Without its Ray this process can neither start nor end anything, and calls of Ray hang.
+        The guard ends all that is left and has the run resumed, as after the death of a controller.
+        """
+        with suppress(ProcessLookupError):  # it has ended already
+            await exit_of(pid)
+        self._panel.stop()
+        self._panel.say(f"Ray's {name} died: nothing of the run can go on without it")
+        sys.stdout.flush()
+        os._exit(EXIT_RAY_LOST)
 
     async def _raise_first_death(self) -> None:
         done, _ = await asyncio.wait(self._deaths, return_when=asyncio.FIRST_COMPLETED)

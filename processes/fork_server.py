@@ -336,6 +336,7 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    _reopen_streams()
     os.chdir(request.folder)
     os.umask(request.umask)
     os.sched_setaffinity(0, request.cores)
@@ -357,6 +358,22 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
         numpy.random.seed()  # Python's own generator does so by itself
     sys.argv = list(request.words)
     atexit.register(gc.unfreeze)  # or libraries would report what is not collected as their leak
+
+
+def _reopen_streams() -> None:
+    """Those of the server know that its log has places to seek, and is no terminal."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        stream = open(  # noqa: SIM115  (it lives as long as this process)
+            number,
+            "w" if number else "r",
+            buffering=1 if name == "stderr" else -1,
+            encoding=old.encoding,
+            errors=old.errors,
+            closefd=False,
+        )
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import torch
 from ray._private import worker as ray_worker
@@ -108,6 +109,14 @@ class RayCluster:
                         f"it has {ray.available_resources()} free. Is another run on this cluster?"
                     )
         return reserved
+
+    def processes(self) -> dict[str, int]:
+        """Process ids, by name, of what a Ray that was started here cannot do without."""
+        if self.keeper is None:
+            return {}
+        keeper = psutil.Process(self.keeper.process.pid)
+        children = {child.name(): child.pid for child in keeper.children()}
+        return {"keeper": keeper.pid, **{name: children[name] for name in ("gcs_server", "raylet")}}
 
     def stop(self, logs_dir: Path) -> None:
         for group in self.groups:

@@ -21,6 +21,7 @@ from controller.main import (
     main,
 )
 from controller.run_dir import RunDir, RunDirError
+from controller.signals import EXIT_RAY_LOST
 from controller.start.attach import NotAttachableError, find_attachment
 from controller.start.ray_keeper import RECORD
 
@@ -118,6 +119,7 @@ def test_guard_has_another_controller_attach_while_the_keeper_lives_and_else_res
         (orphan.make_temporary() / RECORD).write_text(json.dumps(record))
         assert guard._next_verb(orphan, -9) == "attach"
         assert guard._next_verb(orphan, EXIT_NOT_ATTACHED) == "resume"
+        assert guard._next_verb(orphan, EXIT_RAY_LOST) == "resume"
         (orphan.path / "checkpoints" / "latest").unlink()
         assert guard._next_verb(orphan, -9) == "attach"
         assert guard._next_verb(orphan, EXIT_NOT_ATTACHED) is None

@@ -31,6 +31,8 @@ print(json.dumps({
     "numbers": [random.random(), numpy.random.random()], "threads": torch.get_num_threads(),
     "niceness": os.nice(0), "cores": sorted(os.sched_getaffinity(0)),
     "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "seekable": sys.stdout.seekable(),
+    "line_buffering": [sys.stdout.line_buffering, sys.stderr.line_buffering],
     "descriptors": len(os.listdir("/proc/self/fd")),
 }))
 sys.exit(7)
@@ -112,6 +114,7 @@ def test_forked_program_has_what_an_executed_one_would_have(
     expected = {**environment(folder), "WORD": "a word", "OMP_NUM_THREADS": "3"}
     assert seen["variables"] == expected
     assert seen["session"] and seen["imported"] and seen["threads"] == 3
+    assert not seen["seekable"] and seen["line_buffering"] == [False, True]
     assert seen["descriptors"] == 4  # the streams, and the folder that is being listed
 
 

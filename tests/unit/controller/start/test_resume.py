@@ -470,6 +470,7 @@ async def _train(
         pools=pools,
         address=address,
         server=None,
+        ray_processes={},
         panel=Panel(enabled=False, console=Console(file=said, width=200)),
         started=0.0,
         stop=StopRequest(),
