@@ -85,10 +85,11 @@ def _given_url(url: str, settings: BufferConfig) -> str:
 
 def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
     """The URL of a server that is running; None if it was the run's own and ended with it."""
-    url, is_alive = run_dir.read_redis_url(), run_dir.read_record().is_alive
-    if url is not None and (is_alive or settings.url is not None):
+    # A run that has ended may be writing its report.
+    url, is_running = run_dir.read_redis_url(), run_dir.read_record().is_running
+    if url is not None and (is_running or settings.url is not None):
         return url
-    if is_alive:
+    if is_running:
         raise RunDirError(f"{run_dir.name} is starting; its Redis is not up yet: try again soon")
     if settings.url is None:
         return None

@@ -123,8 +123,8 @@ def _see_through(run: Run, announce_folder: Callable[[str], None]) -> None:
         panel.say(f"while the run was stopping: {error}")
         raise Stopped from problem
     finally:
-        run_dir.forget_redis_url()
         run_dir.end(state, error)
+        run_dir.forget_redis_url()
         _report(run_dir, panel)
 
 

@@ -122,16 +122,18 @@ def load_rows(program: Program) -> list[dict[str, Any]]:
                     for line in replies:
                         if not line.endswith(b"\n"):
                             break  # it ended in the middle of a row
-                        reply = json.loads(line)
+                        reply = _message(line)
                         program.check(reply)
                         if "is_ready" in reply:
                             return found
-                        found.append(reply["row"])
+                        found.append(_row(reply))
             why = "its process ended"
         except TimeoutError:
             why = f"nothing came from it for {START_TIMEOUT_S:g} s"
         except ConnectionError as error:
             why = f"its process ended ({error})"
+        except NoMessageError as error:
+            why = str(error)
         finally:
             child.stop(END_TIMEOUT_S)
         raise program.not_loaded(why, log_path)
@@ -256,7 +258,10 @@ class _Connection:
             pass
         if not line.endswith(b"\n"):
             raise await self._died()
-        program.check(json.loads(line))
+        try:
+            program.check(_message(line))
+        except NoMessageError as error:
+            raise program.not_loaded(str(error), self._log_path) from None
         self.is_alive = True
         self._spawn(self._read())
 
@@ -295,14 +300,14 @@ class _Connection:
     async def _read(self) -> None:
         try:
             while line := await self._reader.readline():
-                message = json.loads(line)
+                message = _message(line)
                 if "cancelled" in message:
-                    if event := self._cancelled.get(message["cancelled"]):
+                    if event := self._cancelled.get(_number(message["cancelled"])):
                         event.set()
-                elif (reply := self._replies.get(message["id"])) and not reply.done():
+                elif (reply := self._replies.get(_number(message.get("id")))) and not reply.done():
                     reply.set_result(message)
-        except (ConnectionError, ValueError):  # a line that is too long, or not JSON
-            pass
+        except (ConnectionError, ValueError) as error:  # a line that is too long, or no message
+            log.warning("the process of the environment (log: %s): %s", self._log_path, error)
         self.is_alive = False
         await self._fail()
 
@@ -335,6 +340,36 @@ class _Connection:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class NoMessageError(ValueError):
+    """The process, or a library in it, wrote something else where its messages go."""
+
+    def __init__(self, found: bytes) -> None:
+        super().__init__(f"its process wrote {found[:100]!r} where its messages go")
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        raise NoMessageError(line) from None
+    if not isinstance(message, dict):
+        raise NoMessageError(line)
+    return message
+
+
+def _number(found: object) -> int:
+    if not isinstance(found, int):
+        raise NoMessageError(repr(found).encode())
+    return found
+
+
+def _row(message: Mapping[str, Any]) -> dict[str, Any]:
+    row = message.get("row")
+    if not isinstance(row, dict):
+        raise NoMessageError(_line(message))
+    return row
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

@@ -38,6 +38,8 @@ if setup["rows"]:
         connection.sendall(b'{{"row": {{"ta')
         print("out of memory", flush=True)
         os._exit(9)
+    if name.startswith("tells "):
+        connection.sendall(name.removeprefix("tells ").encode() + b"\\n")
     say({{"is_ready": True}})
 elif name == "silent":
     time.sleep(600)
@@ -48,6 +50,9 @@ else:
     requests.readline()
     requests.readline()
     print("a segmentation fault", flush=True)
+    if name.startswith("writes "):
+        connection.sendall(name.removeprefix("writes ").encode() + b"\\n")
+        time.sleep(600)
     if name == "hangs":
         time.sleep(600)
     os._exit(7)
@@ -141,6 +146,21 @@ async def test_all_episodes_of_a_process_that_died_fail_with_one_error(process_o
         first, second = await asyncio.gather(*episodes, return_exceptions=True)
     assert first is second and isinstance(first, EnvironmentDied)
     assert "exit code 7" in str(first) and str(first).endswith("a segmentation fault")
+
+
+@pytest.mark.parametrize("words", ["5", "{}", '{"id": []}', "no JSON"])
+async def test_process_that_writes_no_message_is_ended_and_takes_no_episode(process_of, words):
+    process = process_of(f"writes {words}")
+    episodes = [process.run({}, "", "") for _ in range(2)]
+    async with asyncio.timeout(60):
+        first, second = await asyncio.gather(*episodes, return_exceptions=True)
+    assert first is second and isinstance(first, EnvironmentDied)
+
+
+@pytest.mark.parametrize("words", ["5", '{"row": 5}', "no JSON"])
+def test_process_that_tells_no_rows_is_named(interpreter, words):
+    with pytest.raises(ValueError, match=r"its process wrote .* where its messages go"):
+        build_task(config_of(name=f"tells {words}", python=interpreter))
 
 
 async def test_process_that_hangs_is_killed_with_a_warning(process_of, monkeypatch, caplog):
