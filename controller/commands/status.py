@@ -62,7 +62,15 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
     for record in read_metrics(run_dir.metrics):
         view.apply(record)
     address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
-    stats, waits, counters = asyncio.run(asyncio.wait_for(_sample(address), CONNECT_TIMEOUT_S))
+    try:
+        stats, waits, counters = asyncio.run(asyncio.wait_for(_sample(address), CONNECT_TIMEOUT_S))
+    except (ConnectionError, TimeoutError):
+        if config.buffer.url is not None:
+            raise
+        raise ConnectionError(
+            f"the Redis of {run_dir.name} did not answer within {CONNECT_TIMEOUT_S:g} s: it is "
+            f"stopped, busy, or being started again; {run_dir.log_of('redis')} may say why"
+        ) from None
     view.observe(time.time(), stats, waits, counters)
     return view
 

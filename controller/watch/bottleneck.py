@@ -133,6 +133,8 @@ class Window(Generic[K]):
 
     def add(self, t: float, totals: Mapping[K, float]) -> None:
         """Add the totals at time `t` (seconds of any monotonic clock)."""
+        if self._samples and any(totals.get(k, 0.0) < v for k, v in self._samples[-1][1].items()):
+            self._samples.clear()  # a server without its data counts anew
         self._samples.append((t, totals))
         # The oldest sample stays just outside the horizon, so the window is never shorter.
         while len(self._samples) > 2 and self._samples[1][0] <= t - self._horizon_s:

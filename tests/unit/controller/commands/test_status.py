@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from urllib.parse import unquote, urlsplit
 
@@ -16,6 +17,7 @@ from controller.commands.status import command_from_outside, print_status
 from controller.metrics.records import Record, read_metrics
 from controller.report.summary import write_summary
 from controller.run_dir import RunDir
+from controller.signals import EXIT_FAILED
 from tests.support.controller.buffers import opened
 from tests.support.controller.records import buffer_record, eval_record, record_all, step_record
 
@@ -85,6 +87,15 @@ def test_command_from_outside_fits_the_server(run_dir: RunDir, url: str, client:
 
 def test_starting_run_is_reported(run_dir: RunDir) -> None:
     assert "is starting" in status_of(run_dir)
+
+
+def test_redis_of_a_run_that_does_not_answer_is_named_with_its_log(
+    run_dir: RunDir, leash: Callable[..., str]
+) -> None:
+    run_dir.write_redis_url("redis://127.0.0.1:1/0")
+    error = leash("status", exit_code=EXIT_FAILED)
+    assert f"the Redis of {run_dir.name} did not answer" in error
+    assert str(run_dir.log_of("redis")) in error and "buffer.url" not in error
 
 
 def test_run_without_its_controller_is_reported(trained_run: RunDir) -> None:

@@ -88,6 +88,13 @@ def test_shares_are_parts_of_the_time_of_one_process() -> None:
     assert wait_shares(waits, elapsed_s=0.0) == shares()
 
 
+def test_window_begins_again_where_totals_fall() -> None:
+    window = Window[str](horizon_s=30.0)
+    for t, total in ((0.0, 500.0), (10.0, 900.0), (20.0, 40.0), (30.0, 90.0)):
+        window.add(t, {"tokens": total})
+    assert window.growth() == {"tokens": 50.0} and window.elapsed_s == 10.0
+
+
 def test_window_forgets_what_is_older_than_its_horizon() -> None:
     window: Window[str] = Window(horizon_s=10.0)
     assert (window.elapsed_s, window.growth()) == (0.0, {})
