@@ -268,7 +268,7 @@ class RunState:
 
     async def add_wait(self, waiter: str, waited_on: str, seconds: float) -> None:
         """Adds to the time that one part of the run has spent waiting for another."""
-        await self._add("waits", f"{waiter}>{waited_on}", seconds)
+        await self._add("waits", {f"{waiter}>{waited_on}": seconds})
 
     async def waits(self) -> dict[tuple[str, str], float]:
         """Seconds by (waiter, waited_on)."""
@@ -278,15 +278,19 @@ class RunState:
 
     async def count(self, name: str, amount: float = 1) -> None:
         """Adds to a counter of the run, such as tokens_generated."""
-        await self._add("counters", name, amount)
+        await self.count_all({name: amount})
+
+    async def count_all(self, amounts: Mapping[str, float]) -> None:
+        """The same for several counters, which a reader then finds all changed or none."""
+        if amounts:
+            await self._add("counters", amounts)
 
     async def counters(self) -> dict[str, float]:
         return _readable(await self._hash("counters"), _read_float)
 
-    async def _add(self, hash_name: str, field: str, amount: float) -> None:
-        await self._scripts.run(
-            "run_state/add_number", uuid4().hex, hash_name, field, repr(float(amount))
-        )
+    async def _add(self, hash_name: str, amounts: Mapping[str, float]) -> None:
+        pairs = (word for name, amount in amounts.items() for word in (name, repr(float(amount))))
+        await self._scripts.run("run_state/add_numbers", uuid4().hex, hash_name, *pairs)
 
     async def while_moving(self, wait: Callable[[], Awaitable[T]]) -> T:
         """The result of `wait`, which is called again after each of its TimeoutErrors if any part

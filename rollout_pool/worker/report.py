@@ -73,8 +73,7 @@ class WorkerReporter:
         for client in self._known.values():
             for name, total in _totals(client).items():
                 seen[f"{name}:{client.name}"] = total
-        for name, number in (seen - self._counted).items():
-            await self.state.count(name, number)
+        await self.state.count_all(seen - self._counted)
         self._counted = seen
 
     def _record(self, client: SGLangClient) -> dict[str, float | int | str]:

@@ -213,12 +213,15 @@ async def test_waits_and_counters_add_up(state: RunState) -> None:
     await state.count("tokens_generated", 20)
     await state.count("prompts_skipped")
     assert await state.counters() == {"tokens_generated": 120, "prompts_skipped": 1}
+    await state.count_all({"prompts_skipped": 2, "turns": 4})
+    await state.count_all({})
+    assert await state.counters() == {"tokens_generated": 120, "prompts_skipped": 3, "turns": 4}
 
 
 async def test_repeated_addition_counts_once(state: RunState, redis: Any, run_name: str) -> None:
     scripts = Scripts(redis, Keys(run_name))
     for _ in range(3):
-        await scripts.run("run_state/add_number", "one-token", "counters", "n", "5")
+        await scripts.run("run_state/add_numbers", "one-token", "counters", "n", "5")
         await scripts.run("run_state/append_metrics", "another-token", "step", '{"n": 1}', 10)
     assert await state.counters() == {"n": 5}
     assert len(await state.read_metrics(STREAM_START, 0)) == 1
