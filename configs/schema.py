@@ -445,6 +445,13 @@ class Config(Section):
             "a trajectory of rollout.max_prompt_tokens + rollout.max_response_tokens = "
             f"{longest} tokens must fit in one forward pass",
         )
+        room = self.rollout.engine.max_total_tokens
+        yield Rule(
+            room is None or longest <= room,
+            "rollout.engine.max_total_tokens",
+            "the engine would cut answers short: it needs room for a trajectory of "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest} tokens",
+        )
         if model.scratch is not None:
             most = model.scratch.max_position_embeddings
             yield Rule(

@@ -306,6 +306,10 @@ SH = ("task.rewards.tests.command=[sh, '{file}']", "task.rewards.tests.languages
         (["rollout.reward_timeout_s=.nan"], "rollout.reward_timeout_s=nan"),
         (["trainer.timeout_s=.inf"], "trainer.timeout_s=inf"),
         (["cluster.host=two words"], "cluster.host='two words': must be an IP address or the name"),
+        (
+            ["rollout.engine.max_total_tokens=39"],
+            "rollout.engine.max_total_tokens=39: the engine would cut answers short",
+        ),
         (["cluster.ray_address=http://127.0.0.1:8265"], "must be auto or HOST:PORT"),
         (["cluster.ray_address=nonsense"], "cluster.ray_address='nonsense': must be auto or HOST"),
         (["buffer.max_staleness=1000000000000000000000"], "must be 0 to 1000000000"),
