@@ -24,8 +24,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from transformers import AutoModelForCausalLM
 
+from buffer.types import Trajectory, VersionSpan
 from configs.schema import ScratchModelConfig
 from controller.metrics.records import read_metrics
 from rollout_pool.worker.record import read_recorded
@@ -45,6 +48,10 @@ from tests.support.launches import (
     wait_for_line,
 )
 from trainer_pool.model.scratch import build_scratch_model
+from trainer_pool.state.export import export_checkpoint
+
+TEMPERATURE = 0.5
+"""Of the quickstart."""
 
 pytestmark = pytest.mark.slow
 
@@ -198,6 +205,52 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
         assert record.number("version_min") == record.number("version_max"), record.values
     evaluated = [record.number("version_min") for record in evals]
     assert len(evaluated) >= 4 and evaluated[0] == 0 and evaluated[-1] == 24
+
+
+@pytest.mark.long
+def test_tokens_have_the_logprobs_of_the_checkpoint_of_their_version_and_of_no_other(
+    tmp_path: Path,
+) -> None:
+    """Also the tokens of answers that several versions have sampled."""
+    settings = ("trainer.num_steps=16", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=16")
+    settings += ("trainer.learning_rate=1e-3", "rollout.max_response_tokens=48")
+    settings += ("rollout.log_rate=1", "rollout.engine.max_running_requests=8")
+    output = finish(process := start(tmp_path, RUN, *settings))
+    assert process.returncode == 0, output[-6000:]
+    run = tmp_path / RUN
+    models = {
+        step: checkpoint_model(run, tmp_path / f"exported-{step}", step) for step in range(1, 17)
+    }
+    own, others, num_mixed = list[torch.Tensor](), list[torch.Tensor](), 0
+    for line in (run / "rollouts" / "worker-0.jsonl").read_text().splitlines():
+        group = read_recorded(run, json.loads(line)["group_id"])
+        assert group is not None
+        for trajectory in group.group.trajectories:
+            num_mixed += len(trajectory.version_spans) > 1
+            for span in trajectory.version_spans:
+                if span.version in models and span.version + 1 in models:
+                    own.append(rescored(models[span.version], trajectory, span))
+                    others.append(rescored(models[span.version + 1], trajectory, span))
+    mine, wrong = torch.cat(own), torch.cat(others)
+    print(f"{len(mine)} tokens, {num_mixed} answers of several versions:", mine.max(), wrong.mean())
+    assert len(mine) > 1000 and num_mixed > 20
+    assert mine.max() < 1e-4
+    assert wrong.mean() > 100 * mine.max()  # so that a wrong stamp would be noticed
+
+
+def checkpoint_model(run: Path, folder: Path, step: int) -> torch.nn.Module:
+    export_checkpoint(run / "checkpoints" / f"step-{step:06d}", str(run / "model"), folder)
+    return AutoModelForCausalLM.from_pretrained(folder)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def rescored(model: torch.nn.Module, trajectory: Trajectory, span: VersionSpan) -> torch.Tensor:
+    """How far the recorded log-probabilities of a span are from the model's."""
+    tokens = torch.from_numpy(trajectory.tokens).long()
+    logits = model(tokens[None]).logits[0, span.start - 1 : span.end - 1] / TEMPERATURE
+    logprobs = logits.log_softmax(-1).gather(1, tokens[span.start : span.end, None])[:, 0]
+    recorded = torch.from_numpy(trajectory.rollout_logprobs[span.start : span.end])
+    return (logprobs - recorded)[trajectory.loss_mask[span.start : span.end] != 0].abs()
 
 
 def assert_turns(run: Path, at_least: int) -> None:
