@@ -139,7 +139,7 @@ def goes_on_to_its_end(runs: Path, before: list[Record], restored: float) -> Non
     """The run that was stopped, resumed with more steps; then Redis, a trainer rank and the
     controller are killed. Nothing is trained twice, renumbered or given up. `restored`: tokens."""
     run, last = runs / RUN, before[-1].count("step")
-    num_steps = last + 20 * QUIET_STEPS  # enough for the time until another controller attaches
+    num_steps = last + 10 * QUIET_STEPS  # enough for the time until another controller attaches
     copies = ("trainer.checkpoint_every=1000", "trainer.memory_copy_every=1")
     process = resume(runs, f"trainer.num_steps={num_steps}", *copies)
     wait_for_step(run, process, last + QUIET_STEPS)
