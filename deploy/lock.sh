@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Writes deploy/requirements-{cpu,gpu,verifiers}.lock: one version of every package for Linux on Python 3.11
 # and 3.12, with the hashes of its files. Versions that are there already stay; `--upgrade` looks for newer ones.
+# Every package has a wheel for Linux on x86_64, or is one of those that are built from source (`sdists`).
 #   deploy/lock.sh [--check | --upgrade]      (--check: asks no index, fails when the requirements of
 #   pyproject.toml, deploy/verifiers.in or this file are others than those that the locks were made from)
 set -euo pipefail
@@ -10,7 +11,7 @@ wanted="# made from: $(
     { .venv/bin/python -c 'import json, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(json.dumps([project[k] for k in ("requires-python", "dependencies", "optional-dependencies")]))
-' && grep '^cpu=' deploy/lock.sh && cat deploy/verifiers.in; } | sha256sum | cut -d' ' -f1
+' && grep -E '^(cpu|unused|sdists)=' deploy/lock.sh && cat deploy/verifiers.in; } | sha256sum | cut -d' ' -f1
 )"
 if [ "$mode" = --check ]; then
     for lock in deploy/requirements-{cpu,gpu,verifiers}.lock; do
@@ -34,6 +35,12 @@ done
 printf '%s\n' "${cpu[@]}" >"$work/cpu.in"
 : >"$work/gpu.in"
 : >"$work/gpu.toml"
+# Requirements of SGLang that it never imports here: this one is a placeholder that fetches its wheel from
+# elsewhere, so that an installation which reaches the package index alone would fail.
+unused=("cuda-tile")
+printf '%s\n' "${unused[@]}" >"$work/unused"
+# Published without a wheel, but whole: they build from what the index has.
+sdists=("antlr4-python3-runtime" "cellpylib" "deepspeed" "pycosat" "zss")
 
 compile() { # cpu|gpu|verifiers, then options of uv
     local of=(pyproject.toml "$work/$1.in" --extra "$1" --extra server --extra dev --config-file "$work/$1.toml")
@@ -41,15 +48,27 @@ compile() { # cpu|gpu|verifiers, then options of uv
     # The main index alone: further ones may lack the files of other platforms, or hold a CPU build for "gpu".
     [ "$1" = cpu ] || local -x UV_FIND_LINKS=""
     UV_INDEX="" deploy/uv.sh pip compile "${of[@]}" --universal --python-version 3.11 --fork-strategy fewest \
-        --generate-hashes --no-annotate --custom-compile-command "make lock" \
+        --generate-hashes --no-annotate --custom-compile-command "make lock" --excludes "$work/unused" \
         --output-file "$work/$1.lock" --quiet $([ "$mode" = --upgrade ] && echo --upgrade) "${@:2}"
 }
+
+check_wheels() { # cpu|gpu|verifiers: fails, naming the package, where one has no wheel and is none of `sdists`
+    local python
+    # A folder of PyTorch's CPU builds may have them for one Python only.
+    for python in 3.11 $([ "$1" = cpu ] || echo 3.12); do
+        deploy/uv.sh pip install --dry-run --quiet --target "$work/nowhere" --no-deps --python-version "$python" \
+            --python-platform x86_64-manylinux_2_34 --only-binary :all: "${sdists[@]/#/--no-binary=}" \
+            -r "$work/$1.lock" "${@:2}" || return
+    done
+}
+lock() { compile "$@" && check_wheels "$@"; }
 
 for kind in cpu gpu verifiers; do
     lock=deploy/requirements-$kind.lock
     if [ -f "$lock" ]; then cp "$lock" "$work/$kind.lock"; fi
-    compile "$kind" 2>"$work/errors" ||
-        { [ "$kind" = cpu ] && compile cpu --find-links https://download.pytorch.org/whl/cpu/torch/; } ||
+    lock "$kind" 2>"$work/errors" ||
+        { [ "$kind" = cpu ] && lock cpu --find-links https://download.pytorch.org/whl/cpu/torch/; } ||
         { cat "$work/errors" >&2 && exit 1; }
-    { echo "$wanted" && grep -v '^# made from: ' "$work/$kind.lock"; } >"$lock"
+    { echo "$wanted" && echo "# built from source: ${sdists[*]}" &&
+        grep -vE '^# (made from|built from source): ' "$work/$kind.lock"; } >"$lock"
 done

@@ -76,7 +76,7 @@ class TrainerActor:
 
     def start(self, host: str, port: int) -> Restored:
         """Join the other ranks at rank 0's `host` and `port`, and load the model."""
-        os.environ.update(self._environment(host, port))
+        os.environ.update(rank_environment(self._spec, self._rank, host, port))
         import torch
 
         torch.set_num_threads(self._spec.num_threads)  # a fork server has loaded it before
@@ -92,24 +92,6 @@ class TrainerActor:
         )
         self._trainer = TrainerRank(self._spec, address, self._listener)
         return self._trainer.restored
-
-    def _environment(self, host: str, port: int) -> dict[str, str]:
-        environment = {
-            "RANK": str(self._rank),
-            "LOCAL_RANK": "0",  # Ray shows each actor its own GPU only
-            "WORLD_SIZE": str(self._spec.config.ranks),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            "DS_ACCELERATOR": "cuda" if self._spec.uses_gpu else "cpu",
-            "OMP_NUM_THREADS": str(self._spec.num_threads),
-            "TOKENIZERS_PARALLELISM": "false",
-            "GLOO_SOCKET_IFNAME": interface_towards(host),
-        }
-        if not self._spec.uses_gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray does not hide GPUs from CPU actors
-        if _is_loopback(host):
-            environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL avoids loopback by default
-        return environment
 
     def connect(self) -> None:
         self._started.connect()
@@ -250,6 +232,33 @@ class TrainerPool:
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
         for actor in self._actors.values():
             ray.kill(actor)
+
+
+def rank_environment(spec: TrainerSpec, rank: int, host: str, port: int) -> dict[str, str]:
+    """Variables of the process of a rank whose rank 0 listens at `host` and `port`."""
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",  # Ray shows each actor its own GPU only
+        "WORLD_SIZE": str(spec.config.ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cuda" if spec.uses_gpu else "cpu",
+        "OMP_NUM_THREADS": str(spec.num_threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "GLOO_SOCKET_IFNAME": interface_towards(host),
+    }
+    if spec.uses_gpu:
+        # A failed NCCL operation of any group would make the monitor of the first, the training's,
+        # write a dump and end the process.
+        environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+        # Queues of a GPU, the most there are: with fewer, kernels of training and of the weights'
+        # group could wait for each other in one.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray does not hide GPUs from CPU actors
+    if _is_loopback(host):
+        environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL avoids loopback by default
+    return environment
 
 
 def _names(spec: TrainerSpec) -> list[str]:

@@ -30,6 +30,10 @@ from configs.choices import Backend as BackendChoice
 from weight_sync.interfaces import own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
 
+_FAILURE_KEY = "exception_dump"
+"""What an NCCL group that has failed tells all users of its store, whatever their epoch: they would
+dump and end."""
+
 
 def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
     """`auto` means nccl for processes with a GPU and gloo for all others."""
@@ -73,7 +77,8 @@ def forget_epochs(store: TCPStore, name: str, before: int) -> None:
     for key in store.list_keys():
         group, _, rest = key.partition("/")
         epoch = rest.partition("/")[0]
-        if group == name and epoch.isdecimal() and int(epoch) < before:
+        is_earlier = group == name and epoch.isdecimal() and int(epoch) < before
+        if is_earlier or key == _FAILURE_KEY:
             store.delete_key(key)
 
 
@@ -252,7 +257,9 @@ def _gloo_group(store: PrefixStore, spec: GroupSpec, rank: int) -> ProcessGroup:
 def _nccl_group(
     store: PrefixStore, spec: GroupSpec, rank: int, device: torch.device
 ) -> ProcessGroup:
-    options = dist.ProcessGroupNCCL.Options()
+    # Streams of one priority share the queues of a GPU, where a kernel of this group that waits for
+    # its peers would hold up those of training.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(days=1)  # each wait has its own timeout, scaled with its bytes
     with _errors_stay_in_the_group():
         backend = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
@@ -268,8 +275,14 @@ def _nccl_group(
 @contextlib.contextmanager
 def _errors_stay_in_the_group() -> Iterator[None]:
     """Keep torch's NCCL watchdog from ending the process, and training, when a peer is lost."""
-    # It reads these variables when a group is made; the process's other groups keep theirs.
-    settings = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    # It reads these variables when a group is made; the process's other groups keep theirs. A group
+    # has no watchdog only if its waits block. A watchdog that sees an error raises a flag of the
+    # process, at which the monitor of the training's group ends it some minutes later.
+    settings = {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -139,7 +139,8 @@ class Staging:
         """Host memory for a bucket from the GPU that belongs in more than one place."""
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # As the group's own stream: never in a queue behind a kernel of the training.
+            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def side_stream(self) -> Iterator[None]:

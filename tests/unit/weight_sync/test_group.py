@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from configs.choices import Backend
@@ -155,6 +157,44 @@ def alone(store: TCPStore) -> TCPStore:
     for rank in range(2):
         store.set(f"leash-test/1/here/{rank}", "1")
     return store
+
+
+class NcclBackend(dist.ProcessGroupGloo):
+    """A backend of torch's that notes with which variables and options it was made."""
+
+    made: ClassVar[list[tuple[dict[str, str], Any]]] = []
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self._timeout = timedelta()
+
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        super().__init__(store, rank, size, timedelta(seconds=60))
+        variables = {name: value for name, value in os.environ.items() if "TORCH_NCCL" in name}
+        self.made.append((variables, options))
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        pass
+
+
+def test_nccl_group_of_weights_never_ends_the_process_and_has_streams_of_its_own(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclBackend, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    spec = replace(make_spec(store, num_receivers=0), backend="nccl")
+    WeightGroup.join(spec, 0, store, torch.device("cpu"))
+    [(variables, options)] = NcclBackend.made
+    assert variables == {
+        "TORCH_NCCL_BLOCKING_WAIT": "1",  # no watchdog, no monitor
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_ENABLE_MONITORING": "0",
+    }
+    assert options.is_high_priority_stream
+    # The groups of training, made later, have theirs.
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
 
 
 class NcclStandIn:

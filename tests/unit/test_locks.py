@@ -1,0 +1,44 @@
+"""The lock files install from a package index alone, on Linux with Python 3.11 and 3.12."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.support.repository import ROOT
+
+LOCKS = {
+    kind: (ROOT / f"deploy/requirements-{kind}.lock").read_text()
+    for kind in ("cpu", "gpu", "verifiers")
+}
+SOURCES = {"antlr4-python3-runtime", "cellpylib", "deepspeed", "pycosat", "zss"}
+"""Without a wheel; each archive on the index was looked into and holds the whole source."""
+
+
+def packages(lock: str) -> set[str]:
+    return set(re.findall(r"^([a-z0-9.-]+)==", lock, re.MULTILINE))
+
+
+@pytest.mark.parametrize("kind", LOCKS)
+def test_packages_of_a_lock_have_wheels_or_are_whole_sources(kind: str) -> None:
+    # `make lock` writes this line, after it has found a wheel for Linux on x86_64 of every other.
+    from_source = re.search(r"^# built from source: (.*)$", LOCKS[kind], re.MULTILINE)
+    assert from_source is not None
+    assert set(from_source[1].split()) <= SOURCES
+
+
+@pytest.mark.parametrize("kind", LOCKS)
+def test_packages_of_a_lock_have_one_version_each_and_hashes_and_no_address(kind: str) -> None:
+    entries = re.split(r"\n(?=\S)", LOCKS[kind].strip())
+    for entry in (entry for entry in entries if not entry.startswith("#")):
+        name, *hashes = entry.split("--hash=sha256:")
+        assert re.match(r"[a-z0-9.-]+==[\w.+!]+( ; .*)? \\\n", name), entry
+        assert hashes and all(re.match(r"[0-9a-f]{64}\b", digest) for digest in hashes), entry
+
+
+def test_lock_for_gpus_has_the_whole_of_sglang_but_its_placeholder() -> None:
+    names = packages(LOCKS["gpu"])
+    assert {"sglang", "sglang-kernel", "flashinfer-python", "ninja"} <= names
+    assert "checkpoint-engine" in names  # weight_sync.commit=ipc
+    assert "cuda-tile" not in names  # its archive on the index fetches a wheel from elsewhere
