@@ -20,8 +20,10 @@ WITHOUT = [(), ("landlock",), ("namespaces",)]
 def pytest_asyncio_loop_factories(config, item):
     """Actors and services run uvloop, which starts processes in its own way; scoring processes do
     not."""
-    factories = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
-    return factories if item.path.name == "test_reach.py" else None
+    factories = {"asyncio": asyncio.new_event_loop}
+    if item.path.name == "test_reach.py":
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
 
 
 @pytest.fixture(autouse=True)
