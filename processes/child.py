@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -63,8 +62,7 @@ class Child:
             future.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
         self._is_bound = secret is None and not outlives
         if self._is_bound:
-            launcher = [sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid())]
-            command = [*launcher, *command]
+            command = die_with_parent.bound(command, pass_fds)
 
         started = Future[_Process]()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -33,8 +34,14 @@ class RunFailed(RuntimeError):
 def enter_process() -> None:
     """Runs first in every Ray worker: redirect its output to the process's log in the run's folder.
 
-    Files that it writes are as private as that folder.
+    Files that it writes are as private as that folder. What is open stays its own.
     """
+    # Actors run uvloop, which closes nothing in the programs that an agent or an environment
+    # starts, and Ray leaves its logs open for them.
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2:
+            with contextlib.suppress(OSError):  # that of the listing
+                os.set_inheritable(descriptor, False)
     if (titles := sys.modules.get("setproctitle")) is not None:
         # Of a fork server. Ray's own copy of this library finds no place for titles in what that
         # has forked, and `ps` would not show which actor it is.

@@ -14,7 +14,6 @@ import logging
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -84,12 +83,11 @@ def _client(name: str) -> Client:
     program, *arguments = shlex.split(address) or [""]
     if (found := shutil.which(program)) is None:
         raise FileNotFoundError(f"there is no program {program!r}")
-    # It ends with this process, however that ends.
-    launcher = ["-I", "-S", die_with_parent.__file__, str(os.getpid())]
+    python, *arguments = die_with_parent.bound([found, *arguments])
     return Client(
         StdioServerParameters(
-            command=sys.executable,
-            args=[*launcher, found, *arguments],
+            command=python,
+            args=arguments,
             # As a function has it; and the run finds its processes by a variable.
             env=dict(os.environ),
         )

@@ -49,7 +49,9 @@ class Unsafe(Exception):
 def main() -> None:
     """`argv[2:]`: descriptors of the request, the notes, the ending, and of the statements if there
     are any that test the program, or of what a compiler makes."""
-    request_fd, notes_fd, ending_fd, *others = (int(text) for text in sys.argv[2:])
+    given = [int(text) for text in sys.argv[2:]]
+    _close_all_but(given)
+    request_fd, notes_fd, ending_fd, *others = given
     kernel.prctl(kernel.PR_SET_PDEATHSIG, kernel.SIGKILL)
     with open(request_fd, "rb") as file:
         request = Request.decode(file.read())
@@ -96,6 +98,13 @@ def main() -> None:
             return
         pipes.close()
     _keep(program, tests, ending_fd, made_fd, request.limits["cpu_time_s"])
+
+
+def _close_all_but(given: list[int]) -> None:
+    """Closes what else the parent has left open: uvloop, unlike subprocess, closes nothing."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in given:
+            os.closerange(descriptor, descriptor + 1)  # no error for that of the listing
 
 
 def _fork() -> int | None:

@@ -23,6 +23,7 @@ _NETWORK_EVENTS = (
     "socket.connect",
     "socket.bind",
     "socket.sendto",
+    "socket.sendmsg",
     "socket.getaddrinfo",
     "socket.gethostbyname",
     "socket.gethostbyaddr",

@@ -45,6 +45,14 @@ NEW_PROCESS: _Table = {
 }
 NETWORK: _Table = {
     "socket": (41, 198),
+    # On sockets that it has: those of a pair, and its standard streams under uvloop.
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "connect": (42, 203),
+    "sendmsg": (46, 211),  # may name a receiver, and pass descriptors on
+    "sendmmsg": (307, 269),
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -164,7 +172,7 @@ _TO_ITSELF = {
 }
 """Allowed where the first argument is the program's own process."""
 _CLONE, _CLONE3, _PRCTL, _PRLIMIT64 = (56, 220), (435, 435), (157, 167), (302, 261)
-_FCNTL, _IOCTL, _SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+_FCNTL, _IOCTL, _SOCKETPAIR, _SENDTO = (72, 25), (16, 29), (53, 199), (44, 206)
 _AF_UNIX = 1
 _STREAMS = tuple(1 | flags for flags in (0, 0o2000000, 0o4000, 0o2004000))
 """SOCK_STREAM with SOCK_CLOEXEC, SOCK_NONBLOCK, both or neither."""
@@ -231,6 +239,7 @@ def program(
             _SOCKETPAIR[column],
             [*_unless_other(0, _AF_UNIX), *_if_argument(1, _EQUAL, _STREAMS)],
         ),
+        *_when(_EQUAL, _SENDTO[column], _if_null(4)),  # what `send` is
     ]
     attributes = () if with_attributes else (ATTRIBUTES,)
     allowed = ("execve",) if with_exec else ()
@@ -258,6 +267,17 @@ def _if_argument(index: int, test: int, values: tuple[int, ...]) -> list[bytes]:
     ]
     load = _step(_LOAD, _ARGUMENTS + 8 * index)
     return [load, *checks, _refuse(errno.EPERM), _step(_RETURN, ALLOW)]
+
+
+def _if_null(index: int) -> list[bytes]:
+    """Allows the call if both halves of an argument are 0."""
+    low = _ARGUMENTS + 8 * index
+    return [
+        *(_step(_LOAD, low), _step(_EQUAL, 0, 0, 3)),
+        *(_step(_LOAD, low + 4), _step(_EQUAL, 0, 0, 1)),
+        _step(_RETURN, ALLOW),
+        _refuse(errno.EPERM),
+    ]
 
 
 def _unless_other(index: int, value: int) -> list[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from processes.child import Adopted, Child, has_ended
+from processes.die_with_parent import bound
 
 PROGRAM = """
 import os, sys
@@ -49,6 +51,24 @@ async def test_child_reads_its_secret_and_ends_with_its_input(log: Path) -> None
     assert child.stop(60.0, b"last words\n") == 7 == child.stop(60.0)
     assert await child.exit() == 7
     assert log.read_text() == "in the log\nlast words\n"
+
+
+def test_bound_program_inherits_only_what_it_is_given() -> None:
+    ends = os.pipe()
+    for end in ends:
+        os.set_inheritable(end, True)
+    listing = (
+        "import os; print([n for n in range(3, 1024) if os.path.exists(f'/proc/self/fd/{n}')])"
+    )
+    try:
+        for kept in ([], [ends[1]]):
+            command = bound([sys.executable, "-c", listing], kept)
+            # As uvloop starts processes.
+            shown = subprocess.run(command, close_fds=False, stdout=subprocess.PIPE, check=True)
+            assert shown.stdout.decode() == f"{kept}\n"
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 async def test_exit_of_a_killed_child_reaches_every_waiter_but_one_that_was_cancelled(

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 from ray.exceptions import ActorDiedError, RayActorError
 
 from controller.watch.supervise import death, failure
+from tests.support.repository import ROOT
 
 
 def test_last_lines_of_a_log_hold_no_escape(tmp_path: Path) -> None:
@@ -41,3 +44,26 @@ def test_death_with_a_lost_node_names_the_node_instead_of_a_healthy_log(tmp_path
     message = str(death("engine-0", RayActorError(None, LOST_NODE), log))
     assert message.startswith("engine-0 is lost with its node 10.0.0.2 (health check failed")
     assert "all is well" not in message and str(log) in message
+
+
+ACTOR = """
+import asyncio, os, uvloop
+from controller.watch.supervise import enter_process
+
+async def run_program_of_an_agent():
+    shell = await asyncio.create_subprocess_exec("sh", "-c", "cat <&7 || echo closed")
+    await shell.wait()
+
+os.dup2(os.open(__file__, os.O_RDONLY), 7)  # inheritable, as what Ray's native code opens
+enter_process()
+uvloop.run(run_program_of_an_agent())
+"""
+
+
+def test_programs_that_an_actor_starts_inherit_nothing_of_ray(tmp_path: Path) -> None:
+    (tmp_path / "actor.py").write_text(ACTOR)
+    command = [sys.executable, str(tmp_path / "actor.py")]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT)}
+    )
+    assert ran.stdout == "closed\n"

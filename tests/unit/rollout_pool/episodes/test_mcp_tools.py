@@ -8,10 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import uvloop
 
 from configs.load import load_config
 from rollout_pool.episodes import mcp_tools as module
@@ -74,6 +76,19 @@ async def test_server_ends_with_its_worker():
     worker.kill()
     worker.communicate()
     await asyncio.to_thread(server.wait, 10)
+
+
+@pytest.mark.parametrize("new_event_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_server_inherits_nothing_that_its_worker_has_open(new_event_loop, tmp_path):
+    async def opened(descriptor: int) -> set[str]:
+        os.set_inheritable(descriptor, True)  # as those of Ray's native code are
+        _, place = load_tools([COMMAND])
+        folder = Path("/proc", await place.run({}), "fd")
+        return {os.readlink(descriptor) for descriptor in folder.iterdir()}
+
+    path = tmp_path / "private"
+    with path.open("w") as file, asyncio.Runner(loop_factory=new_event_loop) as runner:
+        assert str(path) not in runner.run(opened(file.fileno()))
 
 
 async def test_tools_of_a_url_are_called():

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+import uvloop
 
 from rollout_pool.sandbox.run import SandboxLimits, SandboxResult, run_program
 
 QUICK = SandboxLimits(cpu_time_s=1, wall_time_s=120.0)
 WITHOUT = [(), ("landlock",), ("namespaces",)]
 """Each of the two layers that keep files away must do alone."""
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """Actors and services run uvloop, which starts processes in its own way; scoring processes do
+    not."""
+    factories = {"asyncio": asyncio.new_event_loop}
+    if item.path.name == "test_reach.py":
+        factories["uvloop"] = uvloop.new_event_loop
+    return factories
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_pool.sandbox import seccomp
 from rollout_pool.sandbox.run import run_program
 from rollout_pool.sandbox.view import mounts_below
 
@@ -109,6 +110,30 @@ for attempt in (lambda: one.connect("{path}"), lambda: one.sendto(b"x", "{path}"
 """
     result = await run(code)
     assert (result.stdout, result.stderr) == ("ran\nb'x'\n", "")
+
+
+CALLS_ON_A_SOCKET = ("bind", "listen", "accept", "accept4", "connect", "sendmsg", "sendmmsg")
+
+
+async def test_sockets_that_a_program_has_can_only_stream(run):
+    column = ("x86_64", "aarch64").index(os.uname().machine)
+    numbers = {name: seccomp.NETWORK[name][column] for name in CALLS_ON_A_SOCKET}
+    code = f"""
+import ctypes, errno, socket
+libc = ctypes.CDLL(None, use_errno=True)
+one, other = socket.socketpair()
+other.send(b"x")
+message = ctypes.create_string_buffer(4096)
+for name, number in {numbers}.items():
+    for descriptor in (one.fileno(), 0):  # the latter is a socket of the parent's
+        result = libc.syscall(number, descriptor, message, 1, 0)
+        if (result, ctypes.get_errno()) != (-1, errno.EPERM):
+            print(name, descriptor, result, ctypes.get_errno())
+print(libc.sendto(one.fileno(), message, 1, 0, message, 16), ctypes.get_errno() == errno.EPERM)
+print(one.send(b"y"), other.recv(9), one.recv(9))
+"""
+    result = await run(code)
+    assert (result.stdout, result.stderr) == ("-1 True\n1 b'y' b'x'\n", "")
 
 
 # Files and environment ----------------------------------------------------------------------------
@@ -242,9 +267,13 @@ for number in range(3, 4096):
         pass
 print(len(found))
 """
-    with open(__file__):
+    with open(__file__) as file, socket.create_server(("127.0.0.1", 0)) as server:
+        for inherited in (file.fileno(), server.fileno()):  # as those of Ray's native code are
+            os.set_inheritable(inherited, True)
         result = await run(code)
+        tested = await run("", statements=code)
     assert result.stdout == "1\n"  # where it says what it ran into
+    assert tested.stdout == "2\n"  # the pipes to the program
 
 
 def test_mounts_that_the_root_hides_are_not_taken_for_its_own() -> None:
