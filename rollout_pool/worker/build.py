@@ -171,7 +171,7 @@ class WorkerParts:
             reader=reader,
             scorer=scorer,
             source=source,
-            # With an agent the endpoint offers no groups to external programs.
+            # With an agent the endpoint refuses requests for groups.
             external=None if self._agents or not endpoint else endpoint.groups,
             evaluator=Evaluator(
                 source=source,
@@ -232,6 +232,13 @@ class WorkerParts:
         )
         endpoint = Endpoint(serving, host=self._host, port=port + self._index if port else 0)
         self._closing.push_async_callback(endpoint.close)
+        if agent is not None:
+            task = spec.task
+            setting = f"agent={task.agent!r}" if task.agent else f"kind={task.kind.name}"
+            endpoint.groups.none_because = (
+                f"task.{setting}: its agent runs all groups of this run, and a program of your own "
+                "gets none; to run them with your program, launch the task without an agent"
+            )
         await endpoint.start()
         endpoint.write_address(Path(spec.run_dir) / "openai" / f"worker-{self._index}.json")
         if isinstance(self._task, AgentTask):
