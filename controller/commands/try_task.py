@@ -60,7 +60,7 @@ from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, vocab_size
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import Score
-from rollout_pool.sampling.constraint import Grammars
+from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
 from rollout_pool.sampling.sampler import Sampler
@@ -192,7 +192,10 @@ async def _served_here(
                 flush=True,
             )
         model = ServedModel(served, config, tokenizer)
-        yield EpisodeRunner(model, chat, config.task, config.rollout)
+        try:
+            yield EpisodeRunner(model, chat, config.task, config.rollout)
+        finally:
+            await model.close()
     finally:
         await served.stop()
 
@@ -296,6 +299,7 @@ class ServedModel:
         grammars = Grammars(tokenizer, vocab_size(*model, trust_remote_code=trust), ends)
         self._sampler = Sampler(router, 0, tokenizer.decode, grammars)
         self.interrupt = self._sampler.interrupt
+        self.close = grammars.close
 
     async def complete(self, sample: Sample) -> None:
         """Raises SampleFailed with the end of the server's log if it gives no answer."""

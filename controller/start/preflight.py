@@ -32,7 +32,7 @@ from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.rewards.code_tests import PYTHON, languages_of
 from rollout_pool.rewards.process import load_function
 from rollout_pool.rewards.teacher import check_teacher
-from rollout_pool.sampling.constraint import ConstraintFailed, Grammars
+from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
 from rollout_pool.sampling.sample import Constraint
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.tasks.agent import find_agent
@@ -242,13 +242,18 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 def check_grammar(config: Config, tokenizer: Tokenizer) -> None:
     """Raises ValueError if `task.grammar` can't be compiled."""
-    if config.task.grammar is None:
-        return
+    if config.task.grammar is not None:
+        asyncio.run(_check_form(config.task.grammar, tokenizer))
+
+
+async def _check_form(grammar: str, tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id or 0])
     try:
-        grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id or 0])
-        grammars.check(Constraint(grammar=config.task.grammar))
-    except (ValueError, ConstraintFailed) as error:
+        await grammars.check(Constraint(grammar=grammar))
+    except ConstraintFailed as error:
         raise ValueError(f"task.grammar: no answer can have this form: {error}") from error
+    finally:
+        await grammars.close()
 
 
 def plan_here(config: Config) -> Plan:

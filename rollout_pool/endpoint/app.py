@@ -159,7 +159,8 @@ class _Api:
             fingerprints = [fingerprint + index.to_bytes() for index in range(turn.n)]
             known = self._first_answers(request, fingerprints, is_retry)
             if len(known) < turn.n:
-                prompt = await self._room.read(body, turn.prepare, is_slow=turn.is_slow_to_prepare)
+                await turn.check_form()
+                prompt = await self._room.read(body, turn.render)
                 known = self._first_answers(request, fingerprints, is_retry)
                 missing = [one for one in fingerprints if one not in known]
                 known |= zip(missing, turn.begin(prompt, missing), strict=True)

@@ -202,9 +202,13 @@ class ExternalGroups:
         self._known: OrderedDict[str, ExternalGroup] = OrderedDict()
         self._max_groups = sessions.serving.rollout.openai.max_groups
         self._is_closed = False
+        self.none_because = ""
+        """Why an external program gets no group in this run, if it doesn't."""
 
     def request(self) -> ExternalGroup:
-        """Raises ApiError if too many wait already."""
+        """Raises ApiError if there will be none, or too many wait already."""
+        if self.none_because:
+            raise ApiError(409, self.none_because, code="no_groups", should_retry=False)
         if len(self._waiting) >= MAX_WAITING:
             self._waiting = deque(group for group in self._waiting if not group.is_withdrawn)
         if len(self._waiting) >= MAX_WAITING:

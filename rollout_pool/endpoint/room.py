@@ -51,9 +51,9 @@ class RequestRoom:
             problem = f"holds more than {self._max_values} values"
             raise ApiError(400, f"body: {problem}", param="body", code="too_many_values")
 
-    async def read(self, body: bytes, work: Callable[[], T], *, is_slow: bool = False) -> T:
-        """The result of `work`, run in a thread if it is slow or `body` is large."""
-        if len(body) <= LARGE_BODY_BYTES and not is_slow:
+    async def read(self, body: bytes, work: Callable[[], T]) -> T:
+        """The result of `work`, run in a thread if `body` is large."""
+        if len(body) <= LARGE_BODY_BYTES:
             return work()
         async with self._large:
             return await asyncio.to_thread(work)

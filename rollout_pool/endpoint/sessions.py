@@ -34,7 +34,7 @@ from rollout_pool.episodes.request import (
     EpisodeRequest,
 )
 from rollout_pool.episodes.tokenizer import Tokenizer
-from rollout_pool.sampling.constraint import ConstraintFailed, Grammars
+from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
 from rollout_pool.sampling.sample import Completer, Constraint, Sample, SampleFailed
 
 log = logging.getLogger(__name__)

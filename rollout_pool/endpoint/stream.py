@@ -35,7 +35,7 @@ from rollout_pool.endpoint.sessions import Session
 from rollout_pool.episodes.request import constraint_of
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
-from rollout_pool.sampling.constraint import ConstraintFailed
+from rollout_pool.sampling.grammars import ConstraintFailed
 from rollout_pool.sampling.sample import Constraint, Priority, Sample, SampleFailed
 from rollout_pool.sampling.stop import first_stop, safe_length
 
@@ -219,20 +219,14 @@ class Turn(ABC):
         self.constraint = wanted
         self._form_field = asked or "response_format"
 
-    @property
-    def is_slow_to_prepare(self) -> bool:
-        return self.constraint is not None and bool(self.constraint.grammar)
-
-    def prepare(self) -> list[int]:
-        """The prompt's tokens. Raises ApiError, also for a form that can't be compiled or has no
-        first token. May be called in a thread."""
+    async def check_form(self) -> None:
+        """Raises ApiError for a form that can't be compiled or has no first token."""
         if self.constraint is not None:
             try:
-                self.session.serving.grammars.check(self.constraint)
-            except (ValueError, ConstraintFailed) as error:
+                await self.session.serving.grammars.check(self.constraint)
+            except ConstraintFailed as error:
                 problem = f"no answer can have this form: {error}"
                 raise refuse(self._form_field, problem) from error
-        return self.render()
 
     def each(self) -> Iterator[Turn]:
         """One for each of the request's answers, to write them side by side."""
@@ -246,7 +240,7 @@ class Turn(ABC):
 
     @abstractmethod
     def render(self) -> list[int]:
-        """The prompt's tokens. Raises ApiError."""
+        """The prompt's tokens. Raises ApiError. May be called in a thread."""
 
     @abstractmethod
     def whole(self, answer: Answer) -> dict[str, Any]:

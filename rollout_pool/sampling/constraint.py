@@ -19,176 +19,22 @@ only one, which is exact, too: the policy has no choice then, and nothing to lea
 from __future__ import annotations
 
 import math
-import threading
 from array import array
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
 from random import Random
-from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
-from rollout_pool.sampling.sample import Constraint, Sample, SampleFailed
+from rollout_pool.sampling.grammars import STEP_TOKENS, Following, Grammars
+from rollout_pool.sampling.sample import Sample
 
 FEW = 4
 """Tokens of the request after a refusal, twice as many of the one after that, and so on: a policy
 that is refused once is often refused again, and what it says behind that is wasted."""
-GRAMMARS_KEPT = 64
-"""Compiled ones, by worker."""
-MAX_GRAMMAR = 2**18
-"""In characters: larger ones take tens of seconds to compile."""
-_DEEP_STACK_BYTES = 2**29
-"""llguidance calls itself for each rule within a rule; with the usual stack it dies of some
-thousands, and the worker with it. Reserved, but not used by other grammars."""
-
-
-class Grammars:
-    """Compiles constraints for one tokenizer."""
-
-    def __init__(self, tokenizer: Any, num_embeddings: int, end_tokens: Collection[int]) -> None:
-        """`tokenizer`: of Hugging Face, a fast one. `end_tokens`: see SGLangClient."""
-        self._hf_tokenizer = tokenizer
-        self._num_embeddings = num_embeddings
-        self._end_tokens = sorted(end_tokens)
-        # Once: making them takes milliseconds with a large vocabulary.
-        self._all = _as_bits(range(num_embeddings), num_embeddings)
-        self._ends = _as_bits(self._end_tokens, num_embeddings)
-        self._compiled = lru_cache(maxsize=GRAMMARS_KEPT)(self._compile)
-
-    @cached_property
-    def _tokenizer(self) -> LLTokenizer:
-        """Takes a second with a large vocabulary, and is needed by few runs."""
-        return from_tokenizer(
-            self._hf_tokenizer, n_vocab=self._num_embeddings, eos_token=self._end_tokens
-        )
-
-    def check(self, constraint: Constraint) -> None:
-        """Raises ValueError if its grammar can't be compiled, ConstraintFailed if no answer can
-        begin. May take some seconds."""
-        self._rules(constraint).allowed()
-
-    def guide(self, sample: Sample) -> Guide:
-        """What makes `sample` follow its constraint. Raises ConstraintFailed. May take as long."""
-        assert sample.constraint is not None
-        try:
-            return Guide(sample, self._rules(sample.constraint))
-        except ValueError as error:
-            raise ConstraintFailed(f"{sample.sample_id}: {error}") from error
-
-    def _rules(self, constraint: Constraint) -> _Rules:
-        grammar = constraint.grammar
-        matcher = self._compiled(grammar).deep_copy() if grammar else None
-        banned = _as_bits(constraint.banned, self._num_embeddings)
-        return _Rules(
-            matcher,
-            constraint.min_tokens,
-            vocabulary=self._all,
-            ends=self._ends,
-            banned=banned,
-            end_tokens=self._end_tokens,
-        )
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        if not self._end_tokens:
-            raise ValueError("the model has no token that ends an answer")
-        if len(grammar) > MAX_GRAMMAR:
-            raise ValueError(f"it has {len(grammar)} characters, and may have {MAX_GRAMMAR}")
-        tokenizer = self._tokenizer
-        with ThreadPoolExecutor(1) as executor:
-            usual = threading.stack_size(_DEEP_STACK_BYTES)
-            try:
-                compiling = executor.submit(_make_matcher, tokenizer, grammar)
-            finally:
-                threading.stack_size(usual)
-            return compiling.result()
-
-
-def _make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # finds that no text follows the grammar
-    if matcher.is_error():
-        raise ValueError(matcher.get_error().strip().partition("\n<state>")[0])
-    return matcher
-
-
-class _Rules:
-    """Which tokens may come next."""
-
-    def __init__(
-        self,
-        matcher: LLMatcher | None,
-        min_tokens: int,
-        *,
-        vocabulary: NDArray[np.uint8],
-        ends: NDArray[np.uint8],
-        banned: NDArray[np.uint8],
-        end_tokens: Sequence[int],
-    ) -> None:
-        """`vocabulary`, `ends`, `banned`: a bit for each token."""
-        self.end_tokens = end_tokens
-        self._matcher = matcher
-        self._min_tokens = min_tokens
-        self._all, self._ends, self._banned = vocabulary, ends, banned
-        self._length = 0
-
-    def allowed(self) -> _Allowed:
-        """Raises ConstraintFailed if there is none."""
-        if self._matcher is None:
-            bits = self._all
-        elif self._matcher.is_stopped():
-            bits = self._ends
-        else:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)[: len(self._all)]
-        if self._matcher is not None and self._matcher.is_error():  # it counts as stopped, too
-            bits = np.zeros_like(self._all)
-        bits = bits & ~self._banned
-        if self._length < self._min_tokens:
-            bits &= ~self._ends
-        if not bits.any():
-            problem = "" if self._matcher is None else self._matcher.get_error().strip()
-            raise ConstraintFailed(
-                problem.partition("\n")[0] or "no token may follow; allow one of those left out"
-            )
-        return _Allowed(bits)
-
-    def accept(self, token: int) -> None:
-        self._length += 1
-        if self._matcher is not None and not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
-
-
-def _as_bits(tokens: Collection[int], num_embeddings: int) -> NDArray[np.uint8]:
-    mask = np.zeros(8 * ((num_embeddings + 31) // 32 * 4), np.uint8)
-    mask[list(tokens)] = 1
-    return np.packbits(mask, bitorder="little")
-
-
-class _Allowed:
-    """A set of tokens, with a bit for each of the vocabulary: a list would be slow to make."""
-
-    def __init__(self, bits: NDArray[np.uint8]) -> None:
-        self._bits = bits
-
-    def has(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """[K]: whether each of [K] ids is among them."""
-        bits = self._bits[ids >> 3] >> (ids & 7).astype(np.uint8)
-        found: NDArray[np.bool_] = (bits & 1).astype(np.bool_)
-        return found
-
-    def first_two(self) -> list[int]:
-        """Or the only one."""
-        places = np.flatnonzero(self._bits)[:2].tolist()
-        return [8 * at + bit for at in places for bit in range(8) if self._bits[at] >> bit & 1][:2]
-
-
-class ConstraintFailed(SampleFailed):
-    """An answer can't go on within its constraint; the message says why."""
+FOLLOWED_AT_ONCE = 32
+"""Tokens of one request to the grammar's process, whose time is limited."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -207,54 +53,84 @@ class Guide:
 
     Example: the sample has [a b], and [c d e] arrive, of which d is not allowed.
 
-        guide.follow(sample)      # sample.ends_at = 3: the request is stopped
-        guide.correct(sample)     # [a b c x], x drawn from the allowed candidates of d
+        await guide.follow(sample)      # sample.ends_at = 3: the request is stopped
+        guide.correct(sample)           # [a b c x], x drawn from the allowed candidates of d
+        await guide.extend(sample)      # [a b c x y z], if only y and z can follow
     """
 
-    def __init__(self, sample: Sample, rules: _Rules) -> None:
-        self._rules = rules
+    @classmethod
+    async def of(cls, sample: Sample, grammars: Grammars) -> Guide:
+        """Raises ConstraintFailed. May take seconds: a grammar is compiled."""
+        assert sample.constraint is not None
+        sample.drop_unfollowed()
+        following = await grammars.open(sample.constraint)
+        try:
+            await following.accept(sample.output_ids)  # of an earlier call, all of them allowed
+        except BaseException:
+            following.close()
+            raise
+        return cls(sample, following, grammars.end_tokens)
+
+    def __init__(self, sample: Sample, following: Following, end_tokens: Collection[int]) -> None:
+        self._following = following
+        self._end_tokens = end_tokens
         self._random = Random(f"{sample.sample_id}.{sample.num_attempts}")
         self._correction: _Correction | None = None
-        sample.alternatives.clear()
+        self._drawn: int | None = None
+        """Was put into the sample, and may force the tokens behind it."""
+        self._is_forcing = False
         sample.is_probe = False
-        for token in sample.output_ids:  # of an earlier call, all of them allowed
-            rules.accept(token)
 
-    def follow(self, sample: Sample) -> None:
-        """Looks at the tokens that have arrived; sets `ends_at` before the first that must not
-        stay. Raises ConstraintFailed."""
-        arrived, sample.alternatives = sample.alternatives, []
+    def close(self) -> None:
+        self._following.close()
+
+    async def follow(self, sample: Sample) -> None:
+        """Looks at some of the tokens that have arrived; sets `ends_at` before the first that must
+        not stay. Raises ConstraintFailed."""
         if sample.ends_at is not None:
             return  # they will be cut off
-        start = len(sample.output_ids) - len(arrived)
-        for place, known in enumerate(arrived, start):
-            allowed, token = self._rules.allowed(), sample.output_ids[place]
-            ids, logprobs = known.among(allowed.has(known.ids))
-            is_allowed = allowed.has(np.array([token], np.int32)).item()
-            if sample.is_probe or not is_allowed or (sample.has_candidates and token not in ids):
-                self._correction = self._draw(sample, place, allowed, ids, logprobs)
+        start, known_of = sample.num_ready, sample.alternatives[:FOLLOWED_AT_ONCE]
+        arrived = list(zip(sample.output_ids[start : start + len(known_of)], known_of, strict=True))
+        stays = [
+            not (sample.is_probe or (sample.has_candidates and token not in known.ids))
+            for token, known in arrived
+        ]
+        last_stays = all(stays)
+        del arrived[len(stays) if last_stays else stays.index(False) + 1 :]
+        verdict = await self._following.follow(
+            [token for token, _ in arrived],
+            [known.ids.tolist() for _, known in arrived],
+            last_stays=last_stays,
+        )
+        num_followed = len(verdict.allowed)
+        refused = start + num_followed - 1 if verdict.is_refused else None
+        for place, allowed in enumerate(verdict.allowed, start):
+            token, known = arrived[place - start]
+            ids, logprobs = known.ids[allowed], known.logprobs[allowed]
+            if place == refused:
+                self._correction = self._draw(sample, place, verdict.first, ids, logprobs)
                 sample.ends_at = place
-                return
-            if sample.has_candidates:
+            elif sample.has_candidates:
                 logprob = logprobs[ids == token].item() - _logsumexp(logprobs)
                 sample.logprobs[place] = min(0.0, logprob)
                 sample.candidates[place] = array("i", ids.tolist())
-            self._rules.accept(token)
+        del sample.alternatives[:num_followed]
 
     def forget(self) -> None:
         """The sample ends before the refused token."""
         self._correction = None
 
     def correct(self, sample: Sample) -> bool:
-        """Puts the drawn token in the place of the refused one, and those behind it that have no
-        alternative. Call when the engine has ended a request. Whether there was one to refuse; if
-        not, the next request may ask for twice as many tokens."""
+        """Puts the drawn token in the place of the refused one. Call when the engine has ended a
+        request and all its tokens were followed. Returns whether there was one to refuse; if not,
+        the next request may ask for twice as many tokens."""
         correction, self._correction = self._correction, None
         if correction is None:
             if sample.max_asked is not None:
                 sample.max_asked *= 2
             return False
         place, sample.ends_at, sample.finish_reason = correction.place, None, None
+        sample.alternatives.clear()
         sample.max_asked = 1 if correction.is_probe else FEW
         sample.is_probe = correction.is_probe
         if correction.token is None:
@@ -262,18 +138,26 @@ class Guide:
             return True
         sample.cut(place + 1)
         sample.put_last(correction.token, correction.logprob, correction.candidates)
-        self._note_last(sample)
-        while sample.finish_reason is None:
-            only, *others = self._rules.allowed().first_two()
-            if others:
-                break
-            sample.extend_last(only)
-            self._note_last(sample)
+        self._note_end(sample)
+        self._drawn = correction.token
         return True
 
-    def _note_last(self, sample: Sample) -> None:
-        self._rules.accept(sample.output_ids[-1])
-        if sample.output_ids[-1] in self._rules.end_tokens:
+    async def extend(self, sample: Sample) -> bool:
+        """Adds tokens behind the drawn one, of which each is the only one that may come there.
+        Returns whether there were any; then call it again. Raises ConstraintFailed."""
+        after = [] if self._drawn is None else [self._drawn]
+        if sample.finish_reason is not None or not (after or self._is_forcing):
+            return False
+        most, self._drawn = min(sample.num_left, STEP_TOKENS), None
+        forced = await self._following.force(after, most)
+        self._is_forcing = len(forced) == most
+        if forced:
+            sample.extend_last(forced)
+            self._note_end(sample)
+        return bool(forced)
+
+    def _note_end(self, sample: Sample) -> None:
+        if sample.output_ids[-1] in self._end_tokens:
             sample.finish_reason = "stop"
         elif sample.num_left <= 0:
             sample.finish_reason = "length"
@@ -282,15 +166,15 @@ class Guide:
         self,
         sample: Sample,
         place: int,
-        allowed: _Allowed,
+        first: Sequence[int],
         ids: NDArray[np.int32],
         logprobs: NDArray[np.float64],
     ) -> _Correction:
+        """`first`: the first two tokens that are allowed, or the only one."""
         if not len(ids):
-            first, *others = allowed.first_two()
-            if others and not sample.is_probe:
+            if len(first) > 1 and not sample.is_probe:
                 return _Correction(place=place, is_probe=True)
-            return _Correction(place=place, token=first, candidates=[first])
+            return _Correction(place=place, token=first[0], candidates=first[:1])
         most = sample.sampling.top_k if sample.has_candidates else len(ids)
         best = np.sort(np.argsort(-logprobs, kind="stable")[:most])
         ids, logprobs = ids[best], logprobs[best]  # a probe may have found more

@@ -53,10 +53,6 @@ class Alternatives(NamedTuple):
     logprobs: NDArray[np.float64]
     """Natural logs, in the same order, up to a constant."""
 
-    def among(self, chosen: NDArray[np.bool_]) -> Alternatives:
-        """Those for which `chosen`, [K], is true."""
-        return Alternatives(self.ids[chosen], self.logprobs[chosen])
-
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Sample:
@@ -106,7 +102,7 @@ class Sample:
     """Number of tokens that stay: up to the end of a text of `stop`, or before a token that
     `constraint` does not allow. Until the engine has ended the request there may be more."""
     alternatives: list[Alternatives] = field(default_factory=list)
-    """Of the last tokens, until the constraint was applied to them."""
+    """Of the last tokens, to which the constraint was not applied so far; they may not stay."""
     max_asked: int | None = None
     """A limit of the next request's tokens."""
     is_probe: bool = False
@@ -142,7 +138,9 @@ class Sample:
     @property
     def num_ready(self) -> int:
         """Tokens so far that are part of the completion."""
-        return len(self.output_ids) if self.ends_at is None else self.ends_at
+        if self.ends_at is not None:
+            return self.ends_at
+        return len(self.output_ids) - len(self.alternatives)
 
     @property
     def num_left(self) -> int:
@@ -158,6 +156,11 @@ class Sample:
         self.cut(0)
         self.num_restarts += 1
         self.ends_at = None
+        self.alternatives.clear()
+
+    def drop_unfollowed(self) -> None:
+        """Loses the tokens to which the constraint was not applied, which count as wasted."""
+        self.cut(len(self.output_ids) - len(self.alternatives))
         self.alternatives.clear()
 
     def end_at_stop(self) -> None:
@@ -183,15 +186,16 @@ class Sample:
         if self.has_candidates:
             self.candidates[-1] = array("i", candidates)
 
-    def extend_last(self, token: int) -> None:
-        """Adds the only token that could follow; it counts as drawn from the last one's weights."""
-        self.output_ids.append(token)
-        self.logprobs.append(0.0)
+    def extend_last(self, tokens: Sequence[int]) -> None:
+        """Adds tokens of which each was the only one that could follow; they count as drawn from
+        the last one's weights."""
+        self.output_ids.extend(tokens)
+        self.logprobs.extend([0.0] * len(tokens))
         if self.has_candidates:
-            self.candidates.append(array("i", [token]))
+            self.candidates.extend(array("i", [token]) for token in tokens)
         last = self.version_spans[-1]
         self.version_spans[-1] = VersionSpan(
-            version=last.version, start=last.start, end=last.end + 1
+            version=last.version, start=last.start, end=last.end + len(tokens)
         )
 
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode
 
-from rollout_pool.sampling.constraint import Grammars, Guide
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.sampling.constraint import Guide
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, SampleRefused
 from rollout_pool.sampling.engine_state import Slot
+from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample, SampleFailed
 from rollout_pool.sampling.stop import find_stop
@@ -42,6 +44,8 @@ class _Run:
     """Of the request in flight."""
     guide: Guide | None = None
     """Of a constrained sample."""
+    following: asyncio.Task[None] | None = None
+    """Applies the constraint to what has arrived."""
 
 
 class Sampler:
@@ -77,13 +81,14 @@ class Sampler:
             try:
                 if sample.constraint is not None:
                     assert self._grammars is not None, "this sampler has no grammars"
-                    # A grammar may take seconds to compile.
-                    run.guide = await asyncio.to_thread(self._grammars.guide, sample)
+                    run.guide = await Guide.of(sample, self._grammars)
                 self._look_for_stop(sample, run, 0)  # a worker before may have found it
                 while not self._has_ended(sample):
                     await self._attempt(sample, run)
             finally:
                 del self._runs[sample]
+                if run.guide is not None:
+                    run.guide.close()
                 span.set_attribute("finish_reason", sample.finish_reason or "none")
 
     def interrupt(self, sample: Sample) -> None:
@@ -122,7 +127,7 @@ class Sampler:
                 while goes_on:
                     num_failures = run.num_failures
                     await self._ask(sample, run, slot)
-                    self._correct(sample, run)
+                    await self._correct(sample, run)
                     has_failed = run.num_failures > num_failures
                     has_ended = sample.finish_reason is not None or sample.ends_at is not None
                     goes_on = slot.may_go_on and not (has_ended or has_failed or run.is_interrupted)
@@ -157,24 +162,57 @@ class Sampler:
         # SGLang aborts all requests whose ids begin with the given one: the mark at the end keeps
         # an abort of sample 1 from ending sample 10.
         request_id = f"{sample.sample_id}.{sample.num_attempts}!"
-        num_arrived = len(sample.output_ids)
+        num_arrived = num_looked_at = len(sample.output_ids)
 
         def on_arrival() -> None:
             nonlocal num_arrived
             self.counted["tokens_arrived"] += len(sample.output_ids) - num_arrived
-            if run.guide is not None:
-                run.guide.follow(sample)
-            self._look_for_stop(sample, run, num_arrived)
-            if sample.ends_at is not None and sample.finish_reason is None:
-                slot.engine.stop(request_id)
             num_arrived = len(sample.output_ids)
             if run.first_token_at is None:
                 run.first_token_at = time.monotonic()
                 self._count_time("first_token", slot.engine.name, run.first_token_at - slot.begun)
             slot.progress()
+            if run.guide is None:
+                look()
+            elif run.following is None:
+                run.following = asyncio.create_task(follow(run.guide))
+
+        def look() -> None:
+            nonlocal num_looked_at
+            self._look_for_stop(sample, run, num_looked_at)
+            if sample.ends_at is not None and sample.finish_reason is None:
+                slot.engine.stop(request_id)
+            num_looked_at = sample.num_ready
             self._report(sample)
 
+        async def follow(guide: Guide) -> None:
+            try:
+                while sample.alternatives and sample.ends_at is None:
+                    await guide.follow(sample)
+                    look()
+            except Exception:
+                slot.engine.stop(request_id)
+                raise
+            run.following = None  # at its last moment: what arrives later begins another
+
         run.in_flight = (slot, request_id)
+        try:
+            await self._generate(sample, run, slot, request_id, on_arrival)
+            if run.following is not None:
+                await run.following
+        finally:
+            if run.following is not None:
+                await end_tasks([run.following])
+                run.following = None
+
+    async def _generate(
+        self,
+        sample: Sample,
+        run: _Run,
+        slot: Slot,
+        request_id: str,
+        on_arrival: Callable[[], None],
+    ) -> None:
         try:
             await slot.engine.generate(sample, request_id, on_arrival)
         except SampleRefused as error:
@@ -188,12 +226,16 @@ class Sampler:
         finally:
             run.in_flight = None
 
-    def _correct(self, sample: Sample, run: _Run) -> None:
+    async def _correct(self, sample: Sample, run: _Run) -> None:
         """Puts right what the constraint has refused, if anything."""
         num_before = sample.num_ready
-        if run.guide is not None and run.guide.correct(sample):
+        goes_on = run.guide is not None and run.guide.correct(sample)
+        while run.guide is not None and goes_on:
             self._look_for_stop(sample, run, num_before)
             self._report(sample)
+            num_before = sample.num_ready
+            is_over = sample.ends_at is not None or run.is_interrupted
+            goes_on = not is_over and await run.guide.extend(sample)
 
     def _look_for_stop(self, sample: Sample, run: _Run, num_seen: int) -> None:
         """Among the tokens that stay; those from `num_seen` on are new."""

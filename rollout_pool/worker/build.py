@@ -24,7 +24,7 @@ from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenize
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import make_scorer, needs_processes
 from rollout_pool.rewards.types import ScoringPool
-from rollout_pool.sampling.constraint import Grammars
+from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
@@ -130,7 +130,9 @@ class WorkerParts:
             max_running_requests=config.engine.max_running_requests,
             num_workers=config.num_workers,
         )
-        grammars = Grammars(self._tokenizer, num_tokens, ends)
+        log_path = Path(spec.run_dir) / "logs" / f"grammars-{self._index}.log"
+        grammars = Grammars(self._tokenizer, num_tokens, ends, log_path)
+        self._closing.push_async_callback(grammars.close)
         sampler = Sampler(router, config.max_request_retries, self._tokenizer.decode, grammars)
         chat = await asyncio.to_thread(chat_format, self._tokenizer, spec.task)
         counters = Counters(self._state)
@@ -169,7 +171,7 @@ class WorkerParts:
             reader=reader,
             scorer=scorer,
             source=source,
-            # With an agent the endpoint offers no groups to external programs.
+            # With an agent the endpoint refuses requests for groups.
             external=None if self._agents or not endpoint else endpoint.groups,
             evaluator=Evaluator(
                 source=source,
@@ -230,6 +232,13 @@ class WorkerParts:
         )
         endpoint = Endpoint(serving, host=self._host, port=port + self._index if port else 0)
         self._closing.push_async_callback(endpoint.close)
+        if agent is not None:
+            task = spec.task
+            setting = f"agent={task.agent!r}" if task.agent else f"kind={task.kind.name}"
+            endpoint.groups.none_because = (
+                f"task.{setting}: its agent runs all groups of this run, and a program of your own "
+                "gets none; to run them with your program, launch the task without an agent"
+            )
         await endpoint.start()
         endpoint.write_address(Path(spec.run_dir) / "openai" / f"worker-{self._index}.json")
         if isinstance(self._task, AgentTask):

@@ -27,7 +27,7 @@ from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
 from rollout_pool.episodes.env import Message, ToolCall
 from rollout_pool.episodes.request import EpisodeRequest
-from rollout_pool.sampling.constraint import Grammars
+from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.agent import load_agent
@@ -62,11 +62,13 @@ class Policy:
         await self.publish()
         tokenizer = byte_tokenizer()
         self.chat = ChatFormat(tokenizer, chat_template=True, tool_parser=ToolParser.hermes)
-        grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-        sampler = Sampler(self.router, max_retries=1, decode=tokenizer.decode, grammars=grammars)
+        self.grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+        sampler = Sampler(
+            self.router, max_retries=1, decode=tokenizer.decode, grammars=self.grammars
+        )
         serving = Serving(
             completer=sampler,
-            grammars=grammars,
+            grammars=self.grammars,
             chat=self.chat,
             tokenizer=tokenizer,
             model="policy",
@@ -88,6 +90,7 @@ class Policy:
     async def close(self):
         await self.endpoint.close()
         await self.client.close()
+        await self.grammars.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

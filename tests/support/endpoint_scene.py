@@ -17,7 +17,7 @@ from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.request import EpisodeRequest
-from rollout_pool.sampling.constraint import Grammars
+from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.stop import find_stop
 from tests.support.rollout import merging_tokenizer
@@ -225,6 +225,7 @@ class Scene:
         for client in self._http:
             await client.aclose()
         await self.endpoint.close()
+        await self.grammars.close()
 
     def ask(self, **settings):
         name = f"group-{next(self._names)}.0"

@@ -209,6 +209,14 @@ async def test_waiting_group_requests_are_limited_without_those_that_left(scene)
     assert groups.take() is late and groups.take() is None
 
 
+async def test_group_request_is_refused_at_once_where_an_agent_runs_all_groups(scene):
+    scene.endpoint.groups.none_because = "task.agent='a.py:b': its agent runs all groups"
+    answer = await scene.http(ADMIN_KEY).post("/groups", json={})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (409, "no_groups")
+    assert error["message"].startswith("task.agent='a.py:b': its agent")
+
+
 async def test_waiting_group_requests_are_refused_at_the_end_of_the_run(scene):
     asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
     await eventually(lambda: scene.endpoint.groups._waiting)

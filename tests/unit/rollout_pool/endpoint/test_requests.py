@@ -258,6 +258,20 @@ async def test_form_that_cannot_be_compiled_is_refused_with_the_reason(make_scen
     assert scene.author.samples == []
 
 
+async def test_form_that_takes_too_long_to_compile_is_refused_with_the_limit(
+    make_scene, monkeypatch
+):
+    monkeypatch.setattr("rollout_pool.sampling.grammars.COMPILE_S", 0.2)
+    scene = await make_scene(sampling=SamplingParams(top_k=20))
+    http = scene.http(scene.session().key)
+    schema = {"type": "integer", "multipleOf": 999983}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    answer = await http.post(CHAT, json=body(response_format=form))
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "response_format", error
+    assert "more than 0.2 s of processor time, or 256 MiB of memory" in error["message"], error
+
+
 async def test_task_gives_a_form_to_requests_without_one(make_scene):
     task = TaskConfig(chat_template=True, grammar='start: "yes" | "no"')
     scene = await make_scene(sampling=SamplingParams(top_k=20), task=task)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from array import array
 from collections import Counter
-from functools import partial
 
 import numpy as np
 import pytest
-from llguidance import LLMatcher, LLParserLimits
+import pytest_asyncio
 
 from buffer.types import SamplingParams
-from rollout_pool.sampling.constraint import ConstraintFailed, Grammars
+from rollout_pool.sampling.constraint import Guide
+from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
 from rollout_pool.sampling.sample import (
     ALTERNATIVES,
     PROBED,
@@ -25,15 +26,19 @@ from rollout_pool.sampling.sample import (
 from tests.support.rollout import make_sample, write
 from trainer_pool.model.scratch import byte_tokenizer
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id
 SIZE = len(TOKENIZER)
 TOP_K = 3
 
 
-@pytest.fixture(scope="module")
-def grammars():
-    return Grammars(TOKENIZER, SIZE, [EOS])
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def grammars():
+    grammars = Grammars(TOKENIZER, SIZE, [EOS])
+    yield grammars
+    await grammars.close()
 
 
 def policy(tokens):
@@ -82,13 +87,30 @@ class Engine:
             sample.finish_reason = "length"
 
 
-def complete(sample, grammars, engine):
-    guide = grammars.guide(sample)
-    while sample.finish_reason is None:
-        engine.ask(sample)
-        guide.follow(sample)
-        guide.correct(sample)
+async def complete(sample, grammars, engine):
+    guide = await Guide.of(sample, grammars)
+    try:
+        while sample.finish_reason is None:
+            engine.ask(sample)
+            await follow(guide, sample)
+            await correct(guide, sample)
+    finally:
+        guide.close()
     return sample
+
+
+async def follow(guide, sample):
+    while sample.alternatives and sample.ends_at is None:
+        await guide.follow(sample)
+
+
+async def correct(guide, sample):
+    """As Sampler does; whether something was to be corrected."""
+    if not guide.correct(sample):
+        return False
+    while await guide.extend(sample):
+        pass
+    return True
 
 
 NUMBERS = itertools.count()
@@ -133,14 +155,14 @@ GRAMMAR = "start: " + " | ".join(f'"{word}"' for word in WORDS)
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])
-def test_answers_have_the_probabilities_of_the_policy_among_what_is_allowed(grammars, most):
+async def test_answers_have_the_probabilities_of_the_policy_among_what_is_allowed(grammars, most):
     """However many tokens the engine has sampled when the first is refused."""
     words = {(*word.encode(), EOS) for word in WORDS}
     shares, nexts = exact(words)
     assert abs(sum(shares.values()) - 1) < 1e-9
-    counts, engine, number = Counter(), Engine(most), 3000
+    counts, engine, number = Counter(), Engine(most), 1000
     for _ in range(number):
-        sample = complete(constrained(Constraint(grammar=GRAMMAR)), grammars, engine)
+        sample = await complete(constrained(Constraint(grammar=GRAMMAR)), grammars, engine)
         answer = tuple(sample.output_ids)
         assert sample.finish_reason == "stop" and answer in words
         [span] = merge_spans(sample.version_spans)
@@ -156,11 +178,11 @@ def test_answers_have_the_probabilities_of_the_policy_among_what_is_allowed(gram
     assert sum(share > 0.05 for share in shares.values()) >= 3
 
 
-def test_unlikely_tokens_that_alone_are_allowed_are_probed(grammars):
+async def test_unlikely_tokens_that_alone_are_allowed_are_probed(grammars):
     words = {(*word.encode(), EOS) for word in ("xyz", "qr", "zz")}
     engine = Engine()
     grammar = 'start: "xyz" | "qr" | "zz"'
-    sample = complete(constrained(Constraint(grammar=grammar)), grammars, engine)
+    sample = await complete(constrained(Constraint(grammar=grammar)), grammars, engine)
     _, nexts = exact(words)
     assert engine.num_probes == 1, "what follows can only be one thing"
     assert sample.candidates[0].tolist() == sorted(nexts[()])
@@ -169,52 +191,52 @@ def test_unlikely_tokens_that_alone_are_allowed_are_probed(grammars):
     assert all(len(ids) == 1 for ids in sample.candidates[1:])
 
 
-def test_probe_that_finds_no_token_that_is_allowed_takes_the_first(grammars):
+async def test_probe_that_finds_no_token_that_is_allowed_takes_the_first(grammars):
     sample = constrained(Constraint(grammar='start: "x" | "q"'))
-    guide = grammars.guide(sample)
+    guide = await Guide.of(sample, grammars)
     Engine(1).ask(sample)
-    guide.follow(sample)
-    guide.correct(sample)
+    await follow(guide, sample)
+    await correct(guide, sample)
     assert sample.is_probe
     write(sample, [97], 3)
     sample.candidates.append(array("i", [97]))
     sample.alternatives.append(Alternatives(np.zeros(0, np.int32), np.zeros(0)))
-    guide.follow(sample)
-    guide.correct(sample)
+    await follow(guide, sample)
+    await correct(guide, sample)
     assert sample.output_ids == [ord("q"), EOS] and sample.logprobs == [0.0, 0.0]
 
 
-def test_end_comes_after_the_least_length_and_banned_tokens_never(grammars):
+async def test_end_comes_after_the_least_length_and_banned_tokens_never(grammars):
     constraint = Constraint(min_tokens=5, banned=(97, 98))
     for _ in range(200):
-        sample = complete(constrained(constraint), grammars, Engine())
+        sample = await complete(constrained(constraint), grammars, Engine())
         assert len(sample.output_ids) >= 6 or sample.finish_reason == "length"
         assert not {97, 98} & set(sample.output_ids)
         assert EOS not in sample.output_ids[:5]
 
 
-def test_answer_that_is_cut_at_its_limit_ends_with_length(grammars):
+async def test_answer_that_is_cut_at_its_limit_ends_with_length(grammars):
     constraint = Constraint(grammar='start: "abcabcabcabc"')
-    sample = complete(constrained(constraint, max_new_tokens=4), grammars, Engine())
+    sample = await complete(constrained(constraint, max_new_tokens=4), grammars, Engine())
     assert bytes(sample.output_ids) == b"abca" and sample.finish_reason == "length"
 
 
-def test_continued_sample_goes_on_in_the_middle_of_its_grammar(grammars):
+async def test_continued_sample_goes_on_in_the_middle_of_its_grammar(grammars):
     sample = constrained(Constraint(grammar='start: "abc" | "xyz"'))
     write(sample, [*b"xy"], 3, 0.0)
     sample.candidates = [array("i", [token]) for token in b"xy"]
-    complete(sample, grammars, Engine())
+    await complete(sample, grammars, Engine())
     assert bytes(sample.output_ids[:-1]) == b"xyz" and sample.output_ids[-1] == EOS
 
 
-def test_evaluation_needs_no_candidates_and_takes_the_likeliest_when_greedy(grammars):
+async def test_evaluation_needs_no_candidates_and_takes_the_likeliest_when_greedy(grammars):
     sampling = SamplingParams(temperature=0.0)
     sample = constrained(
         Constraint(grammar='start: "x" | "q" | "z"'),
         sampling=sampling,
         priority=Priority.evaluation,
     )
-    complete(sample, grammars, Engine())
+    await complete(sample, grammars, Engine())
     logprobs = policy([])
     assert sample.output_ids == [max(b"xqz", key=lambda token: logprobs[token]), EOS]
     assert not sample.candidates
@@ -230,59 +252,60 @@ def test_evaluation_needs_no_candidates_and_takes_the_likeliest_when_greedy(gram
         ("start: " + 2**18 * "x", "and may have 262144"),
     ],
 )
-def test_grammar_that_cannot_be_compiled_says_why(grammars, grammar, problem):
-    with pytest.raises(ValueError, match=problem):
-        grammars.check(Constraint(grammar=grammar))
+async def test_grammar_that_cannot_be_compiled_says_why(grammars, grammar, problem):
+    with pytest.raises(ConstraintFailed, match=problem):
+        await grammars.check(Constraint(grammar=grammar))
 
 
-def test_rules_nested_deeper_than_a_usual_stack_holds_are_compiled(grammars):
+async def test_rules_nested_deeper_than_a_usual_stack_holds_are_compiled(grammars):
     rules = "".join(f'r{i}: "x" r{i + 1}\n' for i in range(9000))
-    grammars.check(Constraint(grammar=f'start: r0\n{rules}r9000: "y"'))
+    await grammars.check(Constraint(grammar=f'start: r0\n{rules}r9000: "y"'))
 
 
-def test_grammar_that_gives_up_in_the_middle_fails_the_sample(grammars, monkeypatch):
+async def test_grammar_that_gives_up_in_the_middle_fails_the_sample(grammars):
     """Its matcher then counts as stopped, which would look like the end of the form."""
-    limits = LLParserLimits(max_items_in_row=3)
-    matcher = partial(LLMatcher, limits=limits)
-    monkeypatch.setattr("rollout_pool.sampling.constraint.LLMatcher", matcher)
-    engine, own = Engine(), Grammars(TOKENIZER, SIZE, [EOS])
-    ambiguous = 'start: x\nx: x x x x | "a" | "b" | ""'
-    sample = constrained(Constraint(grammar=ambiguous, min_tokens=12))
+    properties = {f"p{number}": {"type": "integer"} for number in range(1000)}
+    schema = json.dumps({"type": "object", "properties": properties})
+    sample = constrained(Constraint(grammar=f"start: form\nform: %json {schema}\n"))
     with pytest.raises(ConstraintFailed, match="Current row has"):
-        complete(sample, own, engine)
+        await complete(sample, grammars, Engine())
     assert sample.finish_reason is None
 
 
-def test_any_token_that_ends_an_answer_ends_its_form():
+async def test_any_token_that_ends_an_answer_ends_its_form():
     other = 257
     own = Grammars(TOKENIZER, SIZE, [other, EOS])
     for ends in (other, EOS):
         sample = constrained(Constraint(grammar="start: /[ab]{1,9}/"))
-        guide = own.guide(sample)
+        guide = await Guide.of(sample, own)
         for token in (97, ends):
             write(sample, [token], 3, 0.0)
             sample.candidates.append(array("i", [token]))
             sample.alternatives.append(Alternatives(np.array([token], np.int32), np.zeros(1)))
-        guide.follow(sample)
-        assert sample.ends_at is None
+        await follow(guide, sample)
+        assert sample.ends_at is None and sample.num_ready == 2
+    await own.close()
 
 
-def test_stop_right_before_a_refused_token_ends_the_sample(grammars):
+async def test_stop_right_before_a_refused_token_ends_the_sample(grammars):
     sample = constrained(Constraint(grammar='start: "ab" "x"'))
-    guide = grammars.guide(sample)
+    guide = await Guide.of(sample, grammars)
     for token in b"aba":
         write(sample, [token], 3, 0.0)
         sample.candidates.append(array("i", [token]))
         sample.alternatives.append(Alternatives(np.array([token], np.int32), np.zeros(1)))
-    guide.follow(sample)
+    await follow(guide, sample)
     assert sample.ends_at == 2
     guide.forget()  # "ab" is a text of stop
-    assert not guide.correct(sample) and sample.ends_at == 2
+    assert not await correct(guide, sample) and sample.ends_at == 2
 
 
-def test_sample_without_a_token_that_may_follow_fails(grammars):
-    sample = constrained(Constraint(grammar='start: "a"', banned=(97,)))
-    guide = grammars.guide(sample)
+async def test_sample_without_a_token_that_may_follow_fails(grammars):
+    sample = constrained(Constraint(grammar='start: "ab"', banned=(98,)))
+    guide = await Guide.of(sample, grammars)
     Engine().ask(sample)
     with pytest.raises(ConstraintFailed, match="no token may follow"):
-        guide.follow(sample)
+        await follow(guide, sample)
+        await correct(guide, sample)
+    with pytest.raises(ConstraintFailed, match="no token may follow"):
+        await grammars.check(Constraint(grammar='start: "b"', banned=(98,)))
