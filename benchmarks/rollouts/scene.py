@@ -29,7 +29,7 @@ from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo, SGLangEngine
-from rollout_pool.episodes.chat import Chat
+from rollout_pool.episodes.env import Chat
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import ASK_EVERY_S
 from rollout_pool.tasks.source import EpisodeSource

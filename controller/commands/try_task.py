@@ -50,12 +50,16 @@ from controller.units import format_count
 from processes.leftovers import list_path, remove_leftovers
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.engine import EngineSpec, SGLangEngine
-from rollout_pool.episodes.chat import Chat, as_template_message, as_template_tool
-from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
+from rollout_pool.episodes.env import Chat, Completion, Message, ToolCall, ToolSpec
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.episodes.template import (
+    as_template_message,
+    as_template_tool,
+    join_arguments,
+)
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, vocab_size
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.scorer import make_scorer, needs_processes
@@ -400,8 +404,7 @@ class ChatModel:
 def as_openai_message(message: Message) -> dict[str, Any]:
     """In the format of OpenAI's requests, where arguments are text."""
     written = as_template_message(message)
-    for call in written.get("tool_calls", []):
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    join_arguments(written)
     if message.role == "tool" and message.tool_call_id is None:
         written["role"] = "user"  # to a call that could not be read, and so has no id
     return written

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,15 +26,16 @@ from controller.start.sandboxes import check_remote_sandboxes, check_sandbox
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from rollout_pool.engines.engine import shared_memory_bytes
-from rollout_pool.episodes.chat import Chat
-from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.env import Chat, Message, Observation, SingleTurn, ToolSpec, opening
 from rollout_pool.episodes.renderer import AnyFormat, chat_format
-from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
+from rollout_pool.episodes.template import QUESTION
+from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer
 from rollout_pool.rewards.code_tests import PYTHON, languages_of
 from rollout_pool.rewards.process import load_function
 from rollout_pool.rewards.teacher import check_teacher
 from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
 from rollout_pool.sampling.sample import Constraint
+from rollout_pool.sampling.stop import first_stop
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.tasks.agent import find_agent
 from rollout_pool.tasks.environments import environment_factory, load_tools
@@ -46,6 +48,7 @@ from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.model.checkpoint_names import check_names, parameter_names
 from trainer_pool.model.scratch import byte_tokenizer, model_config
 
+ANSWER = Message(role="assistant", content="!")
 SURE_SHARE = 0.9
 """Of an estimated size: models are hardly ever smaller."""
 WEIGHTS = (".safetensors", ".bin")
@@ -355,24 +358,26 @@ def _check_env_rewards(config: TaskConfig, task: Task) -> None:
 
 
 def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a chat template that is missing or fails, prompts that
-    `rollout.max_prompt_tokens` rejects, and demonstrations that cannot be made."""
+    """Raises ValueError for a chat template that is missing or fails, leaves out what the task
+    needs, or has an end that ends no answer, prompts that `rollout.max_prompt_tokens` rejects, and
+    demonstrations that cannot be made."""
     chat = chat_format(tokenizer, config.task)
     if not isinstance(task, Mixture):
-        _check_words(config, task, chat)
+        _check_words(config, task, tokenizer, chat)
         return
     for name, member in task.members.items():
         with task.named_in_errors(name):
-            _check_words(replace(config, task=member.config), member.task, chat)
+            _check_words(replace(config, task=member.config), member.task, tokenizer, chat)
 
 
-def _check_words(config: Config, task: Task, chat: AnyFormat) -> None:
+def _check_words(config: Config, task: Task, tokenizer: Tokenizer, chat: AnyFormat) -> None:
     _check_prompts(config, task, chat)
-    # A user's own environment may do anything at its start, so it is not run here.
-    if config.task.env is None and find_agent(config.task, task) is None:
-        _check_opening(config, task, chat)
+    tools = [tool.spec for tool in load_tools(config.task.tools)]
+    if find_agent(config.task, task) is None:
+        _check_opening(config, task, chat, tools)
+    if config.task.chat_template:
+        _check_end(config, tokenizer, chat)
     if config.trainer.warm_start.num_steps:
-        tools = [tool.spec for tool in load_tools(config.task.tools)]
         for _, messages in demonstrations(task, NUM_DEMONSTRATIONS):
             imitate(chat, messages, tools)
 
@@ -389,15 +394,40 @@ def _check_prompts(config: Config, task: Task, chat: Chat) -> None:
         )
 
 
-def _check_opening(config: Config, task: Task, chat: Chat) -> None:
-    """Check the first prompt as an episode begins: with the tools of its environment."""
-    first = asyncio.run(environment_factory(config.task, task)(task.example(0)).reset())
-    length, most = len(chat.first(first.messages, first.tools)), config.rollout.max_prompt_tokens
-    if length <= most:
+def _check_opening(config: Config, task: Task, chat: AnyFormat, tools: Sequence[ToolSpec]) -> None:
+    """Check the first prompt as an episode begins, with its tools, and that it can go on."""
+    prompt = task.example(0)
+    # A user's own environment may do anything at its start, so it is not run here.
+    first = Observation(
+        messages=opening(prompt.text, config.task.system_prompt), tools=tuple(tools)
+    )
+    if config.task.env is None:
+        first = asyncio.run(environment_factory(config.task, task)(prompt).reset())
+    tokens, most = chat.first(first.messages, first.tools), config.rollout.max_prompt_tokens
+    if config.task.max_turns > 1:
+        chat.follow(tokens, chat.answer(ANSWER, first.tools), [QUESTION], first.tools)
+    if len(tokens) <= most:
         return
     if first.tools or config.rollout.on_long_prompt is OnLongPrompt.refuse:
-        tools = f" with the descriptions of {len(first.tools)} tools" if first.tools else ""
+        described = f" with the descriptions of {len(first.tools)} tools" if first.tools else ""
         raise ValueError(
-            f"rollout.max_prompt_tokens={most}: prompt 0{tools} has {length} tokens; raise the "
-            "limit"
+            f"rollout.max_prompt_tokens={most}: prompt 0{described} has {len(tokens)} tokens; "
+            "raise the limit"
         )
+
+
+def _check_end(config: Config, tokenizer: Tokenizer, chat: AnyFormat) -> None:
+    """Check that an engine ends an answer where the chat format does: those of base models often
+    have an end that their configs do not name."""
+    end, path = chat.answer(ANSWER)[-1], config.model.path
+    ends = {tokenizer.eos_token_id}
+    if path is not None:
+        ends |= end_tokens(path, tokenizer, trust_remote_code=config.model.trust_remote_code)
+    text = tokenizer.decode([end])
+    if end in ends or first_stop(text, config.task.stop) is not None:
+        return
+    raise ValueError(
+        f"task.chat_template=true: an answer ends with {text!r} there, at which no engine stops, "
+        f"so the model would go on until it is cut off; add {end} to eos_token_id in "
+        f"generation_config.json of model.path={path!r}, or set task.stop=[{json.dumps(text)}]"
+    )

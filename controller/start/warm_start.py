@@ -76,7 +76,7 @@ def imitate(
             prompt = chat.follow(prompt, answer, pending, tools)
         else:
             prompt = chat.first(pending, tools)
-        answer = chat.answer(message)
+        answer = chat.answer(message, tools)
         loss_mask += [0] * (len(prompt) - len(loss_mask)) + [1] * len(answer)
         tokens = [*prompt, *answer]
         pending = []

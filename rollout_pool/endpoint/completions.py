@@ -11,6 +11,7 @@ from rollout_pool.endpoint.schema import Fields, shown
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import TextStream, Turn, logprob_entries
 from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.tokenizer import TextTokens
 from rollout_pool.sampling.stop import before_stop
 
 DEFAULT_MAX_TOKENS = 16
@@ -45,12 +46,12 @@ class CompletionTurn(Turn):
         if not isinstance(prompt, str):
             return list(prompt)
         self.session.check_size("prompt", len(prompt))
-        encode = self.session.serving.tokenizer.encode
+        text = TextTokens(self.session.serving.tokenizer)
         known, tokens = self.session.texts.known_start(prompt)
         if not known:
-            return list(encode(prompt))
+            return text.opening(prompt)
         new = prompt[len(known) :]
-        return [*tokens, *(encode(new, add_special_tokens=False) if new else [])]
+        return [*tokens, *(text.continuation(new) if new else [])]
 
     def _deliver(self, answer: Answer) -> str:
         sample = answer.sample

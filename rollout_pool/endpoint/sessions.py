@@ -24,8 +24,7 @@ from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.answers import RETRY_GRACE_S, Answer
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.episodes.chat import Chat
-from rollout_pool.episodes.env import Message, ToolSpec
+from rollout_pool.episodes.env import Chat, Message, ToolSpec
 from rollout_pool.episodes.episode import Branch, Episode, add_turn
 from rollout_pool.episodes.request import (
     HEEDS_INTERRUPT_S,

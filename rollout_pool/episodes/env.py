@@ -10,7 +10,7 @@ tokenizes it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -122,6 +122,26 @@ class Env(Protocol):
     async def close(self) -> None:
         """Called once when the episode is over, however it ended."""
         return
+
+
+class Chat(Protocol):
+    """Converts messages to tokens and back while an episode runs: see ChatFormat."""
+
+    def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]: ...
+    def follow(
+        self,
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec] = (),
+    ) -> list[int]: ...
+    def parse(
+        self,
+        output_ids: Sequence[int],
+        finish_reason: str,
+        prompt: Sequence[int] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> Completion: ...
 
 
 class SingleTurn(Env):

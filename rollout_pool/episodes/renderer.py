@@ -16,14 +16,12 @@ from typing import Any, get_args
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.chat import (
     LONGEST_TEXT_KEPT,
-    QUESTION,
     TEXTS_KEPT,
     ChatFormat,
-    as_template_message,
-    as_template_tool,
 )
 from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
-from rollout_pool.episodes.tokenizer import PlainWords, Tokenizer
+from rollout_pool.episodes.template import QUESTION, as_template_message, as_template_tool
+from rollout_pool.episodes.tokenizer import PlainWords, TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import (
     END_OF_THINK,
     SHOWN,
@@ -127,18 +125,20 @@ class RendererFormat:
             )
         return list(bridged.token_ids)
 
-    def answer(self, message: Message) -> list[int]:
+    def answer(self, message: Message, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """See ChatFormat."""
         assert message.role == "assistant"
-        opening = self._render(self._messages([QUESTION]), None, opens_answer=True).token_ids
-        whole = self._until_end([QUESTION, message])
+        shown = self._tools(tools)
+        opening = self._render(self._messages([QUESTION]), shown, opens_answer=True).token_ids
+        whole = self._until_end([QUESTION, message], shown)
         if whole[-1] not in self._ends:
             # Some families end an answer by opening the next turn.
             results = [
                 Message(role="tool", content="", tool_call_id=call.call_id, name=call.name)
                 for call in message.tool_calls
             ]
-            whole.append(self._until_end([QUESTION, message, *(results or [QUESTION])])[-1])
+            nexts = results or [QUESTION]
+            whole.append(self._until_end([QUESTION, message, *nexts], shown)[-1])
         pairs = enumerate(zip(opening, whole, strict=False))
         shared = next((at for at, (left, right) in pairs if left != right), len(opening))
         if shared == len(opening):
@@ -149,11 +149,11 @@ class RendererFormat:
             written = written[len(begun) :]
         elif THINK in begun and END_OF_THINK not in written:
             written = END_OF_THINK + written
-        return list(self._tokenizer.encode(written, add_special_tokens=False))
+        return TextTokens(self._tokenizer).continuation(written)
 
-    def _until_end(self, messages: Sequence[Message]) -> list[int]:
+    def _until_end(self, messages: Sequence[Message], tools: list[Any] | None) -> list[int]:
         """A conversation's tokens up to the last that the model writes of the second message."""
-        rendered = self._render(self._messages(messages), None)
+        rendered = self._render(self._messages(messages), tools)
         marks = zip(rendered.message_indices, rendered.sampled_mask, strict=True)
         end = max(at for at, mark in enumerate(marks, start=1) if mark == (1, True))
         return list(rendered.token_ids[:end])

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.chat import Chat
-from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, ToolSpec
+from rollout_pool.episodes.env import Chat, Completion, Env, Message, Observation, Step, ToolSpec
 from rollout_pool.episodes.episode import Branch, Episode, add_turn
 from rollout_pool.episodes.request import (
     HEEDS_INTERRUPT_S,

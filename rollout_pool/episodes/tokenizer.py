@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, cast
 
 
@@ -63,6 +63,46 @@ def vocab_size(model_path: str, tokenizer: Tokenizer, *, trust_remote_code: bool
         size = None
     return size if isinstance(size, int) and size > 0 else len(tokenizer)
 
+
+class TextTokens:
+    """Tokens of a text where it opens a sequence, and where it goes on with one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def opening(self, text: str) -> list[int]:
+        """With the tokens that the tokenizer puts before a text, and without those that some put
+        behind it: an end, after which the model would be asked to go on."""
+        return [*self._before, *self._encode(text)]
+
+    def continuation(self, text: str) -> list[int]:
+        """Without the space that some tokenizers (SentencePiece) put before the first word."""
+        if self._adds_space:
+            for word in WORDS:
+                before, both = self._encode(word), self._encode(word + text)
+                if both[: len(before)] == before:  # else tokens reach across the border
+                    return both[len(before) :]
+        return self._encode(text)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        [word, *_] = WORDS
+        plain, whole = self._encode(word), list(self._tokenizer.encode(word))
+        places = range(len(whole) - len(plain) + 1)
+        return whole[: next((at for at in places if whole[at : at + len(plain)] == plain), 0)]
+
+    @cached_property
+    def _adds_space(self) -> bool:
+        one, other, *_ = WORDS
+        tokens = [*self._encode(one), *self._encode(other)]
+        return self._tokenizer.decode(tokens) != one + other
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+WORDS = ("0", "a", ".", "\n")
+"""Words to put before a text; hardly any tokenizer joins all of them to the same one."""
 
 _FURTHER_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Texts of tokens that end a sample in SGLang although no config says so."""

@@ -17,7 +17,7 @@ from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.engines.client import SGLangClient
-from rollout_pool.episodes.chat import Chat
+from rollout_pool.episodes.env import Chat
 from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer, vocab_size

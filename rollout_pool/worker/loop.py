@@ -43,8 +43,7 @@ from configs.checks import live_names, with_live
 from configs.choices import OnLongPrompt, OnStale
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.chat import Chat
-from rollout_pool.episodes.env import opening
+from rollout_pool.episodes.env import Chat, opening
 from rollout_pool.rewards.types import Scorer
 from rollout_pool.sampling.sample import Completer
 from rollout_pool.tasks.source import EpisodeSource, GroupEnd

@@ -118,6 +118,37 @@ def merging_tokenizer(
     )
 
 
+def spaced_tokenizer(scheme: str, template: str | None = None) -> Any:
+    """As SentencePiece: puts a space before a text, and with all schemes but "first" behind each
+    special token. "normalizer": like Llama 2's."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["▁", "▁Bob", "▁Ada", "Bob", "Ada", "▁=", "\n", *map(chr, range(33, 127))]
+    scores = [(name, 0.0) for name in ("<unk>", "<s>", "</s>")]
+    scores += [(word, -float(place)) for place, word in enumerate(words, start=1)]
+    made = Tokenizer(models.Unigram(scores, unk_id=0))
+    if scheme == "normalizer":
+        made.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    else:
+        space = {"replacement": "▁", "prepend_scheme": scheme}
+        made.pre_tokenizer = pre_tokenizers.Metaspace(**space)
+        made.decoder = decoders.Metaspace(**space)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        chat_template=template,
+    )
+
+
 def make_sample(number: int = 0, **fields: Any) -> Sample:
     return Sample(
         **{

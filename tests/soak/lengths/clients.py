@@ -25,7 +25,7 @@ from buffer.types import PromptRef, TrajectoryGroup
 from configs.choices import PauseMode
 from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
-from rollout_pool.episodes.chat import Chat
+from rollout_pool.episodes.env import Chat
 from rollout_pool.sampling.sample import Completer, Sample
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.watch import ASK_EVERY_S

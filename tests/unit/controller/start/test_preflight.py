@@ -99,6 +99,91 @@ def test_tokenizer_without_a_required_chat_template_is_refused(
         check_plan(config)
 
 
+CHATML = (
+    "{%- for m in messages -%}<|unused0|>{{ m.role }}\n{{ m.content }}<|unused1|>\n{% endfor -%}"
+    "{%- if add_generation_prompt %}<|unused0|>assistant\n{% endif -%}"
+)
+"""With an end of turn that is not the end of the sequence."""
+
+
+def test_chat_template_whose_end_of_turn_ends_no_answer_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "base", chat_template=CHATML)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.split_special_tokens = CHATML, False
+    tokenizer.save_pretrained(tmp_path / "base")
+    short = ["model=pretrained", model, "rollout.max_prompt_tokens=48", "task.chat_template=true"]
+    short.append("rollout.max_response_tokens=16")
+    with pytest.raises(
+        ValueError,
+        match=r"^task\.chat_template=true: an answer ends with '<\|unused1\|>' there, at which no "
+        r"engine stops, .* add 260 to eos_token_id in generation_config\.json of model\.path='.*"
+        r"base', or set task\.stop=\[\"<\|unused1\|>\"\]$",
+    ):
+        check_plan(load_config(short))
+    assert check_plan(load_config([*short, "task.stop=['<|unused1|>']"])) == []
+    file = tmp_path / "base" / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [258, 260]}))
+    assert check_plan(load_config(short)) == []
+
+
+NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "lost"),
+    [
+        (NO_TOOLS, TOOLS, "the description of a tool"),
+        (NO_TOOLS, (*TOOLS, "task.env=FILE:Own"), "the description of a tool"),
+        (
+            "{{ tools | tojson }}" + NO_TOOLS.replace(" %}", " if m.role != 'tool' %}", 1),
+            TOOLS,
+            "the result of a tool",
+        ),
+        (
+            NO_TOOLS.replace(" %}", " if m.role != 'system' %}", 1),
+            ("task.chat_template=true", "task.system_prompt='Be brief.'"),
+            "the system's text",
+        ),
+    ],
+)
+def test_chat_template_that_leaves_out_what_a_task_needs_is_refused(
+    tmp_path: Path, template: str, settings: tuple[str, ...], lost: str
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    model = save_model(tmp_path / "model", chat_template=template)
+    short = ["model=pretrained", model, "trainer.warm_start.num_steps=0"]
+    short += ["rollout.max_prompt_tokens=48", "rollout.max_response_tokens=16"]
+    named = [one.replace("FILE", str(tmp_path / "own.py")) for one in settings]
+    with pytest.raises(ValueError, match=rf"^task\.chat_template=true: .* leaves out {lost} in"):
+        check_plan(load_config([*short, *named]))
+
+
+OWN = """
+from rollout_pool import Env, Observation, Step
+
+
+class Own(Env):
+    def __init__(self, config, prompt):
+        self.text = prompt.text
+
+    async def reset(self):
+        return Observation.user(self.text)
+
+    async def step(self, completion):
+        return Step(reward=1.0)
+"""
+
+
+def test_descriptions_of_tools_count_in_the_prompt_of_ones_own_environment(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    settings = [*TOOLS, f"task.env={tmp_path}/own.py:Own", "rollout.max_prompt_tokens=64"]
+    with pytest.raises(
+        ValueError,
+        match=r"max_prompt_tokens=64: prompt 0 with the descriptions of 1 tools has \d+ tokens",
+    ):
+        check_plan(load_config(settings))
+
+
 def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Path) -> None:
     empty = save_model(tmp_path / "empty", chat_template=None, weights=False)
     with pytest.raises(ValueError, match="neither a folder with a Hugging Face model"):

@@ -27,7 +27,7 @@ from rollout_pool.tasks.task import TaskStream
 from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
 
 TEMPLATE = (
-    "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|eos|>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -127,9 +127,9 @@ def test_chat_template_examples_learn_the_assistant_and_describe_tools() -> None
     tools = [ToolSpec(name="python", description="", parameters={})]
     example = imitate(chat, conversation, tools)
     text = tokenizer.decode(example.tokens)
-    assert text == (
-        "[python]<system>S<|eos|><user>ab<|eos|><assistant>ba<|eos|>"
-        "<user>c<|eos|><assistant>cba<|eos|>"
+    assert text.count('"name": "python"') == 1
+    assert text.partition("}}")[2] == (
+        "}<system>S<|eos|><user>ab<|eos|><assistant>ba<|eos|><user>c<|eos|><assistant>cba<|eos|>"
     )
     learnt = tokenizer.decode(example.tokens[example.loss_mask == 1])
     assert learnt == "ba<|eos|>cba<|eos|>"

@@ -137,6 +137,45 @@ async def test_unstreamed_answers_are_the_same(scene):
     check_branch(branch, [tokens for _, tokens in scene.author.ended])
 
 
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+        }
+    ],
+}
+
+
+async def test_tools_that_the_template_does_not_write_are_refused_at_the_first_request(make_scene):
+    silent = "{% for m in messages %}{{ m.role + ' ' + m.content }}<|im_end|>{% endfor %}"
+    scene = await make_scene(tokenizer=merging_tokenizer(MERGES, SPECIALS, silent, eos_token=END))
+    client = scene.client(scene.session())
+    await client.chat.completions.create(model=MODEL, messages=[USER])
+    for more, lost in (({"tools": [WEATHER]}, "the description of a tool"), ({}, "a tool call")):
+        result = {"role": "tool", "tool_call_id": "c1", "content": "21"}
+        messages = [USER, CALLED, result] if not more else [USER]
+        with pytest.raises(BadRequestError, match=f"task.chat_template=true: .* leaves out {lost}"):
+            await client.chat.completions.create(model=MODEL, messages=messages, **more)
+
+
+async def test_history_with_calls_is_written_by_a_template_that_joins_arguments(make_scene):
+    joins = (
+        "{% for m in messages %}{{ m.role }} {{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    scene = await make_scene(tokenizer=merging_tokenizer(MERGES, SPECIALS, joins, eos_token=END))
+    result = {"role": "tool", "tool_call_id": "c1", "content": "21"}
+    await scene.client(scene.session()).chat.completions.create(
+        model=MODEL, messages=[USER, CALLED, result]
+    )
+    prompt = TOKENIZER.decode(scene.author.samples[0].prompt)
+    assert 'assistant weather{"city": "Bern"}<|im_end|>tool 21<|im_end|>' in prompt
+
+
 async def test_edited_history_begins_a_branch_and_no_token_is_trained_twice(scene):
     scene.author.says = iter(["hello one", "hello two", "hello three", "hello four"])
     session = scene.session()

@@ -15,20 +15,25 @@ import openai
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
+from tokenizers import processors
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.sampling.sample import Constraint, Priority, SampleFailed
 from tests.support.endpoint_scene import (
     ADMIN_KEY,
+    END,
     END_TOKEN,
+    MERGES,
     MODEL,
+    SPECIALS,
     TOKENIZER,
     WEATHER,
     check_branch,
     spell,
 )
 from tests.support.repository import ROOT
+from tests.support.rollout import merging_tokenizer
 from weight_sync.http_server import HttpLimits
 
 USER = {"role": "user", "content": "hello"}
@@ -439,6 +444,16 @@ async def test_plain_completions_continue_the_tokens_as_sampled(scene):
     check_branch(branch, [tokens for _, tokens in scene.author.ended])
     assert branch.tokens[-1] == END_TOKEN
     assert TOKENIZER.decode(branch.tokens).startswith("hell in hello too, hello at last")
+
+
+async def test_plain_prompt_does_not_end_where_the_tokenizer_adds_an_end(make_scene):
+    made = merging_tokenizer(MERGES, SPECIALS, None, eos_token=END)
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, END_TOKEN)]
+    )
+    scene = await make_scene(tokenizer=made)
+    await scene.client(scene.session()).completions.create(model=MODEL, prompt="hell in")
+    assert made.encode("hell in") == [*scene.author.samples[0].prompt, END_TOKEN]
 
 
 async def test_many_sessions_run_concurrently(scene):

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from configs.choices import ToolParser
 from rollout_pool.episodes.chat import LONGEST_TEXT_KEPT, ChatFormat
 from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
-from tests.support.rollout import merging_tokenizer
+from tests.support.rollout import merging_tokenizer, spaced_tokenizer
 from trainer_pool.model.scratch import byte_tokenizer
 
 CHATML = r"""
@@ -369,6 +369,7 @@ def test_large_text_is_not_cached():
 
     made = Counting(byte_tokenizer())
     chat = chat_of(made, chat_template=False)
+    chat.first([say("user", "?")])
     for text, number in (("short", 1), ("x" * (LONGEST_TEXT_KEPT + 1), 2)):
         made.num_texts = 0
         assert chat.first([say("user", text)]) == chat.first([say("user", text)])
@@ -449,3 +450,183 @@ def test_parse_never_raises(ids, parser):
     made = TOKENIZERS[CHATML]
     completion = chat_of(made, parser).parse(ids, "length")
     assert completion.num_tokens == len(ids)
+
+
+# What a template leaves out -----------------------------------------------------------------------
+
+ADD = ToolSpec(
+    name="add", description="Adds.", parameters={"type": "object", "properties": {"a": {}}}
+)
+CALLED = say("assistant", "", tool_calls=(ToolCall(call_id="c1", name="add", arguments={"a": 1}),))
+RESULT = say("tool", "3", name="add", tool_call_id="c1")
+ANSWERED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+TURN = "[{{ m.role }}] {{ m.content }}\n"
+OPENED = "{% if add_generation_prompt %}[assistant] {% endif %}"
+NO_RESULTS = "{% for m in messages if m.role != 'tool' %}" + TURN + "{% endfor %}" + OPENED
+RESULTS = "{% for m in messages %}" + TURN + "{% endfor %}" + OPENED
+SHOWN = "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
+REFUSED = "{% for m in messages if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endfor %}"
+ONLY_IF_TOOLS = (
+    SHOWN + "{% for m in messages if tools or m.role != 'tool' %}" + TURN + "{% endfor %}" + OPENED
+)
+BEHIND_CALLS = (
+    SHOWN + "{% for m in messages %}"
+    "{% if m.role != 'tool' or messages[loop.index0 - 1].tool_calls %}"
+    "[{{ m.role }}] {{ m.content }}{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}"
+    "{{ '\\n' }}{% endif %}{% endfor %}" + OPENED
+)
+"""Writes a tool's message only after a call, and says nothing about others."""
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        {"default": NO_RESULTS, "tool_use": SHOWN + RESULTS},
+        {"default": REFUSED + NO_RESULTS, "tool_use": SHOWN + RESULTS},
+        ONLY_IF_TOOLS,
+        BEHIND_CALLS,
+    ],
+    ids=["pair", "pair that raises", "only if tools", "behind calls"],
+)
+def test_result_of_a_tool_is_written_as_in_a_conversation_with_tools(template):
+    made = byte_tokenizer()
+    made.chat_template = template
+    chat = chat_of(made)
+    first = chat.first([say("user", "?")], [ADD])
+    assert made.decode(first).count("Adds.") == 1
+    answer = made.encode(ANSWERED, add_special_tokens=False)
+    followed = chat.follow(first, answer, [RESULT], [ADD])
+    assert made.decode(followed[len(first) + len(answer) :]) == "\n[tool] 3\n[assistant] "
+
+
+def test_tools_that_a_template_shows_before_each_question_are_shown_once():
+    made = byte_tokenizer()
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' and loop.last and tools %}"
+        "TOOLS {{ tools | tojson }}\n{% endif %}" + TURN + "{% endfor %}" + OPENED
+    )
+    chat = chat_of(made)
+    first = chat.first([say("user", "?")], [ADD])
+    assert "Adds." in made.decode(first)
+    for messages in ([say("user", "so?")], [RESULT], [RESULT, say("user", "so?")]):
+        written = made.decode(chat.follow(first, [65], messages, [ADD])[len(first) + 1 :])
+        assert "Adds." not in written
+        assert all(f"[{one.role}] {one.content}\n" in written for one in messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        (RESULTS, "the description of a tool in a conversation of user"),
+        (SHOWN + NO_RESULTS, "the result of a tool in a conversation of tool"),
+        (
+            {"default": RESULTS, "tool_use": SHOWN + NO_RESULTS.replace("m.role != 'tool'", "0")},
+            "the user's text in a conversation of user",
+        ),
+        ("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + RESULTS, "the descript"),
+    ],
+)
+def test_template_that_leaves_out_a_part_of_conversations_with_tools_is_refused(template, lost):
+    made = byte_tokenizer()
+    made.chat_template = template
+    with pytest.raises(ValueError, match=f"task.chat_template=true: .* leaves out {lost}"):
+        chat_of(made).first([say("user", "?")], [ADD])
+
+
+def test_template_that_leaves_out_a_message_is_refused():
+    made = tokenizer(SPACED)
+    chat = chat_of(made)
+    chat.first([say("user", "?"), say("assistant", "!"), say("user", "?")])
+    for role, lost in (("system", "the system's text"), ("tool", "the result of a tool")):
+        with pytest.raises(ValueError, match=f"leaves out {lost} .* set task.renderer"):
+            chat.first([say(role, "x"), say("user", "?")])
+        with pytest.raises(ValueError, match=f"leaves out {lost}"):
+            chat.follow([1], [65], [say(role, "x")])
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "lost"),
+    [
+        (PLAIN, CALLED, "a tool call"),
+        (RESULTS, CALLED, "a tool call"),
+        (LLAMA3, say("assistant", "", tool_calls=CALLED.tool_calls * 2), "a tool call"),
+        (LLAMA3, say("assistant", "I add.", tool_calls=CALLED.tool_calls), "the assistant's text"),
+    ],
+)
+def test_answer_to_learn_that_a_template_would_leave_out_is_refused(template, message, lost):
+    with pytest.raises(ValueError, match=f"leaves out {lost} in a conversation of assistant"):
+        chat_of(tokenizer(template)).answer(message)
+
+
+def test_answer_to_learn_is_written_as_in_a_conversation_with_tools():
+    calls = "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    made = byte_tokenizer()
+    made.chat_template = {"default": RESULTS, "tool_use": SHOWN + RESULTS.replace("\n", calls)}
+    written = chat_of(made).answer(CALLED, [ADD])
+    assert made.decode(written) == ' {"name": "add", "arguments": {"a": 1}}<|eos|>'.lstrip()
+
+
+JOINED = (
+    "{% for m in messages %}[{{ m.role }}] {% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "{{ '<|call|>' + c.function.name + ' ' + c.function.arguments }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [JOINED, JOINED.replace(" + ", " ~ ")])
+def test_arguments_that_a_template_joins_as_text_are_json(template):
+    """With a mapping one raises, and the other writes it as Python does."""
+    made = tokenizer(SHOWN + template)
+    chat = chat_of(made)
+    call = '<|call|>add {"a": 1}<|end|>'
+    assert made.decode(chat.answer(CALLED)) == call
+    first = made.decode(chat.first([say("user", "?"), CALLED, RESULT]))
+    assert first == f"[user] ?<|end|>[assistant] {call}[tool] 3<|end|>[assistant] "
+    opened = chat.first([say("user", "?")], [ADD])
+    followed = chat.follow(opened, made.encode(call), [RESULT], [ADD])
+    assert made.decode(followed).endswith(f"{call}[tool] 3<|end|>[assistant] ")
+
+
+@pytest.mark.parametrize("bad", ["1 // 0", "'a' + 1", "messages[0].content.nothing()"])
+def test_whatever_a_template_raises_is_a_refusal(bad):
+    chat = chat_of(tokenizer("{% for m in messages %}{{ " + bad + " }}{% endfor %}"))
+    with pytest.raises(ValueError, match=r"task.chat_template=true: .* refuses a conversation of"):
+        chat.first([say("user", "?")])
+
+
+def test_tools_and_calls_without_a_template_are_refused():
+    chat = chat_of(byte_tokenizer(), chat_template=False)
+    with pytest.raises(ValueError, match=r"task.chat_template=false: .* some of add; set"):
+        chat.first([say("user", "?")], [ADD])
+    with pytest.raises(ValueError, match=r"task.chat_template=false: .* some of add; set"):
+        chat.answer(CALLED)
+
+
+# Tokenizers that put a space before a text --------------------------------------------------------
+
+INST = (
+    "{% for m in messages %}{{ ' ' + m.content + '</s>' if m.role == 'assistant' else "
+    "'[INST] ' + m.content + ' [/INST]' }}{% endfor %}"
+)
+"""Like Llama 2's."""
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "normalizer"])
+def test_text_behind_an_answer_stays_as_it_is_where_texts_begin_with_a_space(scheme):
+    made = spaced_tokenizer(scheme)
+    chat = chat_of(made, chat_template=False)
+    first, end = chat.first([say("user", "Bob Ada =")]), made.eos_token_id
+    said = chat.answer(say("assistant", "Ada Bob"))
+    assert made.decode([*first, *said]) == "Bob Ada =Ada Bob</s>"
+    for answer in (said, said[:-1]):
+        followed = chat.follow(first, answer, [say("user", "=Ada+")])
+        assert made.decode(followed) == made.decode([*first, *answer]) + "=Ada+"
+    chat = chat_of(spaced_tokenizer(scheme, INST))
+    first = chat.first([say("user", "Bob")])
+    said = chat.answer(say("assistant", "Ada"))
+    assert made.decode([*first, *said]) == "[INST] Bob [/INST] Ada</s>" and said[-1] == end
+    cut = chat.follow(first, said[:-1], [say("user", "=Ada+")])
+    space = "" if scheme == "first" else " "  # the tokenizer's own, behind its special tokens
+    assert made.decode(cut) == f"[INST] Bob [/INST] Ada</s>{space}[INST] =Ada+ [/INST]"

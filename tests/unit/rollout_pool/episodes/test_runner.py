@@ -9,7 +9,7 @@ import pytest
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step, ToolSpec
+from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.sampling.sample import Interrupted, Priority, SampleFailed
@@ -162,10 +162,8 @@ async def test_turns_follow_each_other_token_by_token_and_rewards_add_up():
 
 async def test_tool_call_reaches_the_environment_and_its_answer_is_not_trained_on():
     model = Model('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "so 3")
-    tool = ToolSpec(name="add", description="", parameters={})
-    opening = Observation(messages=(Message(role="user", content="?"),), tools=(tool,))
     answer = Message(role="tool", content=" 3 ", name="add", tool_call_id="x")
-    env = Talk(opening, Observation(messages=(answer,)))
+    env = Talk("?", Observation(messages=(answer,)))
     episode = await runner(model).run(env, ask())
     [call] = env.heard[0].tool_calls
     assert (call.name, call.arguments) == ("add", {"a": 1})

@@ -1,0 +1,345 @@
+"""Renders conversations as text with a tokenizer's chat template, and checks that it writes them.
+
+A template leaves out what it does not know, such as the messages of tools, and raises no error. So
+the first time that a conversation has a new shape, one of the same shape is rendered first, in
+which each text is a mark:
+
+    system       mark0of      must all be found in what the template writes; if one is missing,
+    user         mark1of      the template cannot be used for such conversations
+    tool         mark2of
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
+from rollout_pool.episodes.tokenizer import PlainWords, Tokenizer
+
+STAND_IN = "-an-answer-stands-here-"
+"""Stands for the model's text while what follows it is rendered."""
+QUESTION = Message(role="user", content="?")
+"""Templates require a question before an answer."""
+SHAPES_KEPT = 256
+"""Shapes of conversations that have passed the check."""
+
+Shape = tuple[tuple[str, bool, int], ...]
+"""For each message its role, whether it has a text, and its number of tool calls."""
+Marks = dict[str, str]
+"""Each mark with what it stands for."""
+
+TOOL_MARKS = dict.fromkeys(("markname", "marktext", "markkey"), "the description of a tool")
+MARKED_TOOL = ToolSpec(
+    name="markname",
+    description="marktext",
+    parameters={
+        "type": "object",
+        "properties": {"markkey": {"type": "string", "description": "A text."}},
+        "required": ["markkey"],
+    },
+)
+TOOL_RESULT: Shape = (("tool", True, 0),)
+
+
+class ChatTemplate:
+    """All methods raise ValueError naming task.chat_template if there is no template, or it refuses
+    the messages or leaves out a part of them.
+
+    `tools`: those of the conversation, which some templates need to write calls and results too.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._check_opening = lru_cache(SHAPES_KEPT)(self._check_opening_anew)
+        self._check_answer = lru_cache(SHAPES_KEPT)(self._check_answer_anew)
+        self._way_behind = lru_cache(SHAPES_KEPT)(self._find_way_behind)
+        self._joins_arguments = lru_cache(self._find_joins_arguments)
+
+    # Parts of a conversation ----------------------------------------------------------------------
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """A conversation up to where the model's next answer begins.
+
+        One with tools also has to be able to go on with their results.
+        """
+        self._check_opening(_shape(messages), bool(tools))
+        return self._rendered(messages, tools, opens_answer=True)
+
+    def behind_answer(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """The text between an answer and the next one; the tools are not shown again."""
+        after_call, with_tools = self._way_behind(_shape(messages), bool(tools))
+        return self._behind(messages, tools if with_tools else (), after_call=after_call)
+
+    def end_of_turn(self, *, has_tools: bool) -> str:
+        """The text that the template writes after a final answer."""
+        answer = Message(role="assistant", content=STAND_IN)
+        return _behind_stand_in(self._rendered([QUESTION, answer], _marked_tools(has_tools)))
+
+    def answer(self, message: Message, tools: Sequence[ToolSpec]) -> str:
+        """An assistant's message as the model should write it, and the end of its turn."""
+        self._check_answer(_shape([message]), bool(tools))
+        return self._answer(message, tools)
+
+    # Ways to render them --------------------------------------------------------------------------
+
+    def _answer(self, message: Message, tools: Sequence[ToolSpec]) -> str:
+        opening = self._rendered([QUESTION], tools, opens_answer=True)
+        whole = self._rendered([QUESTION, message], tools)
+        if whole.startswith(opening):
+            return whole[len(opening) :]
+        return message.content + self.end_of_turn(has_tools=bool(tools))
+
+    def _behind(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, after_call: bool
+    ) -> str:
+        if after_call:
+            return self._behind_call(messages, tools)
+        answer = Message(role="assistant", content=STAND_IN)
+        rendered = self._rendered([QUESTION, answer, *messages], tools, opens_answer=True)
+        return _behind_stand_in(rendered)
+
+    def _behind_call(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """For templates that write a tool's message only after a call.
+
+        They write the call in their own format, which leaves no stand-in to find: take what the
+        conversation has beyond the one that ends with the call.
+        """
+        calls = tuple(
+            ToolCall(
+                call_id=message.tool_call_id or _call_id(0),
+                name=message.name or "tool",
+                arguments={},
+            )
+            for message in messages
+            if message.role == "tool"
+        )
+        opening = [QUESTION, Message(role="assistant", content="", tool_calls=calls)]
+        until_call = self._rendered(opening, tools)
+        whole = self._rendered([*opening, *messages], tools, opens_answer=True)
+        if not whole.startswith(until_call):
+            raise ValueError(
+                "task.chat_template=true: the tokenizer's template rewrites a tool call when its "
+                "result follows, so the answer cannot be appended; use another template, or "
+                "task.chat_template=false"
+            )
+        return self.end_of_turn(has_tools=bool(tools)) + whole[len(until_call) :]
+
+    # Checks ---------------------------------------------------------------------------------------
+
+    def _check_opening_anew(self, shape: Shape, has_tools: bool) -> None:
+        # Some templates leave out the text beside a call. The model's own has been kept as tokens.
+        bare = tuple((role, not num_calls, num_calls) for role, _, num_calls in shape)
+        messages, marks = _marked(bare)
+        text = self._rendered(messages, _marked_tools(has_tools), opens_answer=True)
+        _check_marks(text, messages, {**marks, **(TOOL_MARKS if has_tools else {})})
+        if has_tools:
+            self._way_behind(TOOL_RESULT, True)
+
+    def _check_answer_anew(self, shape: Shape, has_tools: bool) -> None:
+        [message], marks = _marked(shape)
+        _check_marks(self._answer(message, _marked_tools(has_tools)), [message], marks)
+
+    def _find_way_behind(self, shape: Shape, has_tools: bool) -> tuple[bool, bool]:
+        """How to render messages that follow an answer: whether after a call, and whether with the
+        tools, so that none is left out and, if possible, the tools are not shown again."""
+        messages, marks = _marked(shape)
+        is_result = any(message.role == "tool" for message in messages)
+        ways = itertools.product((False, True)[: 1 + is_result], (True, False)[not has_tools :])
+        shows_again, failure = None, None
+        for after_call, with_tools in ways:
+            try:
+                tools = _marked_tools(with_tools)
+                text = self._behind(messages, tools, after_call=after_call)
+                _check_marks(text, messages, marks)
+            except ValueError as error:
+                failure = error
+                continue
+            if MARKED_TOOL.description not in text:
+                return after_call, with_tools
+            shows_again = shows_again or (after_call, with_tools)
+        if shows_again is not None:
+            return shows_again
+        assert failure is not None
+        raise failure
+
+    def _find_joins_arguments(self, has_tools: bool) -> bool:
+        """Whether the template writes a call's arguments as they are: JSON text is right then, and
+        a mapping would be refused or be written as Python does."""
+        [call], _ = _marked((("assistant", False, 1),))
+        [arguments] = [dict(one.arguments) for one in call.tool_calls]
+        messages = [as_template_message(message) for message in (QUESTION, call)]
+        tools = [as_template_tool(tool) for tool in _marked_tools(has_tools)]
+        try:
+            return str(arguments) in self._apply(messages, tools, opens_answer=False)
+        except TypeError:
+            return True
+        except Exception:  # for another reason, which whoever renders a call will hear
+            return False
+
+    # The template ---------------------------------------------------------------------------------
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        *,
+        opens_answer: bool = False,
+    ) -> str:
+        shown = [self._plain_words.within(as_template_tool(tool)) for tool in tools]
+        try:
+            written = [self._template_message(message, bool(tools)) for message in messages]
+            return self._apply(written, shown, opens_answer=opens_answer)
+        except ValueError as error:
+            raise ValueError(
+                f"task.chat_template=true: the tokenizer has no chat template or a broken one "
+                f"({error}); use a model that has one, or task.chat_template=false"
+            ) from error
+        except Exception as error:  # a template can raise anything
+            what = f"{error}" if isinstance(error, TemplateError) else f"{error!r}"
+            raise ValueError(
+                f"task.chat_template=true: the tokenizer's template refuses a conversation of "
+                f"{_roles(messages)}: {what}; use another template, or task.chat_template=false"
+            ) from error
+
+    def _apply(
+        self, messages: list[dict[str, Any]], tools: list[Any], *, opens_answer: bool
+    ) -> str:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=opens_answer, tokenize=False
+        )
+
+    @cached_property
+    def _plain_words(self) -> PlainWords:
+        return PlainWords(self._tokenizer)
+
+    def _template_message(self, message: Message, has_tools: bool) -> dict[str, Any]:
+        written = as_template_message(message)
+        if message.role != "assistant":
+            return {key: self._plain_words.within(value) for key, value in written.items()}
+        if message.tool_calls and self._joins_arguments(has_tools):
+            join_arguments(written)
+        return written
+
+
+def _behind_stand_in(rendered: str) -> str:
+    _, stand_in, behind = rendered.rpartition(STAND_IN)
+    if not stand_in:
+        raise ValueError(
+            "task.chat_template=true: the tokenizer's template drops an assistant's text "
+            "from the conversation; use another template, or task.chat_template=false"
+        )
+    return behind
+
+
+# Marks --------------------------------------------------------------------------------------------
+
+
+def _shape(messages: Sequence[Message]) -> Shape:
+    return tuple((one.role, bool(one.content), len(one.tool_calls)) for one in messages)
+
+
+def _marked(shape: Shape) -> tuple[list[Message], Marks]:
+    """Messages of that shape whose texts are marks."""
+    messages, marks, calls = [], Marks(), list[ToolCall]()
+
+    def mark(what: str) -> str:
+        made = f"mark{len(marks)}of"
+        marks[made] = what
+        return made
+
+    for role, has_text, num_calls in shape:
+        what = "the result of a tool" if role == "tool" else f"the {role}'s text"
+        text = mark(what) if has_text or not num_calls else ""
+        made = []
+        for _ in range(num_calls):
+            name, key, value = (mark("a tool call") for _ in range(3))
+            call_id = _call_id(len(marks))
+            made.append(ToolCall(call_id=call_id, name=name, arguments={key: value}))
+        calls += made
+        # Results come in the order of their calls.
+        answered = None
+        if role == "tool":
+            answered = (
+                calls.pop(0)
+                if calls
+                else ToolCall(call_id=_call_id(len(marks)), name="tool", arguments={})
+            )
+        messages.append(
+            Message(
+                role=role,
+                content=text,
+                tool_calls=tuple(made),
+                tool_call_id=answered and answered.call_id,
+                name=answered and answered.name,
+            )
+        )
+    return messages, marks
+
+
+def _call_id(number: int) -> str:
+    """Nine letters and digits, as Mistral's templates require."""
+    return f"c{number:08d}"
+
+
+def _marked_tools(has_tools: bool) -> tuple[ToolSpec, ...]:
+    return (MARKED_TOOL,) if has_tools else ()
+
+
+def _check_marks(text: str, messages: Sequence[Message], marks: Marks) -> None:
+    missing = next((what for mark, what in marks.items() if mark not in text), None)
+    if missing is not None:
+        raise ValueError(
+            f"task.chat_template=true: the tokenizer's template leaves out {missing} in a "
+            f"conversation of {_roles(messages)}; correct it (chat_template.jinja in the model's "
+            "folder), use another model, or set task.renderer"
+        )
+
+
+def _roles(messages: Sequence[Message]) -> str:
+    return ", ".join(message.role for message in messages)
+
+
+# The formats that templates take ------------------------------------------------------------------
+
+
+def as_template_message(message: Message) -> dict[str, Any]:
+    """In the format of Hugging Face chat templates."""
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        written["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        written["name"] = message.name
+    return written
+
+
+def join_arguments(written: dict[str, Any]) -> None:
+    """Replaces the arguments of a message's calls by JSON text, as in OpenAI's requests."""
+    for call in written.get("tool_calls", []):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+
+
+def as_template_tool(tool: ToolSpec) -> Mapping[str, Any]:
+    """In the format of OpenAI's function tools."""
+    return {
+        "type": "function",
+        "function": {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": dict(tool.parameters),
+        },
+    }
