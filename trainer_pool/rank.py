@@ -41,7 +41,12 @@ from trainer_pool.guard import UpdateGuard
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
-from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
+from trainer_pool.state.checkpoint import (
+    CheckpointStore,
+    TrainState,
+    check_checkpoint,
+    read_state,
+)
 from trainer_pool.state.peer_copies import Copy, PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
@@ -150,6 +155,8 @@ class TrainerRank:
         if copy is not None:
             folder, state, only = copy.folder, copy.state, self._ranks.rank
             self._unsaved = [entry for entry in copy.unsaved if entry[0] > self._durable.step]
+        else:
+            check_checkpoint(folder, self._ranks.rank, self._ranks.num_ranks)
         self._restored = state
         with ShardReader(folder, only) as reader:
             self._engine.restore_state(reader, state.num_updates)

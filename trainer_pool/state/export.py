@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from trainer_pool.state.checkpoint import check_checkpoint
 from trainer_pool.state.shards import ShardReader
 
 
@@ -16,8 +17,10 @@ def export_checkpoint(
     """Write weights, config and tokenizer to `folder`; returns the number of parameters.
 
     Casts the float32 weights to the dtype in the model's own config. Needs memory for the
-    whole model. Raises ValueError if the checkpoint is not whole or of another model, and OSError.
+    whole model. Raises ValueError if the checkpoint is not as it was written or of another model,
+    and OSError.
     """
+    check_checkpoint(checkpoint)
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     dtype = config.dtype or torch.float32
     with torch.device("meta"):  # only its names and how it is saved are of use
