@@ -14,8 +14,8 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
@@ -52,6 +52,7 @@ from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import Accumulation, train_step
 from trainer_pool.types import (
+    FINAL_MODEL,
     KEPT_REFERENCE,
     Restored,
     SupervisedExample,
@@ -75,6 +76,8 @@ class TrainerRank:
         trainer.connect()                                # from here on receivers are served
         trainer.publish_initial()                        # returns when engines serve version 0
         report = trainer.train()                         # all steps, or until `stop`
+        trainer.publish_last()                           # returns when engines serve its weights
+        trainer.export()                                 # for from_pretrained
         trainer.close()
     """
 
@@ -114,9 +117,8 @@ class TrainerRank:
             on_end=self._end_checkpoint,
             dump_groups=self._dump_groups if config.checkpoint_groups else None,
         )
-        self._export_dir = Path(spec.run_dir) / "final_model"
         self._stop_requested = threading.Event()
-        self._is_training = False
+        self._is_working = False
         self._has_compared = False
         """Whether the engines' weights have been compared with the trainer's."""
         (self._lineage, *_) = self._ranks.gather_texts(uuid4().hex)  # rank 0's
@@ -267,16 +269,21 @@ class TrainerRank:
         self._stop_requested.set()
 
     def train(self) -> TrainReport:
-        """Run all steps, then wait until the engines serve the last version.
+        """Run all steps; then the last checkpoint is on disk, if the disk took it.
 
         Raises TimeoutError if the rollout pool delivers no batch in time, and WeightSyncError if
         versions do not reach the engines.
         """
-        self._is_training = True
-        try:
+        with self._working():
             return self._train()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        self._is_working = True
+        try:
+            yield
         finally:
-            self._is_training = False
+            self._is_working = False
 
     def _train(self) -> TrainReport:
         start = time.perf_counter()
@@ -287,18 +294,25 @@ class TrainerRank:
         if self._saved_step < self._step:
             self._checkpoint()
         self._writer.finish()
-        self._engine.export(self._export_dir)
-        # The last evaluation must use the final weights.
-        if self._published < self._version:
-            self._publish_weights()
-        self._sending.drain(self._version, self._spec.config.timeout_s)
         return TrainReport(
             num_steps=self._step,
             version=self._version,
             was_stopped=self._step < self._spec.config.num_steps,
-            export_dir=str(self._export_dir),
             seconds=time.perf_counter() - start,
         )
+
+    def publish_last(self) -> None:
+        """Wait until the engines serve the last version: the last evaluation is to use it. Raises
+        WeightSyncError if it does not reach them."""
+        with self._working():
+            if self._published < self._version:
+                self._publish_weights()
+            self._sending.drain(self._version, self._spec.config.timeout_s)
+
+    def export(self) -> None:
+        """Write the policy for `from_pretrained` into the run's folder. Raises OSError."""
+        with self._working():
+            self._engine.export(Path(self._spec.run_dir) / FINAL_MODEL)
 
     def _should_stop(self) -> bool:
         # Only rank 0's flag counts: all ranks must leave the loop after the same step.
@@ -542,8 +556,8 @@ class TrainerRank:
         """End all waits in the buffer and leave all process groups; the rank is unusable then."""
         self.stop()
         self._loop.stop(self._buffer.close(), self._run_state.close())
-        if self._is_training:
-            # A step may be inside a collective, whose group must stay until the process ends.
+        if self._is_working:
+            # It may be inside a collective, whose group must stay until the process ends.
             return
         if self._weights is not None:
             self._weights.close()

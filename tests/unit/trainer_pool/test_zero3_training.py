@@ -51,6 +51,7 @@ from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.state.export import export_checkpoint
 from trainer_pool.state.shards import ShardReader
+from trainer_pool.types import FINAL_MODEL
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
@@ -682,7 +683,7 @@ def test_stop_of_rank_0_ends_all_ranks_after_the_same_step(loop: LoopOutcome) ->
 
 
 def test_engine_has_the_final_weights(loop: LoopOutcome) -> None:
-    model = AutoModelForCausalLM.from_pretrained(loop.ranks[0]["report"]["export_dir"])
+    model = AutoModelForCausalLM.from_pretrained(loop.run_dir / FINAL_MODEL)
     names = {name for name, _ in model.named_parameters()}
     assert names == set(loop.engine_weights)
     for name, parameter in model.named_parameters():
@@ -724,7 +725,11 @@ def test_last_checkpoint_contains_the_last_step_and_the_weights_that_engines_ser
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), loop.engine_weights[name]), name
     assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)  # tied, as it was
-    assert (exported / "tokenizer.json").exists()
+    names = {path.name for path in exported.iterdir()}
+    assert names == {path.name for path in (loop.run_dir / FINAL_MODEL).iterdir()}
+    for name in names:
+        same = (loop.run_dir / FINAL_MODEL / name).read_bytes() == (exported / name).read_bytes()
+        assert same, name
 
 
 def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
@@ -814,6 +819,6 @@ def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(
     assert stats.engine_versions == {"engine-0": stats.trainer_version}
     assert stats.max_staleness_trained is not None
     assert stats.max_staleness_trained <= MAX_STALENESS
-    model = AutoModelForCausalLM.from_pretrained(loop.run_dir / "final_model")
+    model = AutoModelForCausalLM.from_pretrained(loop.run_dir / FINAL_MODEL)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), loop_again.engine_weights[name]), name
