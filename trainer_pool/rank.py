@@ -11,6 +11,7 @@ records metrics. Weights are sent in the background; the loop waits only for the
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
@@ -64,6 +65,8 @@ from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
 from weight_sync.types import PublishReport, VersionBoard
 
+log = logging.getLogger(__name__)
+
 
 class TrainerRank:
     """The policy's shards on this rank, and its connections to the buffer and to the engines.
@@ -104,12 +107,13 @@ class TrainerRank:
             RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
         )
         self._weights: CheckpointEngine | None = None
+        self._store = CheckpointStore(
+            Path(spec.run_dir) / "checkpoints",
+            num_kept=config.keep_checkpoints,
+            keep_every=config.keep_checkpoint_every,
+        )
         self._writer = CheckpointWriter(
-            CheckpointStore(
-                Path(spec.run_dir) / "checkpoints",
-                num_kept=config.keep_checkpoints,
-                keep_every=config.keep_checkpoint_every,
-            ),
+            self._store,
             self._engine.state_layout(),
             self._ranks,
             uses_gpu=spec.uses_gpu,
@@ -167,7 +171,9 @@ class TrainerRank:
         self._step, self._saved_step = state.step, self._durable.step
         # The newest of all shards: a trainer that died as it published had reached only some.
         known = self._loop.run(self._buffer.stats()).trainer_version
-        newest = max(known, self._spec.newest_version)
+        # Redis may have lost the newest, and the run's history lags behind.
+        noted = self._ranks.gather_texts(str(self._store.noted_version() if self._is_lead else -1))
+        newest = max(known, self._spec.newest_version, int(noted[0]))
         # A number that has named other weights since is never used again.
         self._version = state.version if state.version >= newest else newest + 1
 
@@ -241,7 +247,7 @@ class TrainerRank:
                     durable_step=None if durable is None else durable.step,
                 )
             )
-            self._loop.run(self._buffer.publish_version(self._version))
+            self._announce_version()
         report = self._publish_weights()
         self._sending.wait_committed(self._version, self._spec.config.timeout_s)
         return report
@@ -442,7 +448,7 @@ class TrainerRank:
         """Announce the new version, then free the credits of the trained groups; on rank 0."""
         if not self._is_lead:
             return
-        self._loop.run(self._buffer.publish_version(self._version))
+        self._announce_version()
         for lease, kept_ids in batches:
             num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
             if num_consumed < len(kept_ids):
@@ -454,6 +460,14 @@ class TrainerRank:
                 )
             with self._unsaved_lock:
                 self._unsaved.append((lease.step, kept_ids))
+
+    def _announce_version(self) -> None:
+        """The number is on disk first: a Redis that loses it must not let others have it."""
+        try:
+            self._store.note_version(self._version)
+        except OSError as error:
+            log.warning("version %d is not noted on disk: %s", self._version, error)
+        self._loop.run(self._buffer.publish_version(self._version))
 
     def _publish_weights(self) -> PublishReport:
         """Copy this rank's shards; they are sent while training continues."""

@@ -8,6 +8,7 @@
         groups.dump             the buffer's groups, for a resume with an empty Redis
         checksums.json          sizes and CRC-32 of the others; the dump has its own inside
       latest                    names the newest complete one
+      version                   the newest number that weights were published under
 
 Written, synced to disk, renamed, and only then named by `latest`: after `commit` returns, the
 checkpoint survives a crash of the machine, and its groups may be acknowledged.
@@ -34,6 +35,7 @@ GROUPS_FILE = "groups.dump"
 _STATE_FILE = "state.json"
 _CHECKSUMS_FILE = "checksums.json"
 _LATEST_FILE = "latest"
+_VERSION_FILE = "version"
 _NAME = re.compile(r"step-(\d{6,})")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _BLOCK_BYTES = 4 * 2**20
@@ -144,6 +146,35 @@ class CheckpointStore:
                 f"write the name of a complete one into {pointer}"
             ) from error
 
+    def note_version(self, version: int) -> None:
+        """Make durable that `version` names weights, before anybody gets them. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / _VERSION_FILE
+        is_new = not path.exists()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o600)
+        try:
+            # In place: it needs no room on a full disk, and a sector is written whole or not.
+            os.pwrite(file, b"%020d\n" % version, 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        if is_new:
+            _sync(self.folder)
+
+    def noted_version(self) -> int:
+        """The newest that was noted; -1 before the first. Raises ValueError if it is damaged."""
+        path = self.folder / _VERSION_FILE
+        try:
+            text = read_text(path)
+        except FileNotFoundError:
+            return -1
+        if not re.fullmatch(r"\d{20}\n", text):
+            raise ValueError(
+                f"{path} is damaged: it does not hold 20 digits; write a number there that is "
+                "larger than any version that the run has published"
+            )
+        return int(text)
+
     def _point_latest_to(self, name: str) -> None:
         draft = self.folder / f".{_LATEST_FILE}"
         draft.write_text(name + "\n")
@@ -251,6 +282,8 @@ def _refuse_of_others(path: Path) -> None:
         return  # `latest` reports it
     if stat.S_ISLNK(status.st_mode):
         why, fix = "is a symbolic link", "replace it with the files"
+    elif not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        why, fix = "is not a regular file", "replace it with one"
     elif status.st_uid != os.geteuid():
         why, fix = f"belongs to user {status.st_uid}, not to you ({os.geteuid()})", "chown it"
     elif status.st_mode & _WRITABLE_BY_OTHERS:

@@ -766,10 +766,14 @@ def loop_again(
     ranks: Ranks, loop: LoopOutcome, receiver: Receiver, redis_url: str
 ) -> Iterator[LoopOutcome]:
     """The same run, resumed from its last checkpoint but one: its last step was undone. Its trainer
-    was killed while it published a version, of which only one shard knows. From here on two steps
-    make a version, of which the engines get every other one."""
+    was killed while it published a version, of which only one shard knows, and Redis has lost the
+    one that it had published after that. From here on two steps make a version, of which the
+    engines get every other one."""
     settings = loop_spec(loop.run_dir.parent, redis_url).buffer
     publish_to_one_shard(redis_url, settings, loop.num_steps + 1)
+    store = CheckpointStore(loop.run_dir / "checkpoints")
+    assert store.noted_version() == loop.num_steps
+    store.note_version(loop.num_steps + 2)
     buffer = BlockingReplayBuffer(redis_url, RUN, settings)
     run_state = BlockingRunState(redis_url, RUN, settings)
     steps = "gradient_accumulation_steps"
@@ -799,7 +803,7 @@ def loop_again(
 def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(
     loop: LoopOutcome, loop_again: LoopOutcome
 ) -> None:
-    undone = loop.num_steps + 1  # published and gone: the number may not name other weights
+    undone = loop.num_steps + 2  # published and gone: the number may not name other weights
     assert [rank["initial"]["version"] for rank in loop_again.ranks] == [undone + 1] * 2
     first, *_, last = loop_again.records
     assert first["step"] == loop.num_steps - (loop.num_steps % 2 or 2) + 1

@@ -116,6 +116,26 @@ def test_pointer_to_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, cont
         CheckpointStore(tmp_path).latest()
 
 
+def test_noted_version_is_the_last_one_and_needs_no_room(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.noted_version() == -1
+    sizes = set()
+    for version in (0, 9, 10, 1097):
+        store.note_version(version)
+        assert CheckpointStore(tmp_path / "checkpoints").noted_version() == version
+        sizes.add((store.folder / "version").stat().st_size)
+    assert len(sizes) == 1
+    write_checkpoint(store, 1)
+    assert store.noted_version() == 1097
+
+
+@pytest.mark.parametrize("content", ["", "7\n", "-0000000000000000001\n", "\xff" * 20])
+def test_damaged_version_is_an_error_that_names_its_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "version").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"{tmp_path}/version is (damaged|not text)"):
+        CheckpointStore(tmp_path).noted_version()
+
+
 WRITTEN = ["state.json", "zero3/rank0.pt", "checksums.json"]
 
 
@@ -179,7 +199,18 @@ def test_latest_refuses_a_checkpoint_without_a_file_of_the_written_size(
     file = damage(write_checkpoint(store, 1), how)
     with pytest.raises(ValueError, match=f"{file} (is|cannot)") as found:
         store.latest()
-    assert f"write the name of a complete one into {tmp_path}/latest" in str(found.value)
+    words = f"write the name of a complete one into {tmp_path}/latest"
+    assert how == "pipe" or words in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["latest", "step-000001/groups.dump"])
+def test_pipe_in_place_of_a_file_does_not_wait_for_a_writer(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path)
+    write_checkpoint(store, 1)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is not a regular file"):
+        store.latest()
 
 
 @pytest.mark.parametrize("value", [-5, True, "7", 3.7, 3.0, None, 2**63])
