@@ -242,10 +242,9 @@ def _launch_with(
             run_dir = RunDir.find(arguments.dir, arguments.run)
             # Before anything is ended: a typo must not cost a run whose processes go on. The ranks
             # may complete another checkpoint until they have ended.
-            find_resumption(run_dir, arguments.overrides)
+            config = find_resumption(run_dir, arguments.overrides).config
+            run_dir.check_ended()
             _end_dead(run_dir)
-            resumption = find_resumption(run_dir, arguments.overrides)
-            config = resumption.config
         password_of_environment()  # removes it: no child process may inherit it
         prepare_environment(config.cluster)
         if arguments.verb != "attach" and config.cluster.ray_address is None:
@@ -265,7 +264,7 @@ def _launch_with(
     elif arguments.verb == "attach":
         attach(run_dir, attachment, stop)
     else:
-        resume(run_dir, resumption, stop, announce_folder)
+        resume(run_dir, arguments.overrides, stop, announce_folder)
     return 0
 
 

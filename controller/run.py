@@ -21,7 +21,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +48,7 @@ from controller.start.attach import Attachment
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
 from controller.start.preflight import check_inputs, gpu_memory
-from controller.start.resume import Resumption
+from controller.start.resume import Resumption, find_resumption
 from controller.start.teacher import NAME as TEACHER
 from controller.start.teacher import ServedTeacher, served_teacher
 from controller.start.warm_start import supervised_examples
@@ -82,16 +82,16 @@ def launch(config: Config, stop: StopRequest, announce_folder: Callable[[str], N
 
 def resume(
     run_dir: RunDir,
-    resumption: Resumption,
+    overrides: Sequence[str],
     stop: StopRequest,
     announce_folder: Callable[[str], None],
 ) -> None:
     """Continue a run that has ended, from its last checkpoint. Otherwise like `launch`."""
-    config = resumption.config
+    config = find_resumption(run_dir, overrides).config
     panel = Panel(config.run.panel)
     with panel.step("task and model"), stop.interrupting():
         check_inputs(config)
-    run_dir.reopen()
+    resumption = run_dir.reopen(lambda: find_resumption(run_dir, overrides))
     _see_through(Run(config, run_dir, panel, stop, resumption), announce_folder)
 
 
@@ -227,7 +227,7 @@ class Run:
         return Pools(rollout=rollout, trainer=trainer, new_trainer=new_trainer)
 
     def _write_config(self) -> None:
-        (self.dir.path / "config.yaml").write_text(to_yaml(self.config))
+        self.dir.write_config(to_yaml(self.config))
 
     @property
     def _outlives_controller(self) -> bool:

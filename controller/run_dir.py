@@ -31,14 +31,19 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import psutil
+from msgspec import Meta
 
+from configs.run_files import read_json, read_text
 from processes.leftovers import hosts_with_leftovers, remove_leftovers
+
+T = TypeVar("T")
 
 _PRIVATE = "/tmp/leash-ray-"
 
@@ -52,11 +57,11 @@ class RunRecord:
     """The content of `run.json`."""
 
     name: str
-    pid: int
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     process_started: float
     """Start time of `pid`: another process may get the same number later."""
     started: float
-    state: str
+    state: Annotated[str, Meta(pattern="^(running|finished|failed|stopped)$")]
     ended: float | None = None
     resumed: float | None = None
     """When it last went on."""
@@ -159,24 +164,38 @@ class RunDir:
         run_dir.write_record(_record_of_this_process(name, started=time.time()))
         return run_dir
 
-    def reopen(self) -> None:
+    def reopen(self, look: Callable[[], T]) -> T:
         """Make this process the controller of a run that has ended, or that its guard has adopted.
-        Raises RunDirError if it has another controller."""
+        Returns what `look` finds then: until the run's end its ranks may complete a checkpoint.
+
+        Raises RunDirError if it has another controller. An error of `look` leaves the run as it is.
+        """
         with self.ending():  # two of them might try
             record = self.read_record()
             if record.state == "running" and not record.is_of_parent:
-                stop = f"`{self.command('stop')}`"
-                where, fix = "this machine", f"{stop} ends it, or what it left"
-                if not record.is_here:
-                    where, fix = record.host, f"{stop} there ends it. "
-                    fix += f'Is that machine gone? Then write "failed" for "running" in {self.path}'
-                    fix += "/run.json"
-                raise RunDirError(
-                    f"RUN={self.name!r}: its controller is process {record.pid} on {where}; {fix}"
-                )
+                raise self._is_controlled(record)
+            found = look()
             self.remove_temporary()  # nobody has, if its machine was lost
             again = _record_of_this_process(self.name, started=record.started)
             self.write_record(replace(again, resumed=time.time()))
+            return found
+
+    def check_ended(self) -> None:
+        """Raises RunDirError if a controller of the run lives that is not this process's guard."""
+        record = self.read_record()
+        if record.is_running and not record.is_of_parent:
+            raise self._is_controlled(record)
+
+    def _is_controlled(self, record: RunRecord) -> RunDirError:
+        stop = f"`{self.command('stop')}`"
+        where, fix = "this machine", f"{stop} ends it, or what it left"
+        if not record.is_here:
+            where, fix = record.host, f"{stop} there ends it. "
+            fix += f'Is that machine gone? Then write "failed" for "running" in {self.path}'
+            fix += "/run.json"
+        return RunDirError(
+            f"RUN={self.name!r}: its controller is process {record.pid} on {where}; {fix}"
+        )
 
     def take_over(self) -> None:
         """Make this process the controller of a run that goes on without one. Raises RunDirError as
@@ -221,7 +240,10 @@ class RunDir:
         runs = cls._all(root)
         if not runs:
             raise RunDirError(f"no run below {root}/ yet: start one with `make launch`")
-        return max(runs, key=lambda run: run.read_record().last_start)
+        try:
+            return max(runs, key=lambda run: run.read_record().last_start)
+        except RunDirError as error:
+            raise RunDirError(f"{error}; or name another run by RUN=...") from error
 
     @classmethod
     def _all(cls, root: str) -> list[RunDir]:
@@ -235,9 +257,16 @@ class RunDir:
         self._write("run.json", text, mode=0o666 & ~self.umask)
 
     def read_record(self) -> RunRecord:
-        return RunRecord(**json.loads((self.path / "run.json").read_text()))
+        """Raises RunDirError if it is damaged."""
+        path = self.path / "run.json"
+        try:
+            return read_json(path, RunRecord)
+        except ValueError as error:
+            raise RunDirError(f"{error}; restore it, or remove the folder") from error
 
     def end(self, state: str, error: str | None = None) -> None:
+        if error is not None:  # it may quote half of a surrogate pair, which is not JSON
+            error = error.encode(errors="replace").decode()
         record = replace(self.read_record(), state=state, ended=time.time(), error=error)
         self.write_record(record)
 
@@ -251,12 +280,15 @@ class RunDir:
         finally:
             os.close(folder)
 
+    def write_config(self, text: str) -> None:
+        self._write("config.yaml", text, mode=0o666 & ~self.umask)
+
     def write_redis_url(self, url: str) -> None:
         self._write("redis.url", url + "\n")
 
     def read_redis_url(self) -> str | None:
         try:
-            return (self.path / "redis.url").read_text().strip()
+            return read_text(self.path / "redis.url").strip() or None
         except FileNotFoundError:
             return None
 

@@ -46,12 +46,13 @@ from processes.pending import Pending, T, value
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore
-from trainer_pool.types import TrainReport
+from trainer_pool.types import FINAL_MODEL, TrainReport
 
 FINAL_SAMPLE_S = 5.0
 """For the last records and numbers from Redis, which may be what died."""
 ANSWER_S = 10.0
 """A rank answers at once, also in the middle of a step."""
+SAVING = "saving the model"
 DEATH_GRACE_S = 3.0
 """How long a failure waits for the report of a death that may have caused it."""
 
@@ -194,6 +195,11 @@ class Training:
         if self._evaluation is not None:
             await self._evaluation
         await self._evaluate(report.version)
+        self._recorder.record("phase", {"phase": SAVING})
+        try:
+            await self._export()
+        except (RayTaskError, RayActorError) as error:  # it costs the model alone
+            self._say_no_model(f"a trainer rank {cause_of(error)}")
         await self._state.set_phase("finished")
 
     async def _train(self) -> TrainReport:
@@ -213,6 +219,7 @@ class Training:
                         "an earlier controller had asked them to"
                     )
                     raise Stopped
+                await self._results(self._pools.trainer.publish_last())
                 return report
             except RunFailed:
                 # The others fail in a collective, maybe before the death is reported.
@@ -327,17 +334,27 @@ class Training:
         if not self._training or self._is_redis_lost:
             return
         limit_s = self._config.cluster.stop_timeout_s
-        self._recorder.record("phase", {"phase": "saving the model"})
+        self._recorder.record("phase", {"phase": SAVING})
         self._pools.trainer.stop()
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.gather(*(value(ref) for ref in self._training.values()))
+                await self._export()
         except TimeoutError:
-            self._panel.say(
-                f"no final_model: the step did not end within cluster.stop_timeout_s={limit_s:g}"
+            self._say_no_model(
+                f"it was not written within cluster.stop_timeout_s={limit_s:g} after the request"
             )
         except (RayTaskError, RayActorError) as error:
-            self._panel.say(f"no final_model: a trainer rank {cause_of(error)}")
+            self._say_no_model(f"a trainer rank {cause_of(error)}")
+
+    async def _export(self) -> None:
+        await asyncio.gather(*(value(ref) for ref in self._pools.trainer.export().values()))
+
+    def _say_no_model(self, why: str) -> None:
+        words = f"no {FINAL_MODEL}: {why}"
+        if self._dir.has_checkpoint:
+            words += f"; `{self._dir.command('export')}` writes the model of the last checkpoint"
+        self._panel.say(words)
 
     async def _take_final_sample(self) -> None:
         """Record what is still in the stream, and the buffer's final numbers."""

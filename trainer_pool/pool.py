@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
-from processes.pending import Pending
+from processes.pending import Pending, T
 from trainer_pool.types import (
     Restored,
     SupervisedExample,
@@ -46,11 +47,11 @@ class TrainerActor:
         self._listener: socket.socket | None = None
         self._trainer: TrainerRank | None = None
         self._group = get_current_placement_group()
-        self._report: Future[TrainReport] | None = None
-        """The result of `train`, once that has been called."""
-        self._num_calls = {"train": 0, "wait_dead": 0}
+        self._ends: dict[str, Future[Any]] = {}
+        """The results of calls that are made once, by their names."""
+        self._num_calls: Counter[str] = Counter()
         self._changed = threading.Condition()
-        """Guards the two above; notified of each call and of the report."""
+        """Guards the two above; notified of each call and of each result."""
 
     def spec(self) -> TrainerSpec:
         return self._spec
@@ -103,20 +104,29 @@ class TrainerActor:
         return self._started.warm_start(examples)
 
     def train(self) -> TrainReport:
-        """Train, or wait for the training that a controller which died has begun."""
+        return self._once("train", self._started.train)
+
+    def publish_last(self) -> None:
+        self._once("publish_last", self._started.publish_last)
+
+    def export(self) -> None:
+        self._once("export", self._started.export)
+
+    def _once(self, what: str, call: Callable[[], T]) -> T:
+        """The result of `call`, or of what a controller which died has begun."""
         with self._changed:
-            report, self._report = self._report, self._report or Future()
-        if report is not None:
-            self._wait_latest("train", report)
-            return report.result()
-        report = self._report
+            is_first = what not in self._ends
+            end: Future[T] = self._ends.setdefault(what, Future())
+        if not is_first:
+            self._wait_latest(what, end)
+            return end.result()
         try:
-            report.set_result(self._started.train())
+            end.set_result(call())
         except BaseException as error:
-            report.set_exception(error)
+            end.set_exception(error)
         with self._changed:
             self._changed.notify_all()
-        return report.result()
+        return end.result()
 
     def stop(self) -> None:
         if self._trainer is not None:
@@ -134,8 +144,8 @@ class TrainerActor:
             number = self._num_calls[what]
             self._changed.notify_all()
             self._changed.wait_for(lambda: end.done() or self._num_calls[what] > number)
-        if not end.done() and what == "train":
-            raise RuntimeError("another controller waits for the report")
+        if not end.done() and what in self._ends:
+            raise RuntimeError(f"another controller waits for the end of {what}")
 
     def close(self) -> None:
         if self._trainer is not None:
@@ -213,6 +223,14 @@ class TrainerPool:
     def train(self) -> dict[str, Pending[TrainReport]]:
         """Train all steps, or until `stop`."""
         return {name: actor.train.remote() for name, actor in self._actors.items()}
+
+    def publish_last(self) -> dict[str, Pending[None]]:
+        """After `train`: they end when engines serve its last version."""
+        return {name: actor.publish_last.remote() for name, actor in self._actors.items()}
+
+    def export(self) -> dict[str, Pending[None]]:
+        """After `train`: write the policy into the run's folder, for transformers."""
+        return {name: actor.export.remote() for name, actor in self._actors.items()}
 
     def stop(self) -> dict[str, Pending[None]]:
         """Ask `train` to end after the current step."""

@@ -11,11 +11,12 @@ records metrics. Weights are sent in the background; the loop waits only for the
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from socket import socket
@@ -41,12 +42,18 @@ from trainer_pool.guard import UpdateGuard
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.checkpoint_names import check_engines_agree
 from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
-from trainer_pool.state.checkpoint import CheckpointStore, TrainState, read_state
+from trainer_pool.state.checkpoint import (
+    CheckpointStore,
+    TrainState,
+    check_checkpoint,
+    read_state,
+)
 from trainer_pool.state.peer_copies import Copy, PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
 from trainer_pool.step import Accumulation, train_step
 from trainer_pool.types import (
+    FINAL_MODEL,
     KEPT_REFERENCE,
     Restored,
     SupervisedExample,
@@ -57,6 +64,8 @@ from trainer_pool.types import (
 from trainer_pool.warm_start import warm_start
 from weight_sync.engine import CheckpointEngine
 from weight_sync.types import PublishReport, VersionBoard
+
+log = logging.getLogger(__name__)
 
 
 class TrainerRank:
@@ -70,6 +79,8 @@ class TrainerRank:
         trainer.connect()                                # from here on receivers are served
         trainer.publish_initial()                        # returns when engines serve version 0
         report = trainer.train()                         # all steps, or until `stop`
+        trainer.publish_last()                           # returns when engines serve its weights
+        trainer.export()                                 # for from_pretrained
         trainer.close()
     """
 
@@ -96,12 +107,13 @@ class TrainerRank:
             RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
         )
         self._weights: CheckpointEngine | None = None
+        self._store = CheckpointStore(
+            Path(spec.run_dir) / "checkpoints",
+            num_kept=config.keep_checkpoints,
+            keep_every=config.keep_checkpoint_every,
+        )
         self._writer = CheckpointWriter(
-            CheckpointStore(
-                Path(spec.run_dir) / "checkpoints",
-                num_kept=config.keep_checkpoints,
-                keep_every=config.keep_checkpoint_every,
-            ),
+            self._store,
             self._engine.state_layout(),
             self._ranks,
             uses_gpu=spec.uses_gpu,
@@ -109,9 +121,8 @@ class TrainerRank:
             on_end=self._end_checkpoint,
             dump_groups=self._dump_groups if config.checkpoint_groups else None,
         )
-        self._export_dir = Path(spec.run_dir) / "final_model"
         self._stop_requested = threading.Event()
-        self._is_training = False
+        self._is_working = False
         self._has_compared = False
         """Whether the engines' weights have been compared with the trainer's."""
         (self._lineage, *_) = self._ranks.gather_texts(uuid4().hex)  # rank 0's
@@ -150,6 +161,8 @@ class TrainerRank:
         if copy is not None:
             folder, state, only = copy.folder, copy.state, self._ranks.rank
             self._unsaved = [entry for entry in copy.unsaved if entry[0] > self._durable.step]
+        else:
+            check_checkpoint(folder, self._ranks.rank, self._ranks.num_ranks)
         self._restored = state
         with ShardReader(folder, only) as reader:
             self._engine.restore_state(reader, state.num_updates)
@@ -158,7 +171,9 @@ class TrainerRank:
         self._step, self._saved_step = state.step, self._durable.step
         # The newest of all shards: a trainer that died as it published had reached only some.
         known = self._loop.run(self._buffer.stats()).trainer_version
-        newest = max(known, self._spec.newest_version)
+        # Redis may have lost the newest, and the run's history lags behind.
+        noted = self._ranks.gather_texts(str(self._store.noted_version() if self._is_lead else -1))
+        newest = max(known, self._spec.newest_version, int(noted[0]))
         # A number that has named other weights since is never used again.
         self._version = state.version if state.version >= newest else newest + 1
 
@@ -232,7 +247,7 @@ class TrainerRank:
                     durable_step=None if durable is None else durable.step,
                 )
             )
-            self._loop.run(self._buffer.publish_version(self._version))
+            self._announce_version()
         report = self._publish_weights()
         self._sending.wait_committed(self._version, self._spec.config.timeout_s)
         return report
@@ -260,16 +275,21 @@ class TrainerRank:
         self._stop_requested.set()
 
     def train(self) -> TrainReport:
-        """Run all steps, then wait until the engines serve the last version.
+        """Run all steps; then the last checkpoint is on disk, if the disk took it.
 
         Raises TimeoutError if the rollout pool delivers no batch in time, and WeightSyncError if
         versions do not reach the engines.
         """
-        self._is_training = True
-        try:
+        with self._working():
             return self._train()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        self._is_working = True
+        try:
+            yield
         finally:
-            self._is_training = False
+            self._is_working = False
 
     def _train(self) -> TrainReport:
         start = time.perf_counter()
@@ -280,18 +300,25 @@ class TrainerRank:
         if self._saved_step < self._step:
             self._checkpoint()
         self._writer.finish()
-        self._engine.export(self._export_dir)
-        # The last evaluation must use the final weights.
-        if self._published < self._version:
-            self._publish_weights()
-        self._sending.drain(self._version, self._spec.config.timeout_s)
         return TrainReport(
             num_steps=self._step,
             version=self._version,
             was_stopped=self._step < self._spec.config.num_steps,
-            export_dir=str(self._export_dir),
             seconds=time.perf_counter() - start,
         )
+
+    def publish_last(self) -> None:
+        """Wait until the engines serve the last version: the last evaluation is to use it. Raises
+        WeightSyncError if it does not reach them."""
+        with self._working():
+            if self._published < self._version:
+                self._publish_weights()
+            self._sending.drain(self._version, self._spec.config.timeout_s)
+
+    def export(self) -> None:
+        """Write the policy for `from_pretrained` into the run's folder. Raises OSError."""
+        with self._working():
+            self._engine.export(Path(self._spec.run_dir) / FINAL_MODEL)
 
     def _should_stop(self) -> bool:
         # Only rank 0's flag counts: all ranks must leave the loop after the same step.
@@ -421,7 +448,7 @@ class TrainerRank:
         """Announce the new version, then free the credits of the trained groups; on rank 0."""
         if not self._is_lead:
             return
-        self._loop.run(self._buffer.publish_version(self._version))
+        self._announce_version()
         for lease, kept_ids in batches:
             num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
             if num_consumed < len(kept_ids):
@@ -433,6 +460,14 @@ class TrainerRank:
                 )
             with self._unsaved_lock:
                 self._unsaved.append((lease.step, kept_ids))
+
+    def _announce_version(self) -> None:
+        """The number is on disk first: a Redis that loses it must not let others have it."""
+        try:
+            self._store.note_version(self._version)
+        except OSError as error:
+            log.warning("version %d is not noted on disk: %s", self._version, error)
+        self._loop.run(self._buffer.publish_version(self._version))
 
     def _publish_weights(self) -> PublishReport:
         """Copy this rank's shards; they are sent while training continues."""
@@ -535,8 +570,8 @@ class TrainerRank:
         """End all waits in the buffer and leave all process groups; the rank is unusable then."""
         self.stop()
         self._loop.stop(self._buffer.close(), self._run_state.close())
-        if self._is_training:
-            # A step may be inside a collective, whose group must stay until the process ends.
+        if self._is_working:
+            # It may be inside a collective, whose group must stay until the process ends.
             return
         if self._weights is not None:
             self._weights.close()

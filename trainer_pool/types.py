@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from configs.algorithm_schema import AlgorithmConfig
 from configs.schema import BufferConfig, TrainerConfig, WeightSyncConfig
 
+FINAL_MODEL = "final_model"
+"""Folder of a run with the final policy in Hugging Face format."""
 KEPT_REFERENCE = "reference_model"
 """Folder of a run with the policy that RL began with, which a resumed run is measured against."""
 
@@ -89,6 +91,4 @@ class TrainReport:
     """Version of the weights at the end."""
     was_stopped: bool
     """Whether `stop()` ended it before all steps were done."""
-    export_dir: str
-    """Folder of the final policy in Hugging Face format."""
     seconds: float

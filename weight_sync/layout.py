@@ -147,14 +147,19 @@ class Layout:
     @classmethod
     def from_json(cls, fields: Any) -> Layout:
         """Raises ValueError naming what is wrong."""
-        try:
-            tensors = [
-                TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
-                for name, dtype, shape in fields["tensors"]
-            ]
-            return cls.of(tensors, int(fields["num_ranks"]))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not a layout of a model: {error!r}") from None
+        note = convert(fields, _LayoutNote)
+        tensors = [
+            TensorSpec(name=name, dtype=dtype, shape=shape) for name, dtype, shape in note.tensors
+        ]
+        return cls.of(tensors, note.num_ranks)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _LayoutNote:
+    """A layout as JSON."""
+
+    num_ranks: Count
+    tensors: tuple[tuple[str, str, tuple[Count, ...]], ...]
 
 
 def _item_bytes(tensor: TensorSpec) -> int:

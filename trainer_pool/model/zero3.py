@@ -25,7 +25,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
 from configs.choices import Backend, Dtype
@@ -35,6 +35,7 @@ from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost, packed_ro
 from trainer_pool.model import attention
 from trainer_pool.model.checkpoint_names import check_names
 from trainer_pool.model.head import Candidates, Scores, ScoringHead, TokensToScore
+from trainer_pool.state.export import write_model
 from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
@@ -431,17 +432,19 @@ class Zero3Engine:
         return whole.detach().narrow(0, begin, size)
 
     def export(self, folder: Path) -> None:
-        """Write the whole model and its tokenizer for `from_pretrained`; rank 0 does the work."""
+        """Write the whole model for `from_pretrained`; rank 0 does the work. Raises OSError."""
         is_writer = dist.get_rank() == 0
         weights = {
             name: tensor.to("cpu", copy=True) for name, tensor in self.named_tensors() if is_writer
         }
         if is_writer:
-            self._engine.module.save_pretrained(folder, state_dict=weights)
-            tokenizer = AutoTokenizer.from_pretrained(
-                self._model_path, trust_remote_code=self._trust_remote_code
+            write_model(
+                folder,
+                self._engine.module,
+                weights,
+                self._model_path,
+                trust_remote_code=self._trust_remote_code,
             )
-            tokenizer.save_pretrained(folder)
 
     def close(self) -> None:
         """Remove deepspeed's hooks from the model and free its buffers. Not a collective."""

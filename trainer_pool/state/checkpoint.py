@@ -6,7 +6,9 @@
         state.json              step and version of the run
         rank-00.safetensors ... every rank's shards, and layout.json, which describes them
         groups.dump             the buffer's groups, for a resume with an empty Redis
+        checksums.json          sizes and CRC-32 of the others; the dump has its own inside
       latest                    names the newest complete one
+      version                   the newest number that weights were published under
 
 Written, synced to disk, renamed, and only then named by `latest`: after `commit` returns, the
 checkpoint survives a crash of the machine, and its groups may be acknowledged.
@@ -22,32 +24,46 @@ import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from isal.isal_zlib import crc32
 
 from buffer.types import PromptRef
+from configs.run_files import read_json, read_text
+from weight_sync.types import Count
 
 GROUPS_FILE = "groups.dump"
 _STATE_FILE = "state.json"
+_CHECKSUMS_FILE = "checksums.json"
 _LATEST_FILE = "latest"
+_VERSION_FILE = "version"
 _NAME = re.compile(r"step-(\d{6,})")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_BLOCK_BYTES = 4 * 2**20
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Checksum:
+    """Tells a file from another one, or from a damaged copy."""
+
+    num_bytes: Count
+    crc32: Count
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainState:
     """State of a run at a checkpoint."""
 
-    step: int
+    step: Count
     """Completed steps."""
-    version: int
+    version: Count
     """Version of the weights in the checkpoint."""
-    num_updates: int
+    num_updates: Count
     """Updates of the optimizer."""
     lineage: str
     """Identifies the chain of checkpoints; a resume starts a new one."""
     consumed_group_ids: tuple[str, ...]
     """Groups trained on since the last checkpoint."""
-    task_positions: dict[int, int]
+    task_positions: dict[Count, Count]
     """Each rollout worker's position in its prompts."""
     untrained_prompts: tuple[PromptRef, ...]
     """Prompts before these positions that are not trained: all that a resume with an empty Redis
@@ -76,10 +92,20 @@ class CheckpointStore:
             shutil.rmtree(leftover)
         self.writing_folder(step).mkdir()
 
-    def commit(self, state: TrainState) -> Path:
-        """Make the written checkpoint durable and the latest; removes old ones."""
+    def commit(self, state: TrainState, known: Mapping[str, Checksum] | None = None) -> Path:
+        """Make the written checkpoint durable and the latest; removes old ones.
+
+        `known`: checksums by file name, which were taken as the files were written. The other files
+        are read for theirs.
+        """
         written = self.writing_folder(state.step)
         (written / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1))
+        files = [path for path in sorted(written.rglob("*")) if path.is_file()]
+        names = {path.relative_to(written).as_posix(): path for path in files}
+        known = known or {}
+        sums = {n: asdict(known.get(n) or checksum_of(path)) for n, path in names.items()}
+        sums.pop(GROUPS_FILE, None)
+        (written / _CHECKSUMS_FILE).write_text(json.dumps(sums, indent=1))
         _close_to_others(written)
         _sync_tree(written)
         final = self._final_folder(state.step)
@@ -105,9 +131,10 @@ class CheckpointStore:
         pointer = self.folder / _LATEST_FILE
         if not pointer.exists():
             return None
-        folder = self.folder / pointer.read_text().strip()
-        if folder.parent != self.folder or folder.name in ("", ".", ".."):
-            raise ValueError(f"{pointer} names {folder}, which is not a checkpoint in that folder")
+        name = read_text(pointer).strip()
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{pointer} names {name[:80]!r}, which is not a checkpoint")
+        folder = self.folder / name
         for path in (self.folder, pointer):
             _refuse_of_others(path)
         refuse_foreign(folder)
@@ -118,6 +145,35 @@ class CheckpointStore:
                 f"{pointer} names {folder}, which is not a readable checkpoint ({error}); "
                 f"write the name of a complete one into {pointer}"
             ) from error
+
+    def note_version(self, version: int) -> None:
+        """Make durable that `version` names weights, before anybody gets them. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / _VERSION_FILE
+        is_new = not path.exists()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o600)
+        try:
+            # In place: it needs no room on a full disk, and a sector is written whole or not.
+            os.pwrite(file, b"%020d\n" % version, 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        if is_new:
+            _sync(self.folder)
+
+    def noted_version(self) -> int:
+        """The newest that was noted; -1 before the first. Raises ValueError if it is damaged."""
+        path = self.folder / _VERSION_FILE
+        try:
+            text = read_text(path)
+        except FileNotFoundError:
+            return -1
+        if not re.fullmatch(r"\d{20}\n", text):
+            raise ValueError(
+                f"{path} is damaged: it does not hold 20 digits; write a number there that is "
+                "larger than any version that the run has published"
+            )
+        return int(text)
 
     def _point_latest_to(self, name: str) -> None:
         draft = self.folder / f".{_LATEST_FILE}"
@@ -146,27 +202,71 @@ class CheckpointStore:
 
 
 def read_state(folder: Path) -> TrainState:
-    """The state in the checkpoint `folder`. Raises ValueError if that has none."""
+    """The state in the checkpoint `folder`, all of whose files have the size that was written.
+    Raises ValueError naming the file that is not as it was written."""
+    sums = _read_checksums(folder)
+    for name, expected in sums.items():
+        _check_size(folder / name, expected)
+    if _STATE_FILE not in sums:
+        raise ValueError(f"{folder / _CHECKSUMS_FILE} does not list {_STATE_FILE}")
+    check_file(folder / _STATE_FILE, sums[_STATE_FILE])
+    return read_json(folder / _STATE_FILE, TrainState)
+
+
+def check_checkpoint(folder: Path, part: int = 0, num_parts: int = 1) -> None:
+    """Read the files of the checkpoint `folder`, or those of one part of them, of about the same
+    size each. Raises ValueError naming one that is not as it was written."""
+    sums = _read_checksums(folder)
+    by_size = sorted(sums, key=lambda name: (-sums[name].num_bytes, name))
     try:
-        return parse_state(json.loads((folder / _STATE_FILE).read_text()))
+        for name in by_size[part::num_parts]:
+            check_file(folder / name, sums[name])
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; restore the file, or write the name of another checkpoint into "
+            f"{folder.parent / _LATEST_FILE}"
+        ) from error
+
+
+def checksum_of(path: Path) -> Checksum:
+    """Raises OSError."""
+    size, running = 0, 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            size, running = size + len(block), crc32(block, running)
+    return Checksum(num_bytes=size, crc32=running)
+
+
+def check_file(path: Path, expected: Checksum) -> None:
+    """Raises ValueError if a file is not as it was written."""
+    _check_size(path, expected)
+    try:
+        found = checksum_of(path)
     except OSError as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if found != expected:
+        raise ValueError(f"{path} is damaged: its CRC-32 is not that of what was written")
 
 
-def parse_state(fields: Mapping[str, Any]) -> TrainState:
-    """The state as JSON has it. Raises ValueError if that is none."""
+def _check_size(path: Path, expected: Checksum) -> None:
     try:
-        return TrainState(
-            step=int(fields["step"]),
-            version=int(fields["version"]),
-            num_updates=int(fields["num_updates"]),
-            lineage=str(fields["lineage"]),
-            consumed_group_ids=tuple(fields["consumed_group_ids"]),
-            task_positions={int(k): int(at) for k, at in fields["task_positions"].items()},
-            untrained_prompts=tuple(PromptRef(**one) for one in fields["untrained_prompts"]),
+        status = path.lstat()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a regular file")
+    if status.st_size != expected.num_bytes:
+        raise ValueError(
+            f"{path} is damaged: it has {status.st_size} bytes, and {expected.num_bytes} were "
+            "written"
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _read_checksums(folder: Path) -> dict[str, Checksum]:
+    try:
+        return read_json(folder / _CHECKSUMS_FILE, dict[str, Checksum])
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder / _CHECKSUMS_FILE} is not there") from error
 
 
 def refuse_foreign(folder: Path) -> None:
@@ -182,6 +282,8 @@ def _refuse_of_others(path: Path) -> None:
         return  # `latest` reports it
     if stat.S_ISLNK(status.st_mode):
         why, fix = "is a symbolic link", "replace it with the files"
+    elif not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        why, fix = "is not a regular file", "replace it with one"
     elif status.st_uid != os.geteuid():
         why, fix = f"belongs to user {status.st_uid}, not to you ({os.geteuid()})", "chown it"
     elif status.st_mode & _WRITABLE_BY_OTHERS:

@@ -5,7 +5,7 @@
         layout.json               the whole tensors
         rank-00.safetensors       this machine's ranks, and those of the machine before it
         rank-00.rng.json
-        rank-00.json              written last: the rank's copy is whole
+        rank-00.json              written last, with checksums: the rank's copy is whole
 
 A rank copies its state here before the next step. Then a thread sends it to the next machine, so
 that the loss of one loses nothing. Older steps are removed once a newer one is whole everywhere.
@@ -13,22 +13,34 @@ that the loss of one loses nothing. Older steps are removed once a newer one is 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from isal.isal_zlib import crc32
 
+from configs.run_files import parse_json, read_bytes
 from trainer_pool.collectives import Collectives
-from trainer_pool.state.checkpoint import TrainState, parse_state, refuse_foreign
+from trainer_pool.state.checkpoint import (
+    Checksum,
+    TrainState,
+    check_file,
+    checksum_of,
+    refuse_foreign,
+)
 from trainer_pool.state.shards import (
+    LAYOUT_FILE,
     capture_rng,
     rng_file,
     shard_file,
@@ -38,6 +50,9 @@ from trainer_pool.state.shards import (
 )
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard
+from weight_sync.types import Count
+
+log = logging.getLogger(__name__)
 
 _MESSAGE_BYTES = 256 * 2**20
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -51,6 +66,16 @@ class Copy:
     state: TrainState
     unsaved: list[tuple[int, tuple[str, ...]]]
     """On rank 0: steps that were in no durable checkpoint, with their groups."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Note:
+    """The content of `rank-00.json`, behind its own CRC-32."""
+
+    state: TrainState
+    unsaved: list[tuple[Count, tuple[str, ...]]]
+    checksums: dict[str, Checksum]
+    """Of the rank's other files, by name."""
 
 
 class PeerCopies:
@@ -120,11 +145,25 @@ class PeerCopies:
             if None in holders or len({name for row in held for name in row if name}) > 1:
                 continue
             self._fetch(step, [holder for holder in holders if holder is not None])
-            folder = self._step_folder(step)
-            fields = json.loads(_state_file(folder, self._ranks.rank).read_text())
-            unsaved = [(int(number), tuple(ids)) for number, ids in fields["unsaved"]]
-            return Copy(folder=folder, state=parse_state(fields["state"]), unsaved=unsaved)
+            if (found := self._checked(step)) is not None:
+                return found
         return None
+
+    def _checked(self, step: int) -> Copy | None:
+        """None if the files of a rank are not as they were written."""
+        folder, rank = self._step_folder(step), self._ranks.rank
+        note, why = None, ""
+        try:
+            note = _read_note(folder, rank)
+            for name, expected in note.checksums.items():
+                check_file(folder / name, expected)
+        except (OSError, ValueError) as error:
+            why = f"trainer-{rank}: {error}"
+        if damaged := self._joined(why):
+            log.warning("the copy of step %d in memory is not used: %s", step, damaged)
+            return None
+        assert note is not None
+        return Copy(folder=folder, state=note.state, unsaved=note.unsaved)
 
     def clear(self, kept: Copy | None) -> None:
         """Remove all others: later ones are of steps that are undone now."""
@@ -151,10 +190,16 @@ class PeerCopies:
         rank = self._ranks.rank
         _state_file(folder, rank).unlink(missing_ok=True)
         write_layout(folder, self._layout)
-        write_pieces(folder, self._layout, rank, (shard.tensor for shard in shards))
+        sums = {
+            shard_file(folder, rank).name: write_pieces(
+                folder, self._layout, rank, (shard.tensor for shard in shards)
+            )
+        }
         write_rng(folder, rank, capture_rng())
-        fields = {"state": asdict(state), "unsaved": unsaved}
-        _write_whole(_state_file(folder, rank), json.dumps(fields).encode())
+        for file in (folder / LAYOUT_FILE, rng_file(folder, rank)):
+            sums[file.name] = checksum_of(file)
+        note = msgspec.json.encode(_Note(state=state, unsaved=unsaved, checksums=sums))
+        _write_whole(_state_file(folder, rank), b"%08x%b" % (crc32(note), note))
 
     # Between machines ----------------------------------------------------------------------------
 
@@ -226,12 +271,11 @@ class PeerCopies:
     def _present(self, step: int) -> Mapping[int, str]:
         """The ranks whose copies are whole on this machine, with the lineage of each."""
         folder = self._step_folder(step)
-        files = {rank: _state_file(folder, rank) for rank in range(self._ranks.num_ranks)}
-        return {
-            rank: str(json.loads(file.read_text())["state"]["lineage"])
-            for rank, file in files.items()
-            if file.exists()
-        }
+        lineages = {}
+        for rank in range(self._ranks.num_ranks):
+            with contextlib.suppress(OSError, ValueError):  # missing or damaged
+                lineages[rank] = _read_note(folder, rank).state.lineage
+        return lineages
 
     def _remove_all_but(self, kept: int | None) -> None:
         for step in list(self._steps()):
@@ -241,6 +285,15 @@ class PeerCopies:
 
 def _state_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:02d}.json"
+
+
+def _read_note(folder: Path, rank: int) -> _Note:
+    """Raises ValueError if it is damaged, and OSError."""
+    file = _state_file(folder, rank)
+    data = read_bytes(file)
+    if data[:8] != b"%08x" % crc32(data[8:]):
+        raise ValueError(f"{file} is damaged: its CRC-32 is not that of what was written")
+    return parse_json(data[8:], _Note, str(file))
 
 
 def _write_whole(file: Path, data: bytes) -> None:

@@ -15,14 +15,20 @@ import os
 import random
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from isal.isal_zlib import crc32
+from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from configs.run_files import read_json
+from trainer_pool.state.checkpoint import Checksum
 from weight_sync.layout import Layout
 from weight_sync.types import TensorSpec
 
@@ -39,26 +45,30 @@ def write_layout(folder: Path, layout: Layout) -> None:
     (folder / LAYOUT_FILE).write_text(json.dumps(layout.to_json()))
 
 
-def write_shards(folder: Path, layout: Layout, rank: int, stream: Tensor) -> None:
+def write_shards(folder: Path, layout: Layout, rank: int, stream: Tensor) -> Checksum:
     """Write a rank's `stream` [bytes], its pieces in the order of the layout, to the disk itself.
 
     Raises OSError.
     """
     data = stream.numpy().data
     with shard_file(folder, rank).open("wb", buffering=0) as file:
-        _write(file.fileno(), memoryview(_file_header(layout, rank)))
+        out = _SummedFile(file.fileno())
+        out.write(memoryview(_file_header(layout, rank)))
         for start in range(0, len(data), _SYNC_BYTES):
-            _write(file.fileno(), data[start : start + _SYNC_BYTES])
+            out.write(data[start : start + _SYNC_BYTES])
             os.fsync(file.fileno())
         os.fsync(file.fileno())
+    return out.checksum
 
 
-def write_pieces(folder: Path, layout: Layout, rank: int, pieces: Iterable[Tensor]) -> None:
+def write_pieces(folder: Path, layout: Layout, rank: int, pieces: Iterable[Tensor]) -> Checksum:
     """The same from the pieces themselves, to a file system in memory. Raises OSError."""
     with shard_file(folder, rank).open("wb", buffering=0) as file:
-        _write(file.fileno(), memoryview(_file_header(layout, rank)))
+        out = _SummedFile(file.fileno())
+        out.write(memoryview(_file_header(layout, rank)))
         for piece in pieces:
-            _write(file.fileno(), piece.cpu().contiguous().view(torch.uint8).numpy().data)
+            out.write(piece.cpu().contiguous().view(torch.uint8).numpy().data)
+    return out.checksum
 
 
 def _file_header(layout: Layout, rank: int) -> bytes:
@@ -90,18 +100,45 @@ def write_rng(folder: Path, rank: int, state: str) -> None:
     rng_file(folder, rank).write_text(state)
 
 
+_Word = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Words:
+    key: Annotated[tuple[_Word, ...], Meta(min_length=624, max_length=624)]
+    pos: Annotated[int, Meta(ge=0, le=624)]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _NumpyNumbers:
+    state: _Words
+    has_gauss: _Word
+    gauss: float
+    bit_generator: Literal["MT19937"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _RandomNumbers:
+    """What `capture_rng` returned."""
+
+    cpu: str
+    numpy: _NumpyNumbers
+    python: tuple[_Word, tuple[_Word, ...], float | None]
+    cuda: str | None = None
+
+
 def restore_rng(folder: Path, rank: int) -> None:
     """Go on with the random numbers of `rank`. Raises ValueError."""
+    path = rng_file(folder, rank)
     try:
-        states = json.loads(rng_file(folder, rank).read_text())
-        torch.set_rng_state(_bytes(states["cpu"]))
-        if "cuda" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_bytes(states["cuda"]))
-        np.random.set_state(states["numpy"])
-        version, words, gauss = states["python"]
-        random.setstate((version, tuple(words), gauss))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{rng_file(folder, rank)} cannot be read: {error}") from error
+        states = read_json(path, _RandomNumbers)
+        torch.set_rng_state(_bytes(states.cpu))
+        if states.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_bytes(states.cuda))
+        np.random.set_state(asdict(states.numpy))
+        random.setstate(states.python)
+    except (OSError, ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def _bytes(text: str) -> Tensor:
@@ -112,9 +149,20 @@ def rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:02d}.rng.json"
 
 
-def _write(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+class _SummedFile:
+    """Adds up the checksum of a file while its bytes are written."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.checksum = Checksum(num_bytes=0, crc32=0)
+
+    def write(self, data: memoryview) -> None:
+        before = self.checksum
+        self.checksum = Checksum(
+            num_bytes=before.num_bytes + data.nbytes, crc32=crc32(data, before.crc32)
+        )
+        while data:
+            data = data[os.write(self._descriptor, data) :]
 
 
 class ShardReader:
@@ -133,7 +181,7 @@ class ShardReader:
         self._folder = folder
         self._open = ExitStack()
         try:
-            self.layout = Layout.from_json(json.loads((folder / LAYOUT_FILE).read_text()))
+            self.layout = Layout.from_json(read_json(folder / LAYOUT_FILE, dict[str, Any]))
             self._files = {
                 rank: self._open.enter_context(safe_open(shard_file(folder, rank), "pt"))
                 for rank in range(self.layout.num_ranks)
@@ -157,8 +205,11 @@ class ShardReader:
         while start < stop:
             rank = start // share
             end = min(stop, (rank + 1) * share)
-            piece = self._files[rank].get_slice(name)
-            parts.append(piece[start - rank * share : end - rank * share])
+            try:
+                piece = self._files[rank].get_slice(name)
+                parts.append(piece[start - rank * share : end - rank * share])
+            except SafetensorError as error:
+                raise ValueError(f"{shard_file(self._folder, rank)} is damaged: {error}") from error
             start = end
         return torch.cat(parts) if parts else torch.empty(0)
 

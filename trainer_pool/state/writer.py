@@ -17,15 +17,28 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 from torch._C._distributed_c10d import TCPStore
 
 from trainer_pool.collectives import Collectives
-from trainer_pool.state.checkpoint import GROUPS_FILE, CheckpointStore, TrainState
-from trainer_pool.state.shards import capture_rng, write_layout, write_rng, write_shards
+from trainer_pool.state.checkpoint import GROUPS_FILE, CheckpointStore, Checksum, TrainState
+from trainer_pool.state.shards import (
+    capture_rng,
+    shard_file,
+    write_layout,
+    write_rng,
+    write_shards,
+)
 from weight_sync.layout import Layout
 from weight_sync.sender.snapshot import Shard, Snapshots
 
-_WRITTEN = "written"
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Notice:
+    """What a rank tells rank 0 of its files."""
+
+    error: str | None = None
+    shards: Checksum | None = None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -143,15 +156,15 @@ class CheckpointWriter:
             self._error = error
 
     def _write(self, number: int, state: TrainState, rng: str) -> None:
-        notice, rank = _WRITTEN, self._ranks.rank
+        rank = self._ranks.rank
         try:
             stream = self._snapshots.stream(0, number, self._timeout_s)
             folder = self._store.writing_folder(state.step)
-            write_shards(folder, self._layout, rank, stream)
+            notice = _Notice(shards=write_shards(folder, self._layout, rank, stream))
             write_rng(folder, rank, rng)
         except OSError as error:
-            notice = f"trainer-{rank}: {error}"
-        self._notices.set(_key(number, rank), notice)
+            notice = _Notice(error=f"trainer-{rank}: {error}")
+        self._notices.set(_key(number, rank), msgspec.json.encode(notice).decode())
 
     def _write_groups(self, state: TrainState) -> str | None:
         """Returns why it could not."""
@@ -174,11 +187,17 @@ class CheckpointWriter:
                         f"trainer-{rank} did not write its part within trainer.timeout_s="
                         f"{self._timeout_s:g}"
                     ) from error
-            notices = [self._notices.get(key).decode() for key in keys]
-            if failed := [notice for notice in notices if notice != _WRITTEN]:
+            notices = [msgspec.json.decode(self._notices.get(key), type=_Notice) for key in keys]
+            if failed := [notice.error for notice in notices if notice.error is not None]:
                 raise OSError("; ".join(failed))
-            write_layout(self._store.writing_folder(state.step), self._layout)
-            self._store.commit(state)
+            folder = self._store.writing_folder(state.step)
+            write_layout(folder, self._layout)
+            shards = {
+                shard_file(folder, rank).name: notice.shards
+                for rank, notice in enumerate(notices)
+                if notice.shards is not None
+            }
+            self._store.commit(state, shards)
         except OSError as error:  # a TimeoutError is one
             self._store.discard(state.step)
             return str(error)

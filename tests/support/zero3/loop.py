@@ -41,6 +41,8 @@ def run_loop(
     else:
         trainer.stop()  # only rank 0's word counts
     report = trainer.train()
+    trainer.publish_last()
+    trainer.export()
     trainer.close()
     results = {"warm_start": asdict(warm), "initial": asdict(initial), "report": asdict(report)}
     output = Path(spec.run_dir)

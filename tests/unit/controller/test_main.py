@@ -24,6 +24,8 @@ from controller.run_dir import RunDir, RunDirError
 from controller.signals import EXIT_RAY_LOST
 from controller.start.attach import NotAttachableError, find_attachment
 from controller.start.ray_keeper import RECORD
+from tests.support.repository import ROOT
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 
@@ -192,6 +194,42 @@ def test_resume_ends_nothing_of_a_run_that_goes_on_before_it_knows_that_it_can(
     assert orphan.read_record() == before
 
 
+def test_resume_refuses_a_run_whose_controller_lives_before_it_loads_anything(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(orphan)
+    with subprocess.Popen(["sleep", "600"]) as other:
+        started = psutil.Process(other.pid).create_time()
+        record = replace(orphan.read_record(), pid=other.pid, process_started=started)
+        orphan.write_record(record)
+        command = [sys.executable, "-X", "importtime", "-m", "controller.main", "resume"]
+        where = ["--run", "a", "--dir", str(orphan.path.parent)]
+        ended = subprocess.run([*command, *where], capture_output=True, text=True, cwd=ROOT)
+        other.kill()
+    assert ended.returncode == EXIT_BAD_INPUT
+    words = f"leash: RUN='a': its controller is process {other.pid} on this machine; `make stop"
+    assert words in ended.stderr
+    loaded = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
+    assert not loaded & {"torch", "ray", "transformers"}
+    assert orphan.read_record() == record
+
+
+def write_checkpoint(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    store.begin(3)
+    store.commit(
+        TrainState(
+            step=3,
+            version=3,
+            num_updates=3,
+            lineage="one",
+            consumed_group_ids=(),
+            task_positions={},
+            untrained_prompts=(),
+        )
+    )
+
+
 def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: RunDir) -> None:
     (orphan.path / "checkpoints" / "latest").unlink()
     assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED
@@ -214,10 +252,10 @@ def test_run_that_a_guard_has_adopted_is_reopened_by_its_next_controller_alone(
 ) -> None:
     orphan.adopt()
     with pytest.raises(RunDirError, match=f"its controller is process {os.getpid()} on"):
-        orphan.reopen()
+        orphan.reopen(lambda: None)
     child = os.fork()
     if child == 0:
-        orphan.reopen()
+        orphan.reopen(lambda: None)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert orphan.read_record().pid == child

@@ -28,7 +28,7 @@ def test_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
     assert RunDir.find(str(tmp_path), None) == second
     assert first.read_record().state == "running" and first.read_record().is_alive
     first.end("stopped")
-    first.reopen()
+    first.reopen(lambda: None)
     assert RunDir.find(str(tmp_path), None) == first, "it went on last"
 
 
@@ -74,6 +74,45 @@ def test_unknown_run_is_an_error_that_lists_the_others(tmp_path: Path) -> None:
     new_run(tmp_path)
     with pytest.raises(RunDirError, match=r"RUN='b': no such run .*there are: a"):
         RunDir.find(str(tmp_path), "b")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        "\xff\xfe",
+        '{"name": "a", "pid": "7"}',
+        '{"name": "a", "pid": -7, "process_started": 1.0, "started": 1.0, "state": "running"}',
+        '{"name": "a", "pid": 7, "process_started": 1e999, "started": 1.0, "state": "running"}',
+        '{"name": "a", "pid": 7, "process_started": 1.0, "started": 1.0, "state": "runing"}',
+    ],
+)
+def test_damaged_record_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    run = new_run(tmp_path)
+    path = run.path / "run.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(RunDirError, match=f"{path} is damaged: .*; restore it, or remove"):
+        run.read_record()
+    with pytest.raises(RunDirError, match=f"{path} is damaged: .*; or name another run by RUN="):
+        RunDir.find(str(tmp_path), None)
+
+
+def test_error_of_a_run_may_quote_any_text(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.end("failed", "worker-0 failed: half \ud83d of a pair")
+    assert run.read_record().error == "worker-0 failed: half ? of a pair"
+
+
+@pytest.mark.parametrize("name", ["run.json", "redis.url"])
+def test_pipe_in_place_of_a_file_does_not_wait_for_a_writer(tmp_path: Path, name: str) -> None:
+    run = new_run(tmp_path)
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    with pytest.raises(ValueError, match=rf"{run.path / name} is not a regular file"):
+        run.read_record() if name == "run.json" else run.read_redis_url()
 
 
 def test_controller_on_another_machine_counts_as_its_record_says(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.state.export import export_checkpoint
 from trainer_pool.state.shards import ShardReader
+from trainer_pool.types import FINAL_MODEL
 from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
@@ -684,7 +685,7 @@ def test_stop_of_rank_0_ends_all_ranks_after_the_same_step(loop: LoopOutcome) ->
 
 
 def test_engine_has_the_final_weights(loop: LoopOutcome) -> None:
-    model = AutoModelForCausalLM.from_pretrained(loop.ranks[0]["report"]["export_dir"])
+    model = AutoModelForCausalLM.from_pretrained(loop.run_dir / FINAL_MODEL)
     names = {name for name, _ in model.named_parameters()}
     assert names == set(loop.engine_weights)
     for name, parameter in model.named_parameters():
@@ -729,7 +730,11 @@ def test_last_checkpoint_contains_the_last_step_and_the_weights_that_engines_ser
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), loop.engine_weights[name]), name
     assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)  # tied, as it was
-    assert (exported / "tokenizer.json").exists()
+    names = {path.name for path in exported.iterdir()}
+    assert names == {path.name for path in (loop.run_dir / FINAL_MODEL).iterdir()}
+    for name in names:
+        same = (loop.run_dir / FINAL_MODEL / name).read_bytes() == (exported / name).read_bytes()
+        assert same, name
 
 
 def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
@@ -766,10 +771,14 @@ def loop_again(
     ranks: Ranks, loop: LoopOutcome, receiver: Receiver, redis_url: str
 ) -> Iterator[LoopOutcome]:
     """The same run, resumed from its last checkpoint but one: its last step was undone. Its trainer
-    was killed while it published a version, of which only one shard knows. From here on two steps
-    make a version, of which the engines get every other one."""
+    was killed while it published a version, of which only one shard knows, and Redis has lost the
+    one that it had published after that. From here on two steps make a version, of which the
+    engines get every other one."""
     settings = loop_spec(loop.run_dir.parent, redis_url).buffer
     publish_to_one_shard(redis_url, settings, loop.num_steps + 1)
+    store = CheckpointStore(loop.run_dir / "checkpoints")
+    assert store.noted_version() == loop.num_steps
+    store.note_version(loop.num_steps + 2)
     buffer = BlockingReplayBuffer(redis_url, RUN, settings)
     run_state = BlockingRunState(redis_url, RUN, settings)
     steps = "gradient_accumulation_steps"
@@ -799,7 +808,7 @@ def loop_again(
 def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(
     loop: LoopOutcome, loop_again: LoopOutcome
 ) -> None:
-    undone = loop.num_steps + 1  # published and gone: the number may not name other weights
+    undone = loop.num_steps + 2  # published and gone: the number may not name other weights
     assert [rank["initial"]["version"] for rank in loop_again.ranks] == [undone + 1] * 2
     first, *_, last = loop_again.records
     assert first["step"] == loop.num_steps - (loop.num_steps % 2 or 2) + 1
@@ -819,6 +828,6 @@ def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(
     assert stats.engine_versions == {"engine-0": stats.trainer_version}
     assert stats.max_staleness_trained is not None
     assert stats.max_staleness_trained <= MAX_STALENESS
-    model = AutoModelForCausalLM.from_pretrained(loop.run_dir / "final_model")
+    model = AutoModelForCausalLM.from_pretrained(loop.run_dir / FINAL_MODEL)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), loop_again.engine_weights[name]), name

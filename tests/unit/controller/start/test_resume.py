@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 from rich.console import Console
 
 from buffer.connect import connect_buffer
@@ -161,12 +161,12 @@ def test_run_is_reopened_by_one_process_when_it_has_ended(run_dir: RunDir) -> No
     started = run_dir.read_record().started
     assert run_dir.resume_command == f"make resume RUN=a DIR={run_dir.path.parent}"
     run_dir.write_record(replace(run_dir.read_record(), pid=1))
-    run_dir.reopen()
+    run_dir.reopen(lambda: None)
     record = run_dir.read_record()
     assert (record.pid, record.started, record.state) == (psutil.Process().pid, started, "running")
     assert record.ended is None and record.is_running
     with pytest.raises(RunDirError, match=r"controller is process .* `make stop RUN=a DIR=/.*`"):
-        run_dir.reopen()
+        run_dir.reopen(lambda: None)
 
 
 def test_run_whose_controller_is_lost_with_its_machine_can_be_reopened_by_hand(
@@ -177,26 +177,49 @@ def test_run_whose_controller_is_lost_with_its_machine_can_be_reopened_by_hand(
     run_dir.make_temporary()
     run_dir.write_record(replace(ended, state="running", host="a-lost-machine"))
     with pytest.raises(RunDirError, match=f'on a-lost-machine; .* for "running" in {path}'):
-        run_dir.reopen()
+        run_dir.reopen(lambda: None)
     path.write_text(path.read_text().replace('"running"', '"failed"'))
-    run_dir.reopen()
+    run_dir.reopen(lambda: None)
     assert run_dir.read_record().is_running and run_dir.read_record().is_here
     run_dir.make_temporary()
     run_dir.remove_temporary()
 
 
+def test_resume_goes_on_from_a_checkpoint_that_the_run_completed_while_it_ended(
+    run_dir: RunDir,
+) -> None:
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    before = find_resumption(run_dir, [])
+    store.begin(7)  # the run was ending as the resume began
+    store.commit(replace(before.state, step=7))
+    found = run_dir.reopen(lambda: find_resumption(run_dir, []))
+    assert found.state.step == 7 and run_dir.read_record().is_running
+
+
+def test_resume_leaves_a_run_as_it_is_that_has_finished_meanwhile(run_dir: RunDir) -> None:
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    store.begin(8)
+    store.commit(replace(find_resumption(run_dir, []).state, step=8))
+    run_dir.end("finished")
+    before = run_dir.read_record()
+    with pytest.raises(RunDirError, match="it has finished its 8 steps"):
+        resume(run_dir, [], StopRequest(), lambda folder: None)
+    with pytest.raises(RunDirError, match="it has finished its 8 steps"):
+        run_dir.reopen(lambda: find_resumption(run_dir, []))
+    assert run_dir.read_record() == before
+
+
 def test_changed_settings_are_kept_once_redis_has_them_too(run_dir: RunDir, config: Config) -> None:
     config.buffer.url = "redis://user:secret@127.0.0.1:1/0"
     (run_dir.path / "config.yaml").write_text(to_yaml(config))
-    resumption = find_resumption(run_dir, ["buffer.max_staleness=5"])
     with pytest.raises(ValueError, match="does not keep its password"):
-        resume(run_dir, resumption, StopRequest(), lambda folder: None)
+        resume(run_dir, ["buffer.max_staleness=5"], StopRequest(), lambda folder: None)
     assert run_dir.read_record().state == "failed"
     run_dir.write_record(replace(run_dir.read_record(), state="failed"))
     (run_dir.path / "password").write_text("secret")
-    resumption = find_resumption(run_dir, [f"buffer.password_file={run_dir.path / 'password'}"])
+    password = [f"buffer.password_file={run_dir.path / 'password'}"]
     with pytest.raises(BufferConnectionError, match=r"127\.0\.0\.1:1"):  # it is asked
-        resume(run_dir, resumption, StopRequest(), lambda folder: None)
+        resume(run_dir, password, StopRequest(), lambda folder: None)
     again = find_resumption(run_dir, [])  # it would not replace the setting in Redis
     assert again.config.buffer.max_staleness == config.buffer.max_staleness
 
@@ -325,7 +348,7 @@ def test_checkpoint_that_fails_is_told_until_one_succeeds() -> None:
     assert view.checkpoint_failure is None
 
 
-REPORT = TrainReport(num_steps=8, version=9, was_stopped=False, export_dir="", seconds=1.0)
+REPORT = TrainReport(num_steps=8, version=9, was_stopped=False, seconds=1.0)
 
 
 class Result(Future[Any]):
@@ -340,6 +363,8 @@ class Ranks:
 
     def __init__(self, result: TrainReport | None = None, while_closing: Any = None) -> None:
         self.training, self.death, self.opened = Result(), Result(), Result()
+        self.exported = Result()
+        self.exported.set_result(None)
         if result is None:
             self.training.set_exception(RayActorError())
             self.death.set_exception(RayActorError())
@@ -372,7 +397,10 @@ class Ranks:
     def connect(self) -> dict[str, Result]:
         return {}
 
-    publish_initial = stop = connect
+    def export(self) -> dict[str, Result]:
+        return {"trainer-0": self.exported}
+
+    publish_initial = publish_last = stop = connect
 
 
 class IdleEngine:
@@ -436,6 +464,21 @@ async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again
     assert len(resumed_from) == 2
     assert "trainer-0 does not answer within 0.1 s: the ranks start again" in said
     assert "trainer-0 died: the ranks start again" in said
+
+
+async def test_failed_export_costs_the_final_model_and_not_the_run(
+    run_dir: RunDir, config: Config, redis_url: str, run_name: str
+) -> None:
+    address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
+    ranks = Ranks(REPORT)
+    ranks.exported = Result()
+    ranks.exported.set_exception(RayTaskError("export", "", OSError(28, "No space left on device")))
+    _, said = await _train(run_dir, config, address, [ranks])
+    assert "no final_model: a trainer rank failed: OSError: [Errno 28] No space left" in said
+    assert f"`make export RUN=a DIR={run_dir.path.parent}` writes the model of the last" in said
+    kinds = [r.values.get("phase", r.kind) for r in read_metrics(run_dir.metrics)]
+    # The last evaluation, which fails here for lack of an engine, comes before.
+    assert kinds.index("eval_failed") < kinds.index("saving the model")
 
 
 async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_a_run(

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from buffer.types import PromptRef
-from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+from trainer_pool.state.checkpoint import (
+    CheckpointStore,
+    TrainState,
+    check_checkpoint,
+    checksum_of,
+    read_state,
+)
 
 
 def state(step: int) -> TrainState:
@@ -99,11 +107,142 @@ def test_copy_of_a_checkpoint_beside_it_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-000001.bak", "step-999999", "step-1000000", "latest"}
 
 
-@pytest.mark.parametrize("content", ["nowhere\n", ""])
+@pytest.mark.parametrize("content", ["nowhere\n", "", "step-1", "../step-000001", "\xff" * 4096])
 def test_pointer_to_no_checkpoint_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
-    (tmp_path / "latest").write_text(content)
-    with pytest.raises(ValueError, match=r"latest names .*, which is not a"):
+    (tmp_path / "latest").write_text(content, encoding="latin-1")
+    with pytest.raises(
+        ValueError, match=f"{tmp_path}/latest (names .*, which is not a|is not text)"
+    ):
         CheckpointStore(tmp_path).latest()
+
+
+def test_noted_version_is_the_last_one_and_needs_no_room(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.noted_version() == -1
+    sizes = set()
+    for version in (0, 9, 10, 1097):
+        store.note_version(version)
+        assert CheckpointStore(tmp_path / "checkpoints").noted_version() == version
+        sizes.add((store.folder / "version").stat().st_size)
+    assert len(sizes) == 1
+    write_checkpoint(store, 1)
+    assert store.noted_version() == 1097
+
+
+@pytest.mark.parametrize("content", ["", "7\n", "-0000000000000000001\n", "\xff" * 20])
+def test_damaged_version_is_an_error_that_names_its_file(tmp_path: Path, content: str) -> None:
+    (tmp_path / "version").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=f"{tmp_path}/version is (damaged|not text)"):
+        CheckpointStore(tmp_path).noted_version()
+
+
+WRITTEN = ["state.json", "zero3/rank0.pt", "checksums.json"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_any_flipped_bit_of_a_checkpoint_is_found_in_its_file(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(CheckpointStore(tmp_path), 50)
+    check_checkpoint(folder)
+    assert read_state(folder) == state(50)
+    whole = (folder / name).read_bytes()
+    for place in range(0, len(whole), 1 + len(whole) // 100):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        (folder / name).write_bytes(damaged)
+        # A flip in checksums.json shows at the file whose name or sum it was.
+        with pytest.raises(ValueError, match=str(folder)) as found:
+            read_state(folder)
+            check_checkpoint(folder)
+        assert name == "checksums.json" or str(folder / name) in str(found.value), place
+
+
+def test_parts_of_a_check_read_every_file_once(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    store.begin(1)
+    for rank in range(3):
+        (store.writing_folder(1) / f"rank-{rank:02d}.safetensors").write_bytes(b"weights")
+    folder = store.commit(state(1))
+    for path in folder.glob("rank-*"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[::-1])
+        wrong = 0
+        for part in range(2):
+            try:
+                check_checkpoint(folder, part, 2)
+            except ValueError as error:
+                assert f"{path} is damaged" in str(error)
+                assert f"write the name of another checkpoint into {tmp_path}/latest" in str(error)
+                wrong += 1
+        assert wrong == 1
+        path.write_bytes(whole)
+
+
+def damage(folder: Path, how: str) -> Path:
+    """Returns the file that is not as it was written."""
+    file = folder / "zero3" / "rank0.pt"
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        file.unlink()
+    if how == "pipe":
+        os.mkfifo(file)
+    elif how == "folder":
+        file.mkdir()
+    return file
+
+
+@pytest.mark.parametrize("how", ["cut", "missing", "pipe", "folder"])
+def test_latest_refuses_a_checkpoint_without_a_file_of_the_written_size(
+    tmp_path: Path, how: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    file = damage(write_checkpoint(store, 1), how)
+    with pytest.raises(ValueError, match=f"{file} (is|cannot)") as found:
+        store.latest()
+    words = f"write the name of a complete one into {tmp_path}/latest"
+    assert how == "pipe" or words in str(found.value)
+
+
+@pytest.mark.parametrize("name", ["latest", "step-000001/groups.dump"])
+def test_pipe_in_place_of_a_file_does_not_wait_for_a_writer(tmp_path: Path, name: str) -> None:
+    store = CheckpointStore(tmp_path)
+    write_checkpoint(store, 1)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{tmp_path / name} is not a regular file"):
+        store.latest()
+
+
+@pytest.mark.parametrize("value", [-5, True, "7", 3.7, 3.0, None, 2**63])
+@pytest.mark.parametrize("field", ["step", "version", "num_updates"])
+def test_numbers_of_a_state_are_whole_and_not_negative(
+    tmp_path: Path, field: str, value: Any
+) -> None:
+    store = CheckpointStore(tmp_path)
+    write_checkpoint(store, 1)
+    fields = json.loads((tmp_path / "step-000001" / "state.json").read_text())
+    with pytest.raises(ValueError, match=rf"state\.json is damaged: .*`\$\.{field}`"):
+        commit_text(store, json.dumps({**fields, field: value}))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[" * 100_000, '{"step": 1e999}', '{"step": ' + "9" * 5000, "\xff\xfe"]
+)
+def test_state_of_another_shape_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"state\.json is damaged: "):
+        commit_text(CheckpointStore(tmp_path), text)
+
+
+def commit_text(store: CheckpointStore, text: str) -> TrainState:
+    """The state of a checkpoint whose checksums are right, and whose state is `text`."""
+    store.begin(2)
+    folder = store.commit(state(2))
+    (folder / "state.json").write_text(text, encoding="latin-1")
+    sums = json.loads((folder / "checksums.json").read_text())
+    found = checksum_of(folder / "state.json")
+    sums["state.json"] = {"num_bytes": found.num_bytes, "crc32": found.crc32}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    return read_state(folder)
 
 
 def test_commit_leaves_nothing_that_others_may_write(tmp_path: Path) -> None:
@@ -146,5 +285,5 @@ def test_checkpoint_is_not_loaded_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is a symbolic link"):
         store.latest()
     (store.folder / "latest").write_text("../elsewhere")
-    with pytest.raises(ValueError, match="not a"):
+    with pytest.raises(ValueError, match="not a checkpoint"):
         store.latest()
