@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from configs.algorithm_schema import AlgorithmConfig
-from trainer_pool.algorithms.types import LossInputs, LossOutputs
+from trainer_pool.algorithms.types import LossInputs, LossOutputs, bounded
 
 
 def ppo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
@@ -35,10 +35,12 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     """The loss of PPO with s = exp(mean of log r over the trajectory) for r.
 
     GSPO-token (arXiv 2507.18071): s is that of the whole trajectory, and the gradient of
-    each token is its own, so that tokens may have advantages of their own.
+    each token is its own, so that tokens may have advantages of their own. Bounded is the mean, and
+    not the log r of each token in it.
     """
     moved_N = inputs.moved_N
-    whole_N = inputs.spread(inputs.mean_by_segment(moved_N.detach()))
+    free_N = (inputs.trainer_logprobs_N - inputs.proximal_logprobs_N).detach()
+    whole_N = inputs.spread(bounded(inputs.mean_by_segment(free_N)))
     ratio_N = (moved_N - moved_N.detach() + whole_N).exp()
     return _clipped(inputs, ratio_N, config)
 

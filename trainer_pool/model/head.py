@@ -280,6 +280,8 @@ def fold(
     z: Tensor, largest: Tensor, exp_sum: Tensor, exp_times_z: Tensor, exp_squared: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sums of `_Sums` with one more tile, which this overwrites."""
+    # nansum: a logit of -inf is a probability of 0, of which z exp(z) is NaN. What else is not
+    # finite makes NaN of the other sums.
     before, largest = largest, torch.maximum(largest, z.amax(1))
     down = before - largest
     z.sub_(largest.unsqueeze(1))
@@ -287,7 +289,7 @@ def fold(
     return (
         largest,
         scale * exp_sum + exp.sum(1),
-        scale * (exp_times_z + down * exp_sum) + z.mul_(exp).sum(1),
+        scale * (exp_times_z + down * exp_sum) + z.mul_(exp).nansum(1),
         scale.square() * exp_squared + exp.square_().sum(1),
     )
 
@@ -298,6 +300,7 @@ def slope(z: Tensor, normalizer_N1: Tensor, slope_N1: Tensor, of_entropy: Tensor
     if of_entropy is None:
         return z.exp_().mul_(-slope_N1)
     p = z.exp()
+    z.clamp_(min=_MASKED)  # 0 times -inf is NaN
     return z.mul_(of_entropy).add_(slope_N1).mul_(p).neg_()
 
 

@@ -6,6 +6,7 @@ keeps constant stays at its value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -503,6 +504,24 @@ def test_gspo_of_single_tokens_is_ppo() -> None:
     gspo, ppo = loss_named("gspo", **narrow), algorithm(loss="ppo", **narrow)
     torch.testing.assert_close(gspo.objective(inputs, 1.0).loss, ppo.objective(inputs, 1.0).loss)
     torch.testing.assert_close(gradient_of(gspo, inputs), gradient_of(ppo, inputs))
+
+
+@pytest.mark.parametrize(("log_ratio", "mean"), [(25.0, 0.25), (-25.0, -0.25), (9000.0, 20.0)])
+def test_gspo_bounds_the_mean_of_a_trajectory_and_no_token_of_it(
+    log_ratio: float, mean: float
+) -> None:
+    inputs = batch(10, lengths=(100,))
+    apart = torch.zeros(100, dtype=torch.float64)
+    apart[7] = log_ratio
+    inputs = replace(
+        inputs,
+        trainer_logprobs_N=(inputs.proximal_logprobs_N + apart).requires_grad_(),
+        advantages_N=torch.full((100,), -1.0 if log_ratio > 0 else 1.0, dtype=torch.float64),
+        mask_N=torch.ones(100, dtype=torch.bool),
+    )
+    chosen = loss_named("gspo", clip_low=0.05, clip_high=0.05)
+    ratio_N = chosen.loss(inputs, chosen.config).loss_N.abs()
+    torch.testing.assert_close(ratio_N, torch.full_like(ratio_N, math.exp(mean)))
 
 
 def test_gspo_gives_every_token_of_a_trajectory_the_same_push() -> None:

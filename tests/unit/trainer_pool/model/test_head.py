@@ -179,6 +179,24 @@ def test_extreme_logits_give_exact_limits() -> None:
     assert weight.grad is not None and weight.grad.isfinite().all()
 
 
+def test_logit_of_minus_infinity_is_a_probability_of_zero() -> None:
+    """Also where a tile has no other: models mask ids that no token has so."""
+    weight, targets = torch.randn(6, 3), torch.tensor([1, 2, 1, 5])
+    hidden = torch.randn(4, 3, requires_grad=True)
+    bias = torch.tensor([-math.inf, 0.1, 0.2, -math.inf, -math.inf, 0.3])
+    is_real = bias.isfinite()
+    scores = score_tokens(hidden, weight, bias, targets, torch.ones(4), tile=(2, 2))
+    logprobs_NV = torch.log_softmax(hidden @ weight[is_real].t() + bias[is_real], -1)
+    places = torch.tensor([0, 1, 0, 2]).unsqueeze(1)
+    entropy = -(logprobs_NV * logprobs_NV.exp()).sum(1)
+    expected = torch.stack([logprobs_NV.gather(1, places).squeeze(1), entropy])
+    torch.testing.assert_close(scores[:2], expected)
+    both = torch.ones(2, 4)
+    (mine,) = torch.autograd.grad(scores[:2], hidden, both)
+    (theirs,) = torch.autograd.grad(expected, hidden, both)
+    torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_row_that_is_not_finite_leaves_the_others(bad: float) -> None:
     inputs = CASES["plain"]
