@@ -29,6 +29,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from benchmarks.gpu.device import take_older_torch
 from benchmarks.report import Report
 from trainer_pool.data.packing import MicroBatch, PassCost, Row, pack
 from trainer_pool.model import attention
@@ -276,6 +277,8 @@ def main() -> None:
     dice = np.random.default_rng(0)
     report = Report("packing")
     report.say(f"{device}, {torch.get_num_threads()} threads, {budget} tokens a pass")
+    if (difference := take_older_torch()) is not None:
+        report.say(difference)
     works = {
         "lengths": lognormal_lengths(dice, 8 * scale, budget),
         "problems": problems(dice, options.prompts, min(scale, 6), 8, budget),

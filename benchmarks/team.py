@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import Any, Protocol
 
-import ray
-
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ROUND_S = 300.0
 
@@ -140,6 +138,8 @@ def barrier(num_parties: int) -> Any:
 
 @contextmanager
 def local_ray(store_bytes: int) -> Iterator[None]:
+    import ray  # the other parts of this module run where it is not installed
+
     _start_fork_server()  # it imports while Ray starts
     ray.init(
         num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=store_bytes

@@ -148,8 +148,8 @@ class EngineConfig(Section):
     max_total_tokens: int | None = field(default=None, metadata=at_least(1))
     """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
     mem_fraction: float | None = field(default=None, metadata=within(above=0, below=1))
-    """Share of a GPU's memory for weights and KV cache. None is 0.85, or less on a GPU that the
-    engine shares with a trainer rank."""
+    """Share of a GPU's memory for weights and KV cache. None lets SGLang choose (more than 0.8 of
+    80 GB), or is less on a GPU that the engine shares with a trainer rank."""
     radix_cache: bool = True
     """Reuse KV of shared prefixes, never that of older weights. weight_sync.pause_mode=retract
     needs it off."""

@@ -25,6 +25,12 @@ if [ -z "$python" ]; then
     exit 1
 fi
 
+libc=$(getconf GNU_LIBC_VERSION 2>/dev/null || true)
+if [ "$kind" = gpu ] && [ "$(printf '%s\n' "glibc 2.34" "${libc:-glibc 2.34}" | sort -V | head -n 1)" != "glibc 2.34" ]; then
+    echo "install: the GPU build needs glibc 2.34 or newer and this machine has ${libc#glibc }; use Ubuntu 22.04, Debian 12, RHEL 9 or newer" >&2
+    exit 1
+fi
+
 stamp=.venv/.leash-installed
 lock=deploy/requirements-$kind.lock
 wanted="$kind $(cat pyproject.toml deploy/install.sh deploy/uv.sh "$lock" | sha256sum | cut -d' ' -f1)"

@@ -35,8 +35,8 @@ done
 printf '%s\n' "${cpu[@]}" >"$work/cpu.in"
 : >"$work/gpu.in"
 : >"$work/gpu.toml"
-# Requirements of SGLang that it never imports here: this one is a placeholder that fetches its wheel from
-# elsewhere, so that an installation which reaches the package index alone would fail.
+# Requirements that SGLang never imports, and FlashInfer only where they are installed. This one is a placeholder
+# that fetches its wheel from elsewhere, so an installation which reaches the package index alone would fail.
 unused=("cuda-tile")
 printf '%s\n' "${unused[@]}" >"$work/unused"
 # Published without a wheel, but whole: they build from what the index has.

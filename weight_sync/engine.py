@@ -34,9 +34,14 @@ from weight_sync.sender.rank import Sender, SendingRank
 from weight_sync.sender.snapshot import Shard, Snapshots
 from weight_sync.sender.snapshot_buffers import Captured, SnapshotBuffers
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import GroupSpec, PublishReport, VersionBoard, WeightSyncError
+from weight_sync.types import (
+    NUM_SNAPSHOTS,
+    GroupSpec,
+    PublishReport,
+    VersionBoard,
+    WeightSyncError,
+)
 
-_NUM_SNAPSHOTS = 2
 _CLOSE_S = 5.0
 OpenBoard = Callable[[], Awaitable[VersionBoard]]
 
@@ -82,7 +87,7 @@ class CheckpointEngine:
         self._rank = rank
         self._timeouts = Timeouts(config=config, layout=layout, control_s=control_timeout_s)
         backend = resolve_backend(config.backend, uses_gpu=uses_gpu)
-        self._snapshots = Snapshots(layout, rank, _NUM_SNAPSHOTS, should_pin=uses_gpu)
+        self._snapshots = Snapshots(layout, rank, NUM_SNAPSHOTS, should_pin=uses_gpu)
         sender = Sender(rank, config, _sender_device(backend))
         sending = SendingRank(self._timeouts, rank, self._snapshots, sender)
         store = _meet(layout.num_ranks, rank, host, control_timeout_s)
@@ -210,7 +215,7 @@ class _CoordinatorThread:
         open_board: OpenBoard,
         store: TCPStore,
     ) -> None:
-        self.buffers = SnapshotBuffers(_NUM_SNAPSHOTS)
+        self.buffers = SnapshotBuffers(NUM_SNAPSHOTS)
         self._timeouts = timeouts
         self._sending = sending
         self._control = control

@@ -10,6 +10,8 @@ from typing import Annotated, Protocol
 
 from msgspec import Meta
 
+NUM_SNAPSHOTS = 2
+"""Copies of its share of the weights that a rank has in host memory."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]

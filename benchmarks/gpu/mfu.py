@@ -22,18 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from benchmarks.gpu.device import require_gpu
+from benchmarks.gpu.device import require_gpu, require_packages, take_older_torch
 from benchmarks.report import Report
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.algorithm_schema import AlgorithmConfig
 from configs.choices import Backend
 from configs.schema import TrainerConfig
-from trainer_pool.algorithms.registry import Algorithm
-from trainer_pool.data.rows import StepBatch
-from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
-from trainer_pool.step import train_step
 
 PROMPT, GROUP_SIZE, PASSES = 200, 8, 4
 BUDGETS = {16_384: 0.20, 65_536: 0.38}
@@ -46,10 +41,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args()
     require_gpu("benchmarks/gpu/mfu.py")
+    require_packages("benchmarks/gpu/mfu.py", "deepspeed", "transformers")
+    measure(given.layers, given.steps)
+
+
+def measure(num_layers: int, num_steps: int) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from trainer_pool.algorithms.registry import Algorithm
+    from trainer_pool.data.rows import StepBatch
+    from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
+    from trainer_pool.step import train_step
+
     shape = Qwen2Config(
         hidden_size=1536,
         intermediate_size=8960,
-        num_hidden_layers=given.layers,
+        num_hidden_layers=num_layers,
         num_attention_heads=12,
         num_key_value_heads=2,
         vocab_size=151_936,
@@ -68,10 +75,12 @@ def main() -> None:
         AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
         engine = Zero3Engine(folder, config, address)
     algorithm, report = Algorithm.load(AlgorithmConfig()), Report("training on a GPU")
+    if (difference := take_older_torch()) is not None:
+        report.say(difference)
     for budget, goal in BUDGETS.items():
         settings = replace(config, micro_batch_tokens=budget)
         records = []
-        for version in range(given.steps + 1):  # the first one warms up
+        for version in range(num_steps + 1):  # the first one warms up
             groups = made_up(budget * PASSES, version)
             batch = StepBatch(
                 version=version, group_ids=tuple(group.group_id for group in groups), groups=groups

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.engines import make_engine
-from benchmarks.gpu.device import require_gpu
+from benchmarks.gpu.device import require_gpu, require_packages
 from benchmarks.report import Report
 from benchmarks.weights.load import FleetSize, Load
 from benchmarks.weights.model import SHAPES, ModelShape
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies)
     arguments = parser.parse_args()
     require_gpu("benchmarks/gpu/weights_commit.py")
+    require_packages("benchmarks/gpu/weights_commit.py", "sglang")
     report = Report("staged commit on a GPU")
     for name in arguments.shapes:
         with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:

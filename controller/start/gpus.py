@@ -13,19 +13,30 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from configs.choices import Backend
+from configs.choices import Backend, Dtype
 from configs.schema import Config
 from controller.start.model_size import ModelSize
 from controller.units import format_bytes, format_number_of
+from weight_sync.types import ITEM_BYTES, NUM_SNAPSHOTS
 
-TRAINER_BYTES_PER_PARAM = 16
-"""Weights, gradients, two Adam moments: 4 x 4 bytes in float32; 2 + 2 + 12 under bfloat16."""
+STATE_BYTES_PER_PARAM = {"float32": 16, "bfloat16": 18}
+"""Of a rank's share: gradients, updated weights and two Adam moments, each in float32, and with
+bfloat16 the weights of the passes."""
+STEP_BYTES_PER_PARAM = 4
+"""At the step: a second copy of the gradients, of at most STEP_PARAMS at a time (DeepSpeed's
+sub_group_size)."""
+STEP_PARAMS = 10**9
+CHECKPOINT_BYTES_PER_PARAM = 12
+"""Host memory in which a rank's updated weights and moments wait to be written."""
 GPU_CONTEXT_BYTES = 2**30
 """CUDA context and kernels of one process."""
-MEM_FRACTION = 0.85
-"""rollout.engine.mem_fraction of an engine with GPUs of its own."""
+RANK_PROCESS_BYTES = 550 * 2**20
+"""A CPU rank without its share of the model: torch, DeepSpeed and Ray, measured."""
+HOST_PROCESS_BYTES = 4 * 2**30
+"""Host memory of a process with CUDA: its libraries, and pinned buffers."""
 SHARED_MEM_FRACTION = 0.3
-"""The same beside a trainer rank, if the size of the GPU or of the model is unknown."""
+"""rollout.engine.mem_fraction beside a trainer rank, if the size of the GPU or of the model is
+unknown."""
 SHARED_PART = 0.5
 """Share of rank and engine each in a GPU that they share, in Ray's count."""
 MOST_FILLED = 0.8
@@ -42,7 +53,8 @@ class Devices:
     engine_gpus: float
     """GPUs of one engine."""
     mem_fraction: float | None
-    """rollout.engine.mem_fraction; None on the CPU."""
+    """rollout.engine.mem_fraction; None on the CPU, and where SGLang chooses it: on GPUs that the
+    engines have for themselves."""
     why: str
 
     @property
@@ -80,7 +92,7 @@ def choose_devices(
         return _own_gpus(config, config.trainer.ranks, gpus)
     is_one_rank = config.trainer.num_ranks in (None, 1)
     if is_one_rank and 1 + engine_gpus <= num_gpus:
-        need = _rank_bytes(model)
+        need = rank_bytes(config, model, num_ranks=1, uses_gpu=True)
         if _is_too_much(need, gpu_bytes):
             return _cpu_instead(config, f"the rank's {format_bytes(need or 0)}", gpu_bytes)
         why = f"{gpus}: too few for {config.trainer.ranks} ranks and the engines"
@@ -97,7 +109,7 @@ def _own_gpus(config: Config, num_ranks: int, why: str) -> Devices:
         num_ranks=num_ranks,
         rank_gpus=1,
         engine_gpus=engine.tp_size,
-        mem_fraction=MEM_FRACTION if engine.mem_fraction is None else engine.mem_fraction,
+        mem_fraction=engine.mem_fraction,
         why=f"1 GPU for {ranks} and {engine.tp_size} for each engine, of {why}",
     )
 
@@ -133,7 +145,8 @@ def _one_gpu_for_both(config: Config, model: ModelSize, gpu_bytes: int | None) -
             "weight_sync.backend='nccl': trainer and receiver share the only GPU, and NCCL rejects "
             "two members on one GPU; choose auto or gloo"
         )
-    rank, engine = _rank_bytes(model), _engine_bytes(model)
+    rank = rank_bytes(config, model, num_ranks=1, uses_gpu=True)
+    engine = _engine_bytes(model)
     if rank is not None and engine is not None and _is_too_much(rank + engine, gpu_bytes):
         both = f"the rank's {format_bytes(rank)}, the engine's {format_bytes(engine)}"
         return _cpu_instead(config, both, gpu_bytes)
@@ -166,11 +179,40 @@ def _shared_fraction(rank: int | None, engine: int | None, gpu_bytes: int | None
     return math.floor(100 * (engine + left / 3) / gpu_bytes) / 100
 
 
-def _rank_bytes(model: ModelSize) -> int | None:
-    """Memory of the only rank, without activations."""
+def rank_bytes(config: Config, model: ModelSize, *, num_ranks: int, uses_gpu: bool) -> int | None:
+    """Memory of a rank at the step, of its GPU where it has one, without activations; None if the
+    size of the model is unknown."""
     if model.num_params is None:
         return None
-    return model.num_params * TRAINER_BYTES_PER_PARAM + GPU_CONTEXT_BYTES
+    dtype = training_dtype(config, uses_gpu=uses_gpu)
+    share = model.num_params // num_ranks
+    per_param = STATE_BYTES_PER_PARAM[dtype]
+    if config.trainer.offload_optimizer:
+        per_param -= CHECKPOINT_BYTES_PER_PARAM if dtype == "bfloat16" else 8
+    if config.trainer.offload_parameters:
+        per_param -= ITEM_BYTES[dtype]
+    context = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
+    return share * per_param + min(share, STEP_PARAMS) * STEP_BYTES_PER_PARAM + context
+
+
+def rank_host_bytes(config: Config, model: ModelSize, *, num_ranks: int, served: str) -> int | None:
+    """Host memory of a rank on a GPU: copies of its share of the weights to send (as `served`) and
+    of its state for a checkpoint, and what is offloaded."""
+    if model.num_params is None:
+        return None
+    per_param = NUM_SNAPSHOTS * ITEM_BYTES[served] + CHECKPOINT_BYTES_PER_PARAM
+    if config.trainer.offload_optimizer:
+        per_param += CHECKPOINT_BYTES_PER_PARAM
+    if config.trainer.offload_parameters:
+        per_param += ITEM_BYTES[training_dtype(config, uses_gpu=True)]
+    return model.num_params // num_ranks * per_param + HOST_PROCESS_BYTES
+
+
+def training_dtype(config: Config, *, uses_gpu: bool) -> str:
+    """trainer.dtype, with `auto` resolved as the ranks resolve it."""
+    if config.trainer.dtype is Dtype.auto:
+        return "bfloat16" if uses_gpu else "float32"
+    return str(config.trainer.dtype.value)
 
 
 def _engine_bytes(model: ModelSize) -> int | None:

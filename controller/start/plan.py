@@ -18,23 +18,21 @@ from configs.choices import Backend, Dtype
 from configs.schema import Config
 from controller.start.gpus import (
     GPU_CONTEXT_BYTES,
-    TRAINER_BYTES_PER_PARAM,
     Devices,
     choose_devices,
+    rank_bytes,
+    rank_host_bytes,
 )
 from controller.start.model_size import ModelSize, model_size
 from controller.units import format_bytes, format_number_of
+from weight_sync.types import ITEM_BYTES
 
 CPU_KV_TOKENS = 65536
 """KV cache of a CPU engine when rollout.engine.max_total_tokens is null."""
-RANK_PROCESS_BYTES = 550 * 2**20
-"""A CPU rank without its share of the model: torch, DeepSpeed and Ray, measured."""
 ENGINE_PROCESS_BYTES = 2 * 2**30
 """A CPU engine without weights and KV cache: SGLang's three processes, measured."""
 WORKER_PROCESS_BYTES = 400 * 2**20
 """One of our processes, with Ray and numpy loaded."""
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""By dtype of the weights."""
 DEFAULT_STAGE_DIR = "/dev/shm"
 
 
@@ -65,6 +63,18 @@ class Plan:
     """Dtype of the weights in the engines, which the trainer sends, as torch spells it."""
     model: ModelSize
     processes: tuple[PlannedProcess, ...]
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Host memory of a run that uses the GPUs of one machine; None if the model's size is
+        unknown."""
+        config, num_ranks = self.config, self.devices.num_ranks
+        rank = rank_host_bytes(config, self.model, num_ranks=num_ranks, served=self.serving_dtype)
+        if rank is None or self.model.num_params is None:
+            return None
+        staged = config.weight_sync.num_staged * ITEM_BYTES[self.serving_dtype]
+        engines = config.rollout.num_engines * ENGINE_PROCESS_BYTES
+        return num_ranks * rank + self.model.num_params * staged + engines
 
     @property
     def num_gpus(self) -> float:
@@ -239,18 +249,25 @@ def _buffer_bytes(config: Config) -> int:
 
 
 def _rank_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
-    if model.num_params is None:
+    num_ranks = config.trainer.ranks
+    needed = rank_bytes(config, model, num_ranks=num_ranks, uses_gpu=uses_gpu)
+    if needed is None:
         return "unknown"
-    share = model.num_params * TRAINER_BYTES_PER_PARAM // config.trainer.ranks
-    process = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
-    return f"from {format_bytes(share + process)}"  # activations come on top
+    text = f"from {format_bytes(needed)}"  # activations come on top
+    if not uses_gpu:
+        return text
+    served = serving_dtype(config, uses_gpu)
+    host = rank_host_bytes(config, model, num_ranks=num_ranks, served=served) or 0
+    return f"{text}; {format_bytes(host)} of the host's"
 
 
 def _engine_memory(config: Config, model: ModelSize, uses_gpu: bool) -> str:
     engine = config.rollout.engine
     if uses_gpu and engine.max_total_tokens is None:
-        assert engine.mem_fraction is not None, "the plan has filled it in"
-        return f"{engine.mem_fraction:.0%} of {'the' if engine.tp_size == 1 else 'each'} GPU"
+        of = f"{'the' if engine.tp_size == 1 else 'each'} GPU"
+        if engine.mem_fraction is None:
+            return f"SGLang's choice of {of}"
+        return f"{engine.mem_fraction:.0%} of {of}"
     if model.num_params is None:
         return "unknown"
     item_bytes = _item_bytes(config, uses_gpu)

@@ -20,6 +20,7 @@ from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.sinks import check_loggers
 from controller.ray_environment import LOOPBACK
+from controller.start.gpu_host import SURE_SHARE, check_gpus, check_host_memory
 from controller.start.placement import num_cpus_needed
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
 from controller.start.sandboxes import check_remote_sandboxes, check_sandbox
@@ -49,8 +50,6 @@ from trainer_pool.model.checkpoint_names import check_names, parameter_names
 from trainer_pool.model.scratch import byte_tokenizer, model_config
 
 ANSWER = Message(role="assistant", content="!")
-SURE_SHARE = 0.9
-"""Of an estimated size: models are hardly ever smaller."""
 WEIGHTS = (".safetensors", ".bin")
 NUM_PROMPTS = 32
 """Training prompts that are checked, besides all held-out prompts."""
@@ -83,6 +82,8 @@ def check_inputs(config: Config) -> None:
     check_loggers(config.run.loggers)
     if config.cluster.ray_address is None:
         check_shared_memory(plan.config, plan)
+        if plan.devices.rank_gpus > 0:
+            check_host_memory(plan)
     _check_ports(config)
     task, tokenizer = check_task(config.task), tokenizer_of(config)
     check_first_words(config, task, tokenizer)
@@ -122,6 +123,8 @@ def _check_here(config: Config) -> Plan:
     """The checks that cost nothing; returns the plan on this machine."""
     plan = plan_here(config)
     cluster, needed = config.cluster, num_cpus_needed(config)
+    if cluster.ray_address is None and plan.devices.rank_gpus > 0:
+        check_gpus()
     if cluster.ray_address is None and cluster.num_cpus is not None and cluster.num_cpus < needed:
         raise ValueError(
             f"cluster.num_cpus={cluster.num_cpus}: the run asks for {needed} CPUs, one for each "

@@ -239,7 +239,10 @@ class _Server:
         self._note_leftovers()
         command = [sys.executable, "-m", "rollout_pool.engines.sglang_server", self._socket_folder]
         self.child = Child(
-            [*command, *arguments], spec.log_path, secret=spec.key, environment=_environment(spec)
+            [*command, *arguments],
+            spec.log_path,
+            secret=spec.key,
+            environment=engine_environment(spec),
         )
 
     def note_family(self) -> None:
@@ -266,8 +269,18 @@ class _Server:
         self._leftovers_path.unlink(missing_ok=True)
 
 
-def _environment(spec: EngineSpec) -> dict[str, str]:
-    environment: dict[str, str] = {}
+def program_path() -> str:
+    """PATH of a server: SGLang looks there for the programs of its own packages, such as ninja."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """Variables of a server's process, beside those of this one."""
+    environment = {"PATH": program_path()}
+    # SGLang warms up by requests to its own address, which a proxy would answer.
+    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    addresses = f"{direct},{spec.host}" if direct else spec.host
+    environment["no_proxy"] = environment["NO_PROXY"] = addresses
     if not spec.uses_gpu:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
         # Ray does not hide GPUs from an actor without any, and SGLang would take the first.
@@ -322,7 +335,8 @@ def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]
     config = spec.config
     arguments = ["--model-path", spec.model_path, "--served-model-name", served_name]
     arguments += ["--host", spec.host, "--port", str(port)]
-    arguments += ["--tp-size", str(config.tp_size), "--dtype", _dtype(config.dtype, spec.uses_gpu)]
+    dtype = _dtype(config.dtype, spec.uses_gpu)
+    arguments += ["--tp-size", str(config.tp_size), "--dtype", dtype]
     arguments += ["--max-running-requests", str(config.max_running_requests)]
     arguments += ["--random-seed", str(spec.seed)]
     arguments += ["--skip-tokenizer-init"]  # token ids in, token ids out
@@ -335,6 +349,9 @@ def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]
         arguments += ["--disable-radix-cache"]
     if config.deterministic:
         arguments += ["--enable-deterministic-inference"]
+    if dtype != "float32":
+        # As the trainer computes them: logits rounded to bfloat16 are off by up to 0.06.
+        arguments += ["--enable-fp32-lm-head"]
     max_total_tokens = config.max_total_tokens
     if spec.uses_gpu:
         if config.mem_fraction is not None:

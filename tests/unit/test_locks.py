@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -42,3 +46,27 @@ def test_lock_for_gpus_has_the_whole_of_sglang_but_its_placeholder() -> None:
     assert {"sglang", "sglang-kernel", "flashinfer-python", "ninja"} <= names
     assert "checkpoint-engine" in names  # weight_sync.commit=ipc
     assert "cuda-tile" not in names  # its archive on the index fetches a wheel from elsewhere
+
+
+@pytest.mark.parametrize(
+    ("version", "is_refused"), [("2.31", True), ("2.34", False), ("2.4", True)]
+)
+def test_gpu_build_is_refused_with_an_older_glibc(
+    tmp_path: Path, version: str, is_refused: bool
+) -> None:
+    for folder in ("bin", "deploy"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "deploy/install.sh", tmp_path / "deploy")
+    (tmp_path / "bin/getconf").write_text(f"#!/bin/sh\necho glibc {version}\n")
+    (tmp_path / "bin/getconf").chmod(0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    # It never gets further than this folder, which has no pyproject.toml.
+    ended = subprocess.run(
+        ["bash", tmp_path / "deploy/install.sh", "gpu"],
+        env={"PATH": path, "PYTHON": "false"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode != 0
+    words = f"needs glibc 2.34 or newer and this machine has {version}"
+    assert (words in ended.stderr) == is_refused

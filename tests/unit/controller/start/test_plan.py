@@ -12,7 +12,8 @@ from configs.choices import Backend
 from configs.load import load_config
 from configs.schema import ModelConfig, ScratchModelConfig
 from controller.main import main
-from controller.start.model_size import model_size
+from controller.start.gpus import GPU_CONTEXT_BYTES, RANK_PROCESS_BYTES, rank_bytes
+from controller.start.model_size import ModelSize, model_size
 from controller.start.plan import Plan, make_plan
 
 GIB = 2**30
@@ -57,7 +58,7 @@ def test_gpus_are_one_per_rank_and_tp_size_per_engine(
     devices = plan.devices
     assert (devices.num_ranks, devices.rank_gpus, devices.engine_gpus) == (ranks, 1, engine_gpus)
     assert (plan.num_gpus, plan.serving_dtype) == (total, "bfloat16")
-    assert plan.config.rollout.engine.mem_fraction == 0.85
+    assert plan.config.rollout.engine.mem_fraction is None, "SGLang knows better"
     assert plan.config.weight_sync.backend is not Backend.gloo
     few = "2 GPUs: too few for 2 ranks and the engines"
     assert (few in devices.why) == (num_gpus == 2)
@@ -67,7 +68,37 @@ def test_rendered_plan_shows_the_gpus_of_an_engine() -> None:
     plan = make_plan(load_config(["rollout.engine.tp_size=2"]), num_gpus=4, num_cpus=8)
     [line] = [line for line in text_of(plan).splitlines() if "SGLang engine" in line]
     assert line.split()[2:4] == ["1", "2"]
-    assert "85% of each GPU" in line and "2 ranks on one machine" in line
+    assert "2 ranks on one machine" in line
+    assert "SGLang's choice of each GPU" in " ".join(text_of(plan).split())
+    chosen = load_config(["rollout.engine.tp_size=2", "rollout.engine.mem_fraction=0.7"])
+    assert "70% of each GPU" in text_of(make_plan(chosen, num_gpus=4, num_cpus=8))
+
+
+def test_memory_of_a_rank_is_that_of_the_step() -> None:
+    params = 2 * 10**6
+    size = ModelSize(label="m", num_params=params)
+
+    def per_param(*settings: str, uses_gpu: bool = True) -> float:
+        config = load_config(list(settings))
+        needed = rank_bytes(config, size, num_ranks=2, uses_gpu=uses_gpu)
+        assert needed is not None
+        context = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
+        return (needed - context) / (params / 2)
+
+    assert per_param() == 2 + 4 + 4 + 8 + 4, "bfloat16"
+    assert per_param("trainer.dtype=float32") == per_param(uses_gpu=False) == 4 + 4 + 8 + 4
+    assert per_param("trainer.offload_optimizer=true") == 22 - 12
+    assert per_param("trainer.offload_parameters=true") == 22 - 2
+    many = ModelSize(label="m", num_params=3 * 10**9)  # DeepSpeed copies a part at a time
+    needed = rank_bytes(load_config([]), many, num_ranks=1, uses_gpu=True)
+    assert needed == 18 * 3 * 10**9 + 4 * 10**9 + GPU_CONTEXT_BYTES
+
+
+def test_experiment_of_sixteen_gpus_commits_at_once_and_leaves_memory_to_sglang() -> None:
+    config = make_plan(load_config([], "qwen2.5-7b-gsm8k"), None, 64).config
+    assert config.weight_sync.max_concurrent_commits == config.rollout.num_engines == 8
+    engine = config.rollout.engine
+    assert (engine.max_running_requests, engine.mem_fraction) == (256, None)
 
 
 def test_too_many_gpus_are_refused_with_the_numbers() -> None:
@@ -220,7 +251,7 @@ def test_share_of_an_engine_grows_with_the_model() -> None:
     plan = make_plan(load_config(settings), num_gpus=1, num_cpus=8, gpu_bytes=80 * GIB)
     fraction = plan.config.rollout.engine.mem_fraction
     assert fraction is not None and plan.devices.is_shared
-    engine, rank = 2 * 1.7e9 + GIB, 16 * 1.7e9 + GIB
+    engine, rank = 2 * 1.7e9 + GIB, 18 * 1.7e9 + 4e9 + GIB
     assert fraction * 80 * GIB > engine, "its weights fit"
     assert fraction * 80 * GIB + rank < 80 * GIB, "and the rank's states beside it"
 

@@ -1,10 +1,19 @@
-"""The command line of an SGLang server."""
+"""The command line of an SGLang server, and its environment."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
 from configs.choices import Dtype, PauseMode
 from configs.rollout_schema import EngineConfig
-from rollout_pool.engines.engine import server_arguments
+from rollout_pool.engines.engine import engine_environment, server_arguments
+from tests.support.repository import ROOT
 from tests.support.rollout import engine_spec
 
 
@@ -38,8 +47,63 @@ def test_gpu_server_keeps_sglangs_own_choice_of_kernels():
         "--model-path /models/policy --served-model-name leash-engine-0 --host 10.0.0.7 "
         "--port 31000 --tp-size 4 --dtype bfloat16 --max-running-requests 256 --random-seed 17 "
         "--skip-tokenizer-init --incremental-streaming-output --log-level-http warning "
-        "--mem-fraction-static 0.7"
+        "--enable-fp32-lm-head --mem-fraction-static 0.7"
     )
+
+
+def test_half_precision_logits_are_products_in_float32_as_the_trainers():
+    flag = "--enable-fp32-lm-head"
+    assert flag in arguments(uses_gpu=True)
+    assert flag in arguments(EngineConfig(dtype=Dtype.bfloat16))
+    assert flag not in arguments(EngineConfig(dtype=Dtype.float32), uses_gpu=True)
+
+
+@pytest.mark.parametrize("uses_gpu", [True, False])
+def test_server_finds_the_programs_beside_its_python_first(uses_gpu, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin")
+    environment = engine_environment(engine_spec(uses_gpu=uses_gpu))
+    assert environment["PATH"] == f"{Path(sys.executable).parent}{os.pathsep}/usr/bin"
+
+
+@pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
+def test_server_asks_its_own_address_without_a_proxy(name, monkeypatch):
+    for each in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(each, raising=False)
+    spec = engine_spec(host="10.0.0.7", uses_gpu=True)
+    assert engine_environment(spec)["no_proxy"] == "10.0.0.7"
+    monkeypatch.setenv(name, "example.org,.internal")
+    environment = engine_environment(spec)
+    assert environment["no_proxy"] == environment["NO_PROXY"] == "example.org,.internal,10.0.0.7"
+
+
+# What the parser does not know by its whole name it takes for the beginning of another.
+PARSE = """
+import argparse, json, sys
+import torch
+if not torch.cuda.is_available():
+    from rollout_pool.engines import sglang_cpu
+    sglang_cpu.install()
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser(allow_abbrev=False)
+ServerArgs.add_cli_args(parser)
+wanted = "enable_fp32_lm_head", "incremental_streaming_output", "mem_fraction_static", "tp_size"
+parsed = vars(parser.parse_args(sys.argv[1:]))
+print(json.dumps([parsed[name] for name in wanted]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_arguments_of_a_gpu_server_are_those_of_sglangs_parser():
+    config = EngineConfig(
+        tp_size=2, mem_fraction=0.7, deterministic=True, radix_cache=False, max_total_tokens=4096
+    )
+    given = arguments(config, uses_gpu=True, pause_mode=PauseMode.in_place, trust=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", PARSE, *given], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout.splitlines()[-1]) == [True, True, 0.7, 2]
 
 
 def test_tokens_sampled_before_an_in_place_commit_never_get_its_version():

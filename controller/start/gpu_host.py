@@ -1,0 +1,146 @@
+"""Checks of a machine with GPUs: its driver, its memory, and what SGLang compiles its kernels with.
+
+SGLang compiles some kernels of every model when a server starts, and Triton its own: with a ninja
+from the environment, the nvcc and libcudart of a CUDA toolkit, a compiler and Python's headers.
+What is missing would end each engine minutes after the launch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import psutil
+import torch
+
+from controller.start.plan import Plan
+from controller.units import format_bytes
+from rollout_pool.engines.engine import program_path
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+OLDEST_DRIVER = {"12": 525, "13": 580}
+"""By major version of CUDA."""
+OLDEST_GLIBC = (2, 34)
+"""Which the packages of deploy/requirements-gpu.lock are built for."""
+NVCC_TIMEOUT_S = 60.0
+SURE_SHARE = 0.9
+"""Of an estimated size: models are hardly ever smaller."""
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+OR_CPU = "or set cluster.gpus_per_rank=0 to run on the CPU"
+
+
+def check_gpus() -> None:
+    """Raises ValueError if this machine has GPUs and a run on them would fail."""
+    if torch.cuda.device_count() == 0:
+        return
+    cuda = str(torch.version.cuda)
+    if not torch.cuda.is_available():
+        raise ValueError(_no_cuda(cuda, DRIVER_FILE))
+    check_toolchain(cuda.partition(".")[0])
+
+
+def check_host_memory(plan: Plan) -> None:
+    """Raises ValueError if a run on GPUs of this machine needs more host memory than it has."""
+    needed, has = plan.host_bytes, host_memory()
+    # Sizes in a model's name are rounded.
+    if needed is not None and SURE_SHARE * needed > has:
+        raise ValueError(
+            f"trainer.num_ranks={plan.devices.num_ranks}: ranks and engines on GPUs need about "
+            f"{format_bytes(needed)} of host memory for {plan.model.label} (copies of weights to "
+            f"send, of training states for checkpoints, and staged weights), and this machine has "
+            f"{format_bytes(has)}; add memory (in a container: raise its limit), choose a smaller "
+            "model, or more machines (cluster.ray_address)"
+        )
+
+
+def host_memory() -> int:
+    """Bytes that the processes of this machine, or of its container, may use."""
+    total = int(psutil.virtual_memory().total)
+    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()).isdecimal():
+        return min(total, int(limit))
+    return total
+
+
+def check_toolchain(cuda_major: str) -> None:
+    """Raises ValueError if kernels cannot be compiled here for torch's major version of CUDA."""
+    found, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    oldest = ".".join(map(str, OLDEST_GLIBC))
+    if found == "glibc" and tuple(map(int, version.split(".")[:2])) < OLDEST_GLIBC:
+        raise ValueError(
+            f"SGLang on a GPU needs glibc {oldest} or newer, and this machine has {version}; "
+            f"use a newer distribution (Ubuntu 22.04, Debian 12, RHEL 9), {OR_CPU}"
+        )
+    _check_nvcc(cuda_major)
+    for variable, defaults, package in (
+        ("CXX", ("c++",), "g++"),  # SGLang's
+        ("CC", ("gcc", "clang"), "gcc"),  # Triton's
+    ):
+        named = os.environ.get(variable)
+        names = defaults if named is None else (named,)
+        if not any(shutil.which(name) for name in names):
+            where = "on PATH" if named is None else f"at {variable}={named!r}"
+            raise ValueError(
+                f"SGLang compiles kernels at its start, and there is no {' or '.join(names)} "
+                f"{where}; install {package}, set {variable} to a compiler, {OR_CPU}"
+            )
+    if not shutil.which("ninja", path=program_path()):
+        raise ValueError(
+            "SGLang compiles kernels at its start, and there is no ninja, which comes with its "
+            f"packages; run `deploy/install.sh gpu`, {OR_CPU}"
+        )
+    header = Path(sysconfig.get_paths(sysconfig.get_default_scheme())["include"]) / "Python.h"
+    if not header.is_file():
+        raise ValueError(
+            f"Triton compiles a module at SGLang's start, and there is no {header}; install the "
+            f"headers of this Python (python3-dev), {OR_CPU}"
+        )
+
+
+def _check_nvcc(cuda_major: str) -> None:
+    """Looks for the toolkit where SGLang does."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc", path=program_path())
+    if home is None:
+        home = "/usr/local/cuda" if on_path is None else str(Path(on_path).parent.parent)
+    fix = (
+        f"install the CUDA toolkit {cuda_major} (nvcc, lib64/libcudart.so; those of pip packages "
+        f"will not do) and set CUDA_HOME to its folder, {OR_CPU}"
+    )
+    nvcc, runtime = Path(home) / "bin" / "nvcc", Path(home) / "lib64" / "libcudart.so"
+    for file in (nvcc, runtime):
+        if not file.exists():
+            raise ValueError(
+                f"SGLang compiles kernels at its start, and there is no {file} (by CUDA_HOME, "
+                f"CUDA_PATH, the nvcc on PATH, or /usr/local/cuda); {fix}"
+            )
+    try:
+        command = [str(nvcc), "--version"]
+        words = subprocess.run(command, capture_output=True, text=True, timeout=NVCC_TIMEOUT_S)
+        release = re.search(r"release (\d+)\.\d+", words.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ValueError(f"{nvcc} does not run ({error}); {fix}") from error
+    if release is None or release[1] != cuda_major:
+        has = "of an unknown version" if release is None else f"of CUDA {release[1]}"
+        raise ValueError(f"{nvcc} is {has}, and torch is built for CUDA {cuda_major}; {fix}")
+
+
+def _no_cuda(cuda: str, driver_file: Path) -> str:
+    """Why CUDA cannot start though there are GPUs."""
+    counted = f"this machine has {torch.cuda.device_count()} GPUs, but CUDA cannot start on them"
+    found = None
+    if driver_file.is_file():
+        found = re.search(r"\b(\d{3,})\.\d+", driver_file.read_text())
+    needed = OLDEST_DRIVER.get(cuda.partition(".")[0])
+    if found is not None and needed is not None and int(found[1]) < needed:
+        return (
+            f"{counted}: its NVIDIA driver is {found[0]}, and torch {torch.__version__} (CUDA "
+            f"{cuda}) needs {needed} or newer; update the driver, {OR_CPU}"
+        )
+    return (
+        f"{counted} (torch {torch.__version__} for CUDA {cuda}): `python -c 'import torch; "
+        f"torch.cuda.init()'` says why; repair the driver, {OR_CPU}"
+    )

@@ -1,0 +1,99 @@
+"""Scripts for a GPU start, and say what they lack, where there is little more than torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.all import SCRIPTS, run
+from benchmarks.gpu.device import take_older_torch
+from tests.support.repository import ROOT
+from trainer_pool.model import attention
+
+MODULES = [module for words in SCRIPTS.values() for module in words]
+WITHOUT = """
+import runpy, sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *rest):
+        if name.partition(".")[0] not in ("ray", "deepspeed", "sglang"):
+            return self.finder.find_spec(name, *rest)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+sys.argv[1:] = ["--help"]
+for module in {modules}:
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, module
+"""
+
+
+@pytest.mark.slow
+def test_scripts_import_and_parse_without_ray_deepspeed_and_sglang() -> None:
+    program = WITHOUT.format(modules=[*MODULES, "benchmarks.gpu.all"])
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("usage:") == len(MODULES) + 1
+
+
+def test_older_torch_gets_the_keys_of_each_head_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert take_older_torch() is None  # the one that is locked
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, border: int, *, scale: float) -> Tensor:
+        assert (border, scale) == (7, 0.5)
+        return torch.cat([key, value], dim=1)
+
+    monkeypatch.setattr(attention, "varlen_attn", attend)
+    assert str(torch.__version__) in str(take_older_torch())
+    query, key = torch.zeros(3, 4, 2), torch.arange(12.0).view(3, 2, 2)
+    varlen_attn: Any = attention.varlen_attn
+    got = varlen_attn(query, key, -key, 7, scale=0.5, enable_gqa=True)
+    assert torch.equal(got, torch.cat([key[:, [0, 0, 1, 1]], -key[:, [0, 0, 1, 1]]], dim=1))
+
+
+def test_path_of_packages_that_the_user_has_set_reaches_the_processes_of_a_benchmark() -> None:
+    program = "import os, benchmarks; print(os.environ['PYTHONPATH'])"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={"PYTHONPATH": "/some/packages"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.strip() == f"{ROOT}:/some/packages"
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome"),
+    [
+        ("print('a table'); print('RESULT {\"mfu\": 0.3}')", {"mfu": 0.3}),
+        ("import sys; sys.exit('needs a CUDA device')", "exit code 1: needs a CUDA device"),
+        ("print('no result')", "exit code 0: no result"),
+        ("raise SystemExit(2)", "exit code 2: "),
+    ],
+)
+def test_outcome_of_a_script_is_its_figures_or_why_there_are_none(
+    program: str, outcome: object
+) -> None:
+    assert run([sys.executable, "-c", program], limit_s=60.0) == outcome
+
+
+def test_script_that_hangs_is_given_up_at_its_limit() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert run(command, limit_s=0.5) == "was not done within --limit-s=0.5"
