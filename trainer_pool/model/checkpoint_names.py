@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -58,8 +58,8 @@ def _file(model_path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
-    """The names that the trainer will publish, without reading any weights.
+def model_without_weights(model_path: str, *, trust_remote_code: bool) -> Any:
+    """The model as the trainer builds it, on the meta device.
 
     Raises ValueError if the trainer cannot pack the model's sequences.
     """
@@ -71,8 +71,13 @@ def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
         )
 
     with torch.device("meta"):
-        model = packable(model_path, build)
+        model = packable(model_path, build).eval()
     model.tie_weights()
+    return model
+
+
+def parameter_names(model: Any) -> list[str]:
+    """The names that the trainer will publish."""
     return [name for name, _ in model.named_parameters()]
 
 
@@ -88,6 +93,40 @@ def check_names(model_path: str, published: Iterable[str]) -> None:
             "experts whose experts transformers fuses is not supported yet: choose a dense model. "
             "If it is dense, save it again with save_pretrained of this transformers version"
         )
+
+
+def check_tied_head(model_path: str, model: Any) -> None:
+    """Raises ValueError if config.json ties the output head to the embeddings, but the files hold
+    another head."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return
+    known = checkpoint_names(model_path)
+    for head, embeddings in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if not {head, embeddings} <= known:
+            continue
+        if not torch.equal(_read(model_path, head), _read(model_path, embeddings)):
+            raise ValueError(
+                f"model.path={model_path!r}: tie_word_embeddings=true in its config.json, but its "
+                f"files hold a {head} that differs from {embeddings}. Engines and trainer would "
+                "use the embeddings as the head, and this head would be lost: set "
+                f"tie_word_embeddings=false there, or remove {head} from the files"
+            )
+
+
+def _read(model_path: str, name: str) -> torch.Tensor:
+    files = [_SAFETENSORS, _TORCH]
+    for index in _INDEXES:
+        if (path := _file(model_path, index)) is not None:
+            files = [json.loads(path.read_text())["weight_map"][name]]
+            break
+    found = [path for file in files if (path := _file(model_path, file)) is not None]
+    if not found:
+        raise ValueError(f"model.path={model_path!r}: {files[0]} is missing; copy it again")
+    path = found[0]
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as weights:
+            return cast(torch.Tensor, weights.get_tensor(name))
+    return cast(torch.Tensor, torch.load(path, weights_only=True, mmap=True)[name])
 
 
 def check_engines_agree(

@@ -33,7 +33,7 @@ from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost, packed_row
 from trainer_pool.model import attention
-from trainer_pool.model.checkpoint_names import check_names
+from trainer_pool.model.checkpoint_names import check_names, check_tied_head
 from trainer_pool.model.head import Candidates, Scores, ScoringHead, TokensToScore
 from trainer_pool.state.shards import ShardReader
 from weight_sync.layout import Layout
@@ -122,6 +122,7 @@ class Zero3Engine:
         self._hf_settings = HfDeepSpeedConfig(settings)
         model = _load(model_path, dtype, trust_remote_code=trust_remote_code)
         check_names(model_path, (name for name, _ in model.named_parameters()))
+        check_tied_head(model_path, model)
         # Whole decoder layers are gathered and reduced at once: fewer collectives, and far fewer
         # of deepspeed's Python hooks.
         deepspeed.utils.set_z3_leaf_modules(
