@@ -23,8 +23,6 @@ from trainer_pool.model.attention import PACKED, packable
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
-MAX_LOGPROB_DIFF = 1.0
-"""Mean difference in nats. Different kernels and dtypes cause a few hundredths."""
 _SHOWN = 8
 """Patterns of names in a message."""
 
@@ -130,17 +128,18 @@ def _read(model_path: str, name: str) -> torch.Tensor:
 
 
 def check_engines_agree(
-    logprob_diff_mean: float, num_tokens: int, published: Iterable[str]
+    logprob_diff_mean: float, num_tokens: int, published: Iterable[str], most: float
 ) -> None:
     """Raises RuntimeError naming the `published` weights if engines serve others.
 
-    `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained.
+    `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained,
+    which may be `most`.
     """
-    if logprob_diff_mean > MAX_LOGPROB_DIFF:
+    if logprob_diff_mean > most:
         raise RuntimeError(
             "the engines do not serve the trainer's weights: the log-probabilities of "
             f"{num_tokens} tokens that they sampled with the version being trained differ by "
-            f"{logprob_diff_mean:.2f} nats on average, more than {MAX_LOGPROB_DIFF:g}. Their "
+            f"{logprob_diff_mean:.2g} nats on average, more than {most:g}. Their "
             f"loader may skip published names ({name_patterns(published)}), or they compute the "
             "model differently: compare the log of engine-0 with the model's config"
         )

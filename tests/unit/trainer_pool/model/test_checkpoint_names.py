@@ -133,9 +133,11 @@ def test_launch_refuses_a_model_with_fused_experts_before_anything_starts(tmp_pa
 
 
 def test_engines_that_serve_other_weights_are_an_error_with_names() -> None:
-    check_engines_agree(0.05, 200, ["a.0.weight"])
-    with pytest.raises(RuntimeError, match=r"200 tokens .* 2\.50 nats .* \(a\.\*\.weight \(2\)\)"):
-        check_engines_agree(2.5, 200, ["a.0.weight", "a.1.weight"])
+    check_engines_agree(0.05, 200, ["a.0.weight"], 1.0)
+    with pytest.raises(RuntimeError, match=r"200 tokens .* 2\.5 nats .* \(a\.\*\.weight \(2\)\)"):
+        check_engines_agree(2.5, 200, ["a.0.weight", "a.1.weight"], 1.0)
+    with pytest.raises(RuntimeError, match=r"by 0\.06 nats on average, more than 0\.001"):
+        check_engines_agree(0.06, 200, ["a.0.weight"], 0.001)
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
