@@ -118,13 +118,12 @@ def packed_attention(
     max_length_q: int = 0,
     max_length_k: int = 0,
     key_places: Tensor | None = None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     windows: set[int | None] | None = None,
-    **_: Any,  # what other implementations need, such as position_ids
+    **_: Any,  # dropout, which is 0, and what other implementations need
 ) -> tuple[Tensor, None]:
     """[1, L, H, D]; the signature is transformers' `AttentionInterface`. Adds the layer's window
     to `windows`.
@@ -148,7 +147,7 @@ def packed_attention(
     if key_places is not None:
         key_1KLD, value_1KLD = key_1KLD[:, :, key_places], value_1KLD[:, :, key_places]
     is_half = query_1HLD.dtype in (torch.bfloat16, torch.float16)
-    if not query_1HLD.is_cpu and is_half and not dropout:
+    if not query_1HLD.is_cpu and is_half:
         output_LHD = varlen_attn(
             query_1HLD[0].transpose(0, 1),
             key_1KLD[0].transpose(0, 1),
@@ -177,13 +176,7 @@ def packed_attention(
         mask = _mask(query.shape[2], key.shape[2], sliding_window, query.device)
         outputs.append(
             scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scaling,
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
             )
         )
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None

@@ -467,12 +467,27 @@ def _load(
         )
 
     try:
-        return attention.packable(model_path, build)
+        return without_dropout(attention.packable(model_path, build))
     except OSError as error:
         raise ValueError(
             f"{setting}={model_path!r}: neither a folder with a Hugging Face model nor the name "
             f"of one that can be reached; correct {setting} ({error})"
         ) from error
+
+
+def without_dropout(model: Any) -> Any:
+    """The model with all its dropout at 0, in training too.
+
+    The engines sample without dropout. With it the policy's log-probabilities would be noisy, and
+    so would the ratio of policies, which multiplies the advantages.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def _differences(mine: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
