@@ -46,7 +46,7 @@ from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.start.attach import Attachment
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
-from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan, max_logprob_diff
 from controller.start.preflight import check_inputs, gpu_memory
 from controller.start.resume import Resumption, find_resumption
 from controller.start.teacher import NAME as TEACHER
@@ -453,6 +453,7 @@ class Run:
             uses_gpu=plan.devices.rank_gpus > 0,
             gpu_share=plan.devices.gpu_share,
             serving_dtype=plan.serving_dtype,
+            max_logprob_diff=max_logprob_diff(plan.config, plan.devices.rank_gpus > 0),
             weights_key=self._weights_key,
             resume_from=str(self._resumption.checkpoint) if self._resumption else None,
             newest_version=self._resumption.newest_version if self._resumption else 0,

@@ -630,6 +630,7 @@ def engine_spec(spec: RolloutSpec, index: int, host: str) -> EngineSpec:
         uses_gpu=spec.uses_gpu,
         key=spec.engine_key,
         seed=(spec.seed + SEED_STRIDE * index) % 2**31,
+        context_length=spec.config.max_prompt_tokens + spec.config.max_response_tokens,
     )
 
 

@@ -123,8 +123,6 @@ class TrainerRank:
         )
         self._stop_requested = threading.Event()
         self._is_working = False
-        self._has_compared = False
-        """Whether the engines' weights have been compared with the trainer's."""
         (self._lineage, *_) = self._ranks.gather_texts(uuid4().hex)  # rank 0's
         self._step = 0
         self._version = 0
@@ -430,19 +428,19 @@ class TrainerRank:
         self._writer.guard()
 
     def _compare_engines(self, stats: StepStats) -> None:
-        """Check once that engines and trainer agree, on the first tokens that engines sampled with
-        the version being trained.
+        """Check that engines and trainer agree, on the tokens that engines sampled with the version
+        being trained.
 
         Raises RuntimeError if their log-probabilities differ too much.
         """
-        if not self._has_compared and stats.logprob_diff_tokens:
+        if stats.logprob_diff_tokens:
             layout = self._engine.layout(self._spec.serving_dtype)
             check_engines_agree(
                 stats.logprob_diff_mean,
                 stats.logprob_diff_tokens,
                 [tensor.name for tensor in layout.tensors],
+                self._spec.max_logprob_diff,
             )
-            self._has_compared = True
 
     def _hand_over(self, batches: Sequence[tuple[Lease, tuple[str, ...]]]) -> None:
         """Announce the new version, then free the credits of the trained groups; on rank 0."""

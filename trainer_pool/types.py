@@ -52,6 +52,9 @@ class TrainerSpec:
     """Whether the ranks go on when the controller that created them dies."""
     gpu_share: float = 1.0
     """Share of a GPU for each rank: less than 1 if an engine uses the same GPU."""
+    max_logprob_diff: float = 1.0
+    """Mean difference between the log-probabilities of engines and trainer, in nats, above which
+    training ends."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from buffer.admission import admission_limit
 from buffer.redis.address import address
-from configs.choices import Backend, Dtype
+from configs.choices import Backend, Dtype, PauseMode
 from configs.schema import Config
 from controller.start.gpus import (
     GPU_CONTEXT_BYTES,
@@ -33,6 +33,11 @@ ENGINE_PROCESS_BYTES = 2 * 2**30
 """A CPU engine without weights and KV cache: SGLang's three processes, measured."""
 WORKER_PROCESS_BYTES = 400 * 2**20
 """One of our processes, with Ray and numpy loaded."""
+FLOAT32_DIFF = 1e-3
+"""Nats a token. SGLang on a CPU and the trainer differ by about 1e-5 in float32. More is no error
+on GPUs, which may multiply in TF32, and with a KV cache that is kept from older weights."""
+OTHER_DIFF = 1.0
+"""Nats a token: bfloat16 causes a few hundredths."""
 DEFAULT_STAGE_DIR = "/dev/shm"
 
 
@@ -166,6 +171,13 @@ def serving_dtype(config: Config, uses_gpu: bool) -> str:
     if dtype is Dtype.auto:
         return "bfloat16" if uses_gpu else "float32"
     return str(dtype.value)
+
+
+def max_logprob_diff(config: Config, uses_gpu: bool) -> float:
+    """Mean difference, in nats, of engines and trainer that can only be an error."""
+    is_float32 = Dtype.bfloat16 not in (config.trainer.dtype, config.rollout.engine.dtype)
+    keeps_old_cache = config.weight_sync.pause_mode is PauseMode.in_place
+    return FLOAT32_DIFF if is_float32 and not uses_gpu and not keeps_old_cache else OTHER_DIFF
 
 
 def _filled_in(config: Config, devices: Devices) -> Config:

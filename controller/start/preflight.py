@@ -27,6 +27,7 @@ from controller.start.sandboxes import check_remote_sandboxes, check_sandbox
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from rollout_pool.engines.engine import shared_memory_bytes
+from rollout_pool.engines.sglang_models import check_served, context_length
 from rollout_pool.episodes.env import Chat, Message, Observation, SingleTurn, ToolSpec, opening
 from rollout_pool.episodes.renderer import AnyFormat, chat_format
 from rollout_pool.episodes.template import QUESTION
@@ -46,7 +47,13 @@ from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
 from rollout_pool.worker.loop import PromptReader
 from trainer_pool.algorithms.trial import check_algorithm
-from trainer_pool.model.checkpoint_names import check_names, parameter_names
+from trainer_pool.model.attention import sliding_windows
+from trainer_pool.model.checkpoint_names import (
+    check_names,
+    check_tied_head,
+    model_without_weights,
+    parameter_names,
+)
 from trainer_pool.model.scratch import byte_tokenizer, model_config
 
 ANSWER = Message(role="assistant", content="!")
@@ -86,6 +93,8 @@ def check_inputs(config: Config) -> None:
             check_host_memory(plan)
     _check_ports(config)
     task, tokenizer = check_task(config.task), tokenizer_of(config)
+    if config.model.path is not None and not Path(config.model.path).is_dir():
+        _check_architecture(config, config.model.path)
     check_first_words(config, task, tokenizer)
     check_grammar(config, tokenizer)
     uses_gpu = plan.devices.engine_gpus > 0
@@ -161,21 +170,15 @@ def _check_here(config: Config) -> Plan:
 def check_model(config: Config) -> None:
     """Checks against the model's own config, if it is known."""
     model, tp_size = config.model, config.rollout.engine.tp_size
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     fields: dict[str, Any] = {}
     if model.scratch is not None:
         fields = model_config(model.scratch, byte_tokenizer()).to_dict()
     elif model.path is not None and Path(model.path).is_dir():
         fields = _model_fields("model.path", model.path)
-        most = fields.get("max_position_embeddings")
-        if most is not None and longest > most:
-            raise ValueError(
-                f"rollout.max_prompt_tokens + rollout.max_response_tokens={longest}: the model "
-                f"takes {most} tokens (max_position_embeddings in its config.json); lower them"
-            )
-        # For a model that is still to be downloaded, the trainer compares the names.
-        trust = model.trust_remote_code
-        check_names(model.path, parameter_names(model.path, trust_remote_code=trust))
+        built = _check_architecture(config, model.path)
+        # For a model that is still to be downloaded, the trainer reads the files.
+        check_names(model.path, parameter_names(built))
+        check_tied_head(model.path, built)
     reference = config.algorithm.kl.reference
     if reference is not None and reference.startswith("/"):  # a local folder is absolute by now
         _check_reference(config, fields, _model_fields("algorithm.kl.reference", reference))
@@ -184,6 +187,21 @@ def check_model(config: Config) -> None:
         raise ValueError(
             f"rollout.engine.tp_size={tp_size}: must divide the model's {num_heads} attention heads"
         )
+
+
+def _check_architecture(config: Config, path: str) -> Any:
+    """The model on the meta device. Raises ValueError if trainer or engines cannot compute it, or
+    would not compute the same, for the longest trajectories."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    model = model_without_weights(path, trust_remote_code=config.model.trust_remote_code)
+    most = context_length(model.config)
+    if most is not None and longest > most:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens={longest}: the model "
+            f"takes {most} tokens (max_position_embeddings in its config.json); lower them"
+        )
+    check_served(path, model.config, sliding_windows(model), longest)
+    return model
 
 
 def _check_reference(config: Config, policy: dict[str, Any], reference: dict[str, Any]) -> None:

@@ -61,6 +61,8 @@ class EngineSpec:
     seed: int
     """Sampling seed; must differ between engines, or they would draw the same samples."""
     key: str = field(repr=False)
+    context_length: int | None = None
+    """Most tokens of a request with its answer; None: what SGLang finds in the model's config."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -281,6 +283,9 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     addresses = f"{direct},{spec.host}" if direct else spec.host
     environment["no_proxy"] = environment["NO_PROXY"] = addresses
+    if spec.context_length is not None:
+        # By itself SGLang takes no more than max_position_embeddings with YaRN.
+        environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     if not spec.uses_gpu:
         environment["OMP_NUM_THREADS"] = str(spec.num_threads)
         # Ray does not hide GPUs from an actor without any, and SGLang would take the first.
@@ -322,6 +327,9 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+CONTEXT_MARGIN = 8
+"""SGLang refuses prompts that come within 6 tokens of its context length, and cuts answers 2 tokens
+before it."""
 CPU_TOTAL_TOKENS = 65536
 """KV cache of a server without a GPU: SGLang would size it by the machine's whole memory."""
 
@@ -343,6 +351,8 @@ def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]
     # Each part of an answer has only the new tokens, not all so far.
     arguments += ["--incremental-streaming-output"]
     arguments += ["--log-level-http", "warning"]  # no line per request
+    if spec.context_length is not None:
+        arguments += ["--context-length", str(spec.context_length + CONTEXT_MARGIN)]
     if spec.trust_remote_code:
         arguments += ["--trust-remote-code"]
     if not config.radix_cache:

@@ -265,18 +265,15 @@ def _marked(shape: Shape) -> tuple[list[Message], Marks]:
         # Results come in the order of their calls.
         answered = None
         if role == "tool":
-            answered = (
-                calls.pop(0)
-                if calls
-                else ToolCall(call_id=_call_id(len(marks)), name="tool", arguments={})
-            )
+            unknown = ToolCall(call_id=_call_id(len(marks)), name="tool", arguments={})
+            answered = calls.pop(0) if calls else unknown
         messages.append(
             Message(
                 role=role,
                 content=text,
                 tool_calls=tuple(made),
-                tool_call_id=answered and answered.call_id,
-                name=answered and answered.name,
+                tool_call_id=answered.call_id if answered else None,
+                name=answered.name if answered else None,
             )
         )
     return messages, marks

@@ -63,6 +63,27 @@ def packable(model_path: str, build: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
+def sliding_windows(model: Any) -> set[int | None]:
+    """The sliding windows of the layers of a model on the meta device; None: a layer attends to
+    all that came before.
+
+    Raises ValueError for attention that `packed_attention` is not.
+    """
+    row, windows = packed_row([torch.arange(2)]), set[int | None]()
+    try:
+        model(
+            input_ids=row.tokens_L.unsqueeze(0).to("meta"),
+            position_ids=row.position_ids_L.unsqueeze(0).to("meta"),
+            use_cache=False,
+            windows=windows,
+            **arguments(row),
+        )
+    except (RuntimeError, TypeError):  # it reads numbers, which this device does not have
+        return {getattr(model.config, "sliding_window", None)}
+    return windows
+
+
+@torch.no_grad()
 def check_model(
     model_path: str, logits: Callable[[PackedRow, Tensor], Tensor], device: torch.device
 ) -> None:
@@ -97,14 +118,15 @@ def packed_attention(
     max_length_q: int = 0,
     max_length_k: int = 0,
     key_places: Tensor | None = None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,  # what other implementations need, such as position_ids
+    windows: set[int | None] | None = None,
+    **_: Any,  # dropout, which is 0, and what other implementations need
 ) -> tuple[Tensor, None]:
-    """[1, L, H, D]; the signature is transformers' `AttentionInterface`.
+    """[1, L, H, D]; the signature is transformers' `AttentionInterface`. Adds the layer's window
+    to `windows`.
 
     Raises ValueError for attention that this is not.
     """
@@ -117,13 +139,15 @@ def packed_attention(
     for name, value in (("softcap", softcap), ("sinks", s_aux)):
         if value is not None:
             raise ValueError(
-                f"model.path: {type(module).__name__} has attention with {name}, which training "
-                "does not compute; choose a model without"
+                f"model.path: {type(module).__name__} has attention with {name}, which the "
+                "trainer does not compute; choose a model without"
             )
+    if windows is not None:
+        windows.add(sliding_window)
     if key_places is not None:
         key_1KLD, value_1KLD = key_1KLD[:, :, key_places], value_1KLD[:, :, key_places]
     is_half = query_1HLD.dtype in (torch.bfloat16, torch.float16)
-    if not query_1HLD.is_cpu and is_half and not dropout:
+    if not query_1HLD.is_cpu and is_half:
         output_LHD = varlen_attn(
             query_1HLD[0].transpose(0, 1),
             key_1KLD[0].transpose(0, 1),
@@ -152,13 +176,7 @@ def packed_attention(
         mask = _mask(query.shape[2], key.shape[2], sliding_window, query.device)
         outputs.append(
             scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=mask is None,
-                scale=scaling,
+                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
             )
         )
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,8 +23,6 @@ from trainer_pool.model.attention import PACKED, packable
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
-MAX_LOGPROB_DIFF = 1.0
-"""Mean difference in nats. Different kernels and dtypes cause a few hundredths."""
 _SHOWN = 8
 """Patterns of names in a message."""
 
@@ -58,8 +56,8 @@ def _file(model_path: str, name: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
-    """The names that the trainer will publish, without reading any weights.
+def model_without_weights(model_path: str, *, trust_remote_code: bool) -> Any:
+    """The model as the trainer builds it, on the meta device.
 
     Raises ValueError if the trainer cannot pack the model's sequences.
     """
@@ -71,8 +69,13 @@ def parameter_names(model_path: str, *, trust_remote_code: bool) -> list[str]:
         )
 
     with torch.device("meta"):
-        model = packable(model_path, build)
+        model = packable(model_path, build).eval()
     model.tie_weights()
+    return model
+
+
+def parameter_names(model: Any) -> list[str]:
+    """The names that the trainer will publish."""
     return [name for name, _ in model.named_parameters()]
 
 
@@ -90,18 +93,53 @@ def check_names(model_path: str, published: Iterable[str]) -> None:
         )
 
 
+def check_tied_head(model_path: str, model: Any) -> None:
+    """Raises ValueError if config.json ties the output head to the embeddings, but the files hold
+    another head."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return
+    known = checkpoint_names(model_path)
+    for head, embeddings in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if not {head, embeddings} <= known:
+            continue
+        if not torch.equal(_read(model_path, head), _read(model_path, embeddings)):
+            raise ValueError(
+                f"model.path={model_path!r}: tie_word_embeddings=true in its config.json, but its "
+                f"files hold a {head} that differs from {embeddings}. Engines and trainer would "
+                "use the embeddings as the head, and this head would be lost: set "
+                f"tie_word_embeddings=false there, or remove {head} from the files"
+            )
+
+
+def _read(model_path: str, name: str) -> torch.Tensor:
+    files = [_SAFETENSORS, _TORCH]
+    for index in _INDEXES:
+        if (path := _file(model_path, index)) is not None:
+            files = [json.loads(path.read_text())["weight_map"][name]]
+            break
+    found = [path for file in files if (path := _file(model_path, file)) is not None]
+    if not found:
+        raise ValueError(f"model.path={model_path!r}: {files[0]} is missing; copy it again")
+    path = found[0]
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as weights:
+            return cast(torch.Tensor, weights.get_tensor(name))
+    return cast(torch.Tensor, torch.load(path, weights_only=True, mmap=True)[name])
+
+
 def check_engines_agree(
-    logprob_diff_mean: float, num_tokens: int, published: Iterable[str]
+    logprob_diff_mean: float, num_tokens: int, published: Iterable[str], most: float
 ) -> None:
     """Raises RuntimeError naming the `published` weights if engines serve others.
 
-    `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained.
+    `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained,
+    which may be `most`.
     """
-    if logprob_diff_mean > MAX_LOGPROB_DIFF:
+    if logprob_diff_mean > most:
         raise RuntimeError(
             "the engines do not serve the trainer's weights: the log-probabilities of "
             f"{num_tokens} tokens that they sampled with the version being trained differ by "
-            f"{logprob_diff_mean:.2f} nats on average, more than {MAX_LOGPROB_DIFF:g}. Their "
+            f"{logprob_diff_mean:.2g} nats on average, more than {most:g}. Their "
             f"loader may skip published names ({name_patterns(published)}), or they compute the "
             "model differently: compare the log of engine-0 with the model's config"
         )

@@ -33,7 +33,7 @@ from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost, packed_row
 from trainer_pool.model import attention
-from trainer_pool.model.checkpoint_names import check_names
+from trainer_pool.model.checkpoint_names import check_names, check_tied_head
 from trainer_pool.model.head import Candidates, Scores, ScoringHead, TokensToScore
 from trainer_pool.state.export import write_model
 from trainer_pool.state.shards import ShardReader
@@ -123,6 +123,7 @@ class Zero3Engine:
         self._hf_settings = HfDeepSpeedConfig(settings)
         model = _load(model_path, dtype, trust_remote_code=trust_remote_code)
         check_names(model_path, (name for name, _ in model.named_parameters()))
+        check_tied_head(model_path, model)
         # Whole decoder layers are gathered and reduced at once: fewer collectives, and far fewer
         # of deepspeed's Python hooks.
         deepspeed.utils.set_z3_leaf_modules(
@@ -469,12 +470,27 @@ def _load(
         )
 
     try:
-        return attention.packable(model_path, build)
+        return without_dropout(attention.packable(model_path, build))
     except OSError as error:
         raise ValueError(
             f"{setting}={model_path!r}: neither a folder with a Hugging Face model nor the name "
             f"of one that can be reached; correct {setting} ({error})"
         ) from error
+
+
+def without_dropout(model: Any) -> Any:
+    """The model with all its dropout at 0, in training too.
+
+    The engines sample without dropout. With it the policy's log-probabilities would be noisy, and
+    so would the ratio of policies, which multiplies the advantages.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def _differences(mine: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:

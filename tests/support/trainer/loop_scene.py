@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:
         uses_gpu=False,
         serving_dtype="float32",
         weights_key=WEIGHTS_KEY,
+        max_logprob_diff=math.inf,  # those of the rollouts are made up
     )
 
 

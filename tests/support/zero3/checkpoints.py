@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import dropout
 
 from tests.support.zero3.scene import NUM_STEPS, SAVE_AFTER, Scene
 from trainer_pool.model import zero3
@@ -65,12 +66,12 @@ def frozen(scene: Scene) -> None:
     scene.write()
 
 
-def dropout(scene: Scene) -> None:
+def noise(scene: Scene) -> None:
     """Train on from the last checkpoint, if there is one, with a model and steps that draw
     random numbers."""
-    scene.store.folder = scene.folder / "checkpoints-dropout"
-    for layer in scene.engine._engine.module.model.layers:
-        layer.self_attn.attention_dropout = 0.2
+    scene.store.folder = scene.folder / "checkpoints-noise"
+    norm = scene.engine._engine.module.model.norm
+    norm.register_forward_hook(lambda _module, _inputs, hidden: dropout(hidden, 0.2))
     found, first = scene.store.latest(), 0
     if found is not None:
         scene.restore_from(scene.store.folder)

@@ -46,7 +46,7 @@ SCENES: dict[str, Callable[[Scene], None]] = {
     "offloaded_again": whole_runs.offloaded_again,
     "reshard": checkpoints.reshard,
     "frozen": checkpoints.frozen,
-    "dropout": checkpoints.dropout,
+    "noise": checkpoints.noise,
     "full_disk": checkpoints.full_disk,
     "copies": checkpoints.copies,
     "chain": killed.chain,

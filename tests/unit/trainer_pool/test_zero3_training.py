@@ -475,9 +475,9 @@ def test_weights_that_are_not_trained_are_in_the_checkpoint_for_any_number_of_ra
 
 
 def test_resumed_ranks_go_on_with_the_same_random_numbers(ranks: Ranks, two_ranks: Outcome) -> None:
-    whole, resumed = ranks.outcome("dropout", 2), ranks.outcome("dropout", 2)
+    whole, resumed = ranks.outcome("noise", 2), ranks.outcome("noise", 2)
     assert (whole.results["first"], resumed.results["first"]) == (0, SAVE_AFTER)
-    assert whole.results["steps"] != two_ranks.results["steps"]  # there is dropout indeed
+    assert whole.results["steps"] != two_ranks.results["steps"]  # there is noise indeed
     assert resumed.results["steps"] == whole.results["steps"][SAVE_AFTER:]
     for name, weights in whole.weights.items():
         np.testing.assert_array_equal(weights, resumed.weights[name], err_msg=name)

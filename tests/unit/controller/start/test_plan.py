@@ -14,7 +14,7 @@ from configs.schema import ModelConfig, ScratchModelConfig
 from controller.main import main
 from controller.start.gpus import GPU_CONTEXT_BYTES, RANK_PROCESS_BYTES, rank_bytes
 from controller.start.model_size import ModelSize, model_size
-from controller.start.plan import Plan, make_plan
+from controller.start.plan import Plan, make_plan, max_logprob_diff
 
 GIB = 2**30
 
@@ -39,6 +39,22 @@ def test_cores_are_divided_without_gpus(settings: list[str], num_cpus: int, thre
     plan = make_plan(load_config(settings), num_gpus=0, num_cpus=num_cpus)
     assert (plan.devices.rank_gpus, plan.devices.engine_gpus, plan.num_gpus) == (0, 0, 0)
     assert (plan.threads_per_process, plan.serving_dtype) == (threads, "float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "uses_gpu", "most"),
+    [
+        ([], False, 1e-3),
+        ([], True, 1.0),
+        (["rollout.engine.dtype=bfloat16"], False, 1.0),
+        (["trainer.dtype=bfloat16"], False, 1.0),
+        (["weight_sync.pause_mode=in_place"], False, 1.0),
+    ],
+)
+def test_engines_and_trainer_must_agree_closely_where_both_compute_in_float32(
+    settings: list[str], uses_gpu: bool, most: float
+) -> None:
+    assert max_logprob_diff(load_config(settings), uses_gpu) == most
 
 
 @pytest.mark.parametrize(

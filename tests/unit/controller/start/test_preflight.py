@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers as hf
 
 from configs.load import load_config
 from configs.schema import ScratchModelConfig
@@ -191,6 +194,72 @@ def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Pat
     small = save_model(tmp_path / "small", chat_template=None)
     with pytest.raises(ValueError, match=r"=72: the model takes 64 tokens"):
         check_plan(load_config(["model=pretrained", small, "rollout.max_prompt_tokens=64"]))
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+
+
+def save_small(folder: Path, config: hf.PreTrainedConfig) -> list[str]:
+    """The settings of a run with a random model of this config."""
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    short = ["rollout.max_prompt_tokens=32", "rollout.max_response_tokens=8"]
+    no_chat = ["task.chat_template=false", "trainer.warm_start.num_steps=0"]
+    return ["model=pretrained", f"model.path={folder}", *short, *no_chat]
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message"),
+    [
+        (
+            hf.MistralConfig(**SMALL, sliding_window=39),
+            (),
+            r"sliding_window=39 is shorter .*=40\), and the engines' side, SGLang's Mistral",
+        ),
+        (hf.MistralConfig(**SMALL, sliding_window=40), (), None),
+        (hf.Gemma2Config(**SMALL), (), r"softcap, which the trainer does not compute"),
+        (hf.GPT2Config(vocab_size=264, n_embd=32, n_layer=1, n_head=4, n_positions=39), (), "=40"),
+        (hf.Qwen3Config(**SMALL), ("rollout.max_prompt_tokens=57",), "=65: the model takes 64"),
+        (
+            hf.Qwen3Config(**SMALL, rope_parameters=YARN),
+            ("rollout.max_prompt_tokens=248",),
+            None,
+        ),
+        (
+            hf.Qwen3Config(**SMALL, rope_parameters=YARN),
+            ("rollout.max_prompt_tokens=249",),
+            "=257: the model takes 256 tokens",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_model_that_engines_and_trainer_compute_in_two_ways_is_refused(
+    tmp_path: Path, config: hf.PreTrainedConfig, settings: Sequence[str], message: str | None
+) -> None:
+    loaded = load_config([*save_small(tmp_path, config), *settings])
+    if message is None:
+        check_plan(loaded)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_plan(loaded)
+
+
+def test_head_beside_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    settings = save_small(tmp_path, hf.Qwen3Config(**SMALL))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight that differs from model\.embed_tok"):
+        check_plan(load_config(settings))
 
 
 def test_folder_that_is_no_reference_is_refused(tmp_path: Path) -> None:

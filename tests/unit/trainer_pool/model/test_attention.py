@@ -19,7 +19,7 @@ from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.types import BatchStatistics
 from trainer_pool.data.packing import MicroBatch, PackedRow, Row, fill_up, pack, packed_row
 from trainer_pool.model import attention, zero3
-from trainer_pool.model.checkpoint_names import parameter_names
+from trainer_pool.model.checkpoint_names import model_without_weights
 from trainer_pool.step import loss_inputs
 
 SIZES = {
@@ -212,13 +212,59 @@ def test_model_that_cannot_be_packed_is_refused(kind: str, reason: str) -> None:
         attention.check_model("m", lambda row, places: logits_of(model, row, places), model.device)
 
 
+@pytest.mark.parametrize("kind", ["softcap", "sinks"])
+def test_model_that_cannot_be_packed_is_refused_without_its_weights(
+    kind: str, tmp_path: Path
+) -> None:
+    config_of(kind).save_pretrained(tmp_path)
+    model = model_without_weights(str(tmp_path), trust_remote_code=False)
+    with pytest.raises(ValueError, match=rf"attention with {kind}, which the trainer does not"):
+        attention.sliding_windows(model)
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (hf.Qwen3Config(**SIZES), {None}),
+        (hf.Qwen3Config(**SIZES, sliding_window=4), {None}),  # use_sliding_window is off
+        (hf.MistralConfig(**SIZES, sliding_window=4), {4}),
+        (
+            hf.Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+            {None, 4},
+        ),
+        (
+            # A pass without weights cannot run it.
+            hf.Phi3Config(
+                **SIZES,
+                pad_token_id=0,
+                sliding_window=4,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                    "original_max_position_embeddings": 64,
+                },
+            ),
+            {4},
+        ),
+    ],
+)
+def test_windows_are_those_of_the_layers(
+    config: hf.PreTrainedConfig, windows: set[int | None], tmp_path: Path
+) -> None:
+    config.save_pretrained(tmp_path)
+    model = model_without_weights(str(tmp_path), trust_remote_code=False)
+    assert attention.sliding_windows(model) == windows
+
+
 @pytest.mark.parametrize("kind", ["own attention", "own attention by one class"])
 def test_model_with_its_own_attention_is_refused_before_the_launch_and_when_it_is_loaded(
     kind: str, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(config_of(kind)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model\.path=.* computes its attention by itself"):
-        parameter_names(str(tmp_path), trust_remote_code=False)
+        model_without_weights(str(tmp_path), trust_remote_code=False)
     with pytest.raises(ValueError, match=r"model\.path=.* computes its attention by itself"):
         zero3._load(str(tmp_path), torch.float32, trust_remote_code=False)
 

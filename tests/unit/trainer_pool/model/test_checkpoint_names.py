@@ -22,7 +22,9 @@ from controller.start.preflight import check_inputs
 from trainer_pool.model.checkpoint_names import (
     check_engines_agree,
     check_names,
+    check_tied_head,
     checkpoint_names,
+    model_without_weights,
     name_patterns,
     parameter_names,
 )
@@ -54,6 +56,10 @@ def experts() -> PreTrainedModel:
     return Qwen3MoeForCausalLM(config)
 
 
+def names_of(folder: Path) -> list[str]:
+    return parameter_names(model_without_weights(str(folder), trust_remote_code=False))
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("shard_size", ["1GB", "4KB"])
 def test_dense_model_publishes_the_names_of_its_files(
@@ -61,11 +67,40 @@ def test_dense_model_publishes_the_names_of_its_files(
 ) -> None:
     dense(is_tied=is_tied).save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "4KB")
-    names = parameter_names(str(tmp_path), trust_remote_code=False)
+    names = names_of(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert names == [name for name, _ in loaded.named_parameters()]
     assert ("lm_head.weight" in names) == (not is_tied)
     check_names(str(tmp_path), names)
+
+
+@pytest.mark.parametrize("file", ["safetensors", "sharded", "bin"])
+def test_tied_head_of_the_files_must_be_the_embeddings(tmp_path: Path, file: str) -> None:
+    model = dense(is_tied=False)
+
+    def save() -> None:
+        if file == "bin":
+            torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        else:
+            size = "4KB" if file == "sharded" else "1GB"
+            model.save_pretrained(tmp_path, max_shard_size=size)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+    model.config.save_pretrained(tmp_path)
+    save()
+    built = model_without_weights(str(tmp_path), trust_remote_code=False)
+    with pytest.raises(
+        ValueError,
+        match=r"tie_word_embeddings=true .* hold a lm_head\.weight that differs from "
+        r"model\.embed_tokens\.weight\. .*set tie_word_embeddings=false",
+    ):
+        check_tied_head(str(tmp_path), built)
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    save()
+    check_tied_head(str(tmp_path), built)
+    assert "lm_head.weight" not in names_of(tmp_path)
+    check_names(str(tmp_path), names_of(tmp_path))
 
 
 def test_names_of_an_older_file_of_weights_are_read(tmp_path: Path) -> None:
@@ -79,7 +114,7 @@ def test_names_of_an_older_file_of_weights_are_read(tmp_path: Path) -> None:
 
 def test_model_with_fused_experts_is_refused_by_their_names(tmp_path: Path) -> None:
     experts().save_pretrained(tmp_path)
-    names = parameter_names(str(tmp_path), trust_remote_code=False)
+    names = names_of(tmp_path)
     with pytest.raises(ValueError, match="not supported yet") as refused:
         check_names(str(tmp_path), names)
     assert "holds 4 weights by names" in str(refused.value)
@@ -98,9 +133,11 @@ def test_launch_refuses_a_model_with_fused_experts_before_anything_starts(tmp_pa
 
 
 def test_engines_that_serve_other_weights_are_an_error_with_names() -> None:
-    check_engines_agree(0.05, 200, ["a.0.weight"])
-    with pytest.raises(RuntimeError, match=r"200 tokens .* 2\.50 nats .* \(a\.\*\.weight \(2\)\)"):
-        check_engines_agree(2.5, 200, ["a.0.weight", "a.1.weight"])
+    check_engines_agree(0.05, 200, ["a.0.weight"], 1.0)
+    with pytest.raises(RuntimeError, match=r"200 tokens .* 2\.5 nats .* \(a\.\*\.weight \(2\)\)"):
+        check_engines_agree(2.5, 200, ["a.0.weight", "a.1.weight"], 1.0)
+    with pytest.raises(RuntimeError, match=r"by 0\.06 nats on average, more than 0\.001"):
+        check_engines_agree(0.06, 200, ["a.0.weight"], 0.001)
 
 
 def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
