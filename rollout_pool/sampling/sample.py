@@ -192,7 +192,9 @@ class Sample:
         self.output_ids.extend(tokens)
         self.logprobs.extend([0.0] * len(tokens))
         if self.has_candidates:
-            self.candidates.extend(array("i", [token]) for token in tokens)
+            # One array a token, not a place: the garbage collector goes through each, in the loop.
+            alone = {token: array("i", [token]) for token in tokens}
+            self.candidates.extend(alone[token] for token in tokens)
         last = self.version_spans[-1]
         self.version_spans[-1] = VersionSpan(
             version=last.version, start=last.start, end=last.end + len(tokens)

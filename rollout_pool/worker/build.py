@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -100,6 +101,11 @@ class WorkerParts:
             self._reach_redis(),
         )
         await self._build()
+        # Else each full collection goes through all that was imported, and holds the loop for half
+        # a second.
+        gc.collect()
+        gc.freeze()
+        self._closing.callback(gc.unfreeze)  # libraries complain of what is left at the exit
 
     def _read_tokenizer(self) -> None:
         path, trust = self._spec.model_path, self._spec.trust_remote_code

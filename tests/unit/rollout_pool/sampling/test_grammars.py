@@ -14,14 +14,18 @@ from array import array
 import numpy as np
 import pytest
 import pytest_asyncio
+from llguidance import LLMatcher, LLTokenizer
 
 from buffer.types import SamplingParams
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling import grammars as limits
+from rollout_pool.sampling.engine_client import EngineError
+from rollout_pool.sampling.grammar_process import Rules, Vocabulary
 from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Alternatives, Constraint
 from rollout_pool.sampling.sampler import Sampler
-from tests.support.rollout import make_sample, until, write
+from tests.support.rollout import make_sample, merging_tokenizer, until, write
 from trainer_pool.model.scratch import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -48,17 +52,22 @@ class Letters:
 
     name = "engine-0"
 
-    def __init__(self):
+    def __init__(self, dies_after=None):
         self.stopped = set()
+        self.dies_after = dies_after
+        """Tokens of its first request."""
 
     def note_version(self, version):
         return
 
     async def generate(self, sample, request_id, on_arrival=None):
         ids = np.arange(SIZE, dtype=np.int32)
-        for _ in range(sample.num_asked):
+        most, self.dies_after = self.dies_after, None
+        for number in range(sample.num_asked):
             if request_id in self.stopped:
                 return
+            if number == most:
+                raise EngineError("it died")
             write(sample, [ord("a")], 0, -5.0)
             sample.candidates.append(array("i", ids.tolist()))
             sample.alternatives.append(Alternatives(ids, np.full(SIZE, -5.0)))
@@ -120,11 +129,11 @@ def constrained(grammar, **fields):
     return make_sample(**fields)
 
 
-async def complete(sample, grammars):
-    engine = Letters()
+async def complete(sample, grammars, engine=None):
+    engine = engine or Letters()
     router = Router([engine], 60.0)
     router.follow({engine.name: 0}, 0, 0)
-    await Sampler(router, 0, TOKENIZER.decode, grammars).complete(sample)
+    await Sampler(router, 1, TOKENIZER.decode, grammars).complete(sample)
     return bytes(token for token in sample.output_ids if token != EOS).decode()
 
 
@@ -187,6 +196,62 @@ async def test_tokens_are_no_part_of_the_answer_before_the_grammar_has_allowed_t
     )
     assert await complete(sample, grammars) == "aab"
     assert all(one == [*b"aab", EOS][: len(one)] for one in seen), seen
+
+
+async def test_tokens_of_an_engine_that_dies_are_followed_before_the_next_goes_on(grammars):
+    sample = constrained("start: /a{40}/")
+    assert await complete(sample, grammars, Letters(dies_after=30)) == 40 * "a"
+    assert (sample.num_attempts > 1, sample.num_failures) == (True, 1)
+    assert {len(one) for one in sample.candidates} == {1} and set(sample.logprobs) == {0.0}
+
+
+async def test_cancelled_sample_leaves_its_grammar(grammars):
+    began = asyncio.Event()
+    sample = constrained("start: /a*/", on_tokens=lambda sample: began.set())
+    working = asyncio.create_task(complete(sample, grammars))
+    await began.wait()
+    await end_tasks([working])
+    [process] = grammars._processes.values()
+    assert working.cancelled() and process.num_answers == 0
+    await grammars.check(sample.constraint)
+
+
+MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("o", "\u0120"), ("1", "2")]
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: "hello hello hell" ("o" | "x")',
+        'start: /hel{2}o/ "hello " /[0-9]/',
+        json_form({"const": "hello 1212 hello"}),
+        json_form(
+            {
+                "x-guidance": {"whitespace_flexible": False},
+                "type": "object",
+                "properties": {"hello": {"const": 12}, "llo": {"enum": ["hell", "hello"]}},
+                "required": ["hello", "llo"],
+                "additionalProperties": False,
+            }
+        ),
+    ],
+)
+def test_forced_tokens_are_those_of_which_each_is_the_only_one_allowed(grammar):
+    """Looked for all at once, or one by one."""
+    tokenizer = merging_tokenizer(MERGES, ["<eos>"], None, eos_token="<eos>")
+    size, eos = len(tokenizer), tokenizer.eos_token_id
+    known = LLTokenizer(tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=[eos])
+    matcher = LLMatcher(known, grammar, log_level=0)
+    rules = Rules(Vocabulary(size, [eos]), matcher.deep_copy(), 0, [])
+    expected = []
+    while eos not in expected:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        if len(allowed) > 1:
+            break
+        expected += allowed
+        matcher.consume_token(allowed[0])
+    assert rules.force(3) + rules.force(100) == expected and len(expected) > 1
 
 
 async def test_grammars_are_forgotten_by_the_sum_of_their_memory(make_grammars, monkeypatch):
