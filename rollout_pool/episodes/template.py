@@ -275,8 +275,8 @@ def _marked(shape: Shape) -> tuple[list[Message], Marks]:
                 role=role,
                 content=text,
                 tool_calls=tuple(made),
-                tool_call_id=answered and answered.call_id,
-                name=answered and answered.name,
+                tool_call_id=answered.call_id if answered else None,
+                name=answered.name if answered else None,
             )
         )
     return messages, marks
