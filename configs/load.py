@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig, TaskSource
+from configs.run_files import read_text
 from configs.schema import Config
 from configs.settings import (
     NAMED_SECTIONS,
@@ -55,6 +56,7 @@ OF_ANY_TASK = ("chat_template", "renderer", "tool_parser", "seed")
 NAMED_KINDS = (TaskKind.reasoning_gym.name, TaskKind.verifiers.name)
 """Kinds whose tasks come from a library, chosen by task.name."""
 NEW_FOR_EACH_RUN = ("run.name", "run.dir")
+END_OF_YAML = "..."
 _ABSENT = object()
 
 
@@ -199,12 +201,13 @@ def _is_quoted(text: str) -> bool:
 def to_yaml(config: Config) -> str:
     """The resolved settings as YAML, for `make dry-run` and the run's folder.
 
-    Without the password in buffer.url, because people share both.
+    Without the password in buffer.url, because people share both. The last line is YAML's own end
+    of a document: a file without it was cut off.
     """
     tree = OmegaConf.structured(config)
     if config.buffer.url is not None:
         tree.buffer.url = _without_password(config.buffer.url)
-    return OmegaConf.to_yaml(tree)
+    return f"{OmegaConf.to_yaml(tree)}{END_OF_YAML}\n"
 
 
 def _without_password(url: str) -> str:
@@ -215,18 +218,38 @@ def _without_password(url: str) -> str:
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read settings that `to_yaml` wrote, and apply `overrides`. Raises ConfigError."""
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} contains no settings")
-    settings = OmegaConf.create(_literal(tree))
+    settings = _settings_in(path)
     for name, text in map(_split, overrides):
         OmegaConf.update(settings, name, _value(name, text), force_add=True)
-    config = _to_schema(settings)
+    try:
+        config = _to_schema(settings)
+    except ConfigError as error:
+        if overrides:
+            raise
+        raise ConfigError(f"{path}: {error}") from error
     _anchor_paths(config)
     return config
+
+
+def _settings_in(path: Path) -> DictConfig:
+    try:
+        text = read_text(path)
+        tree = yaml.safe_load(text)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path} contains no settings")
+        if text.rstrip().rpartition("\n")[2] != END_OF_YAML:
+            raise ConfigError(
+                f"{path} was cut off: its last line is not {END_OF_YAML!r}; add that line if all "
+                "settings are there"
+            )
+        settings: DictConfig = OmegaConf.create(_literal(tree))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {_first_line(error)}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return settings
 
 
 def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:

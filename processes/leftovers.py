@@ -17,6 +17,7 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from configs.run_files import read_text
 from processes.runs import living_runs
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def remove_leftovers(run_dir: Path) -> None:
     for list_file in sorted((run_dir / _FOLDER / socket.gethostname()).glob("*")):
         try:
             remove_listed(list_file)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             log.warning("cannot remove the files listed in %s: %s", list_file, error)
     for folder in (run_dir / _FOLDER / socket.gethostname(), run_dir / _FOLDER):
         with contextlib.suppress(OSError):  # not empty, or missing
@@ -70,11 +71,16 @@ def hosts_with_leftovers(run_dir: Path) -> list[str]:
 
 
 def remove_listed(list_file: Path) -> None:
-    """Remove the files in one list, and the list. Raises OSError."""
+    """Remove the files in one list, and the list. Raises OSError, and ValueError if the list is
+    damaged: then nothing is removed."""
     if list_file.stat().st_uid != os.geteuid():
         raise PermissionError("it belongs to another user")
     if not list_file.name.startswith("."):  # an unfinished list may be truncated
-        for path in map(Path, list_file.read_text().splitlines()):
+        text = read_text(list_file)
+        paths = [Path(line) for line in text.split("\n")[:-1]]
+        if (text and not text.endswith("\n")) or not all(map(Path.is_absolute, paths)):
+            raise ValueError(f"{list_file} is damaged: its lines are not all absolute paths")
+        for path in paths:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

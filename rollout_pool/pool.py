@@ -156,7 +156,7 @@ class EngineActor(_Placed):
             await life.start()
             return life
         await self._state.forget_engine(engine.spec.name)
-        with contextlib.suppress(OSError):  # another host has the list then
+        with contextlib.suppress(OSError, ValueError):  # another host has the list then
             await asyncio.to_thread(remove_listed, engine.spec.leftovers_path)
         life.start_again("lost its process")
         return life

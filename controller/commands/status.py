@@ -14,6 +14,7 @@ from buffer.redis.keys import Keys
 from buffer.results import BufferStats
 from configs.load import read_config
 from configs.printable import printable
+from configs.run_files import read_text
 from controller.buffer_access import BufferAddress, open_buffer, open_state
 from controller.metrics.records import Record, of_kind, read_metrics
 from controller.metrics.weights import WeightsView
@@ -89,7 +90,7 @@ def _print_history(run_dir: RunDir, console: Console) -> None:
     records = read_metrics(run_dir.metrics)
     summary = run_dir.path / "summary.md"
     if summary.exists():
-        console.print(Markdown(printable(summary.read_text()).partition("\n![")[0]))
+        console.print(Markdown(printable(read_text(summary)).partition("\n![")[0]))
     elif records:
         steps = of_kind(records, "step")
         console.print(f"It made {len(steps)} steps; the log of each process is in {run_dir.logs}/.")

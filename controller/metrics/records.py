@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.run_files import parse_json, read_bytes
+
 log = logging.getLogger(__name__)
 
 Scalar = float | int | str
@@ -59,7 +61,8 @@ class Record:
         text = self.values.get(name)
         if not isinstance(text, str):
             return {}
-        return {int(key): int(count) for key, count in sorted(json.loads(text).items())}
+        found = parse_json(text, dict[int, int], f"{name} of a record of kind {self.kind!r}")
+        return dict(sorted(found.items()))
 
 
 class MetricsLog:
@@ -89,8 +92,8 @@ class MetricsLog:
         nulls = {name: None for name in values if name not in known}
         position = {"id": id} if id else {}
         line = {"t": round(record.t, 3), "kind": kind, **position, **known, **nulls}
-        text = json.dumps(line, separators=(",", ":"), allow_nan=False)
-        self._waiting += text.encode() + b"\n"
+        text = json.dumps(line, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+        self._waiting += text.encode(errors="replace") + b"\n"
         self._write()
         for hand_on in self._hand_on:
             hand_on(record)
@@ -115,15 +118,19 @@ class MetricsLog:
 
 
 def finite_only(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """The finite values: NaN is not JSON, and an integer of 400 digits overflows a float."""
-    return {name: value for name, value in values.items() if _is_finite(value)}
+    """The values that every reader of JSON takes: no NaN, no integer of more than 64 bits, and no
+    half of a surrogate pair."""
+    return {name: _plain(value) for name, value in values.items() if _is_finite(value)}
 
 
 def _is_finite(value: Scalar) -> bool:
-    try:
-        return isinstance(value, str) or math.isfinite(value)
-    except OverflowError:
-        return False
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return isinstance(value, str) or math.isfinite(value)
+
+
+def _plain(value: Scalar) -> Scalar:
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
@@ -143,10 +150,9 @@ def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     ValueError with the number of any other invalid line.
     """
     try:
-        text = path.read_text()
+        lines = read_bytes(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    lines = text.split("\n")[:-1]
     records = list[Record]()
     for number, line in enumerate(lines, start=1):
         record = _parse(line, f"{path}:{number}")
@@ -162,10 +168,13 @@ def seconds_away(records: Iterable[Record]) -> float:
     return sum(series((r for r in records if r.kind == RESUMED), "away_s"))
 
 
-def _parse(line: str, where: str) -> Record:
+def _parse(line: bytes, where: str) -> Record:
     try:
-        fields = {k: v for k, v in dict(json.loads(line)).items() if v is not None}
-        t, kind, place = fields.pop("t"), fields.pop("kind"), fields.pop("id", "")
-        return Record(t=float(t), kind=str(kind), values=fields, id=str(place))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: not a metrics record ({error!r})") from error
+        found = parse_json(line, dict[str, bool | float | int | str | None], where)
+    except ValueError as error:
+        raise ValueError(f"{error}; remove the line") from error
+    fields = {name: value for name, value in found.items() if value is not None}
+    t, kind, place = fields.pop("t", None), fields.pop("kind", None), fields.pop("id", "")
+    if not isinstance(t, float | int) or not isinstance(kind, str) or not isinstance(place, str):
+        raise ValueError(f"{where} is not a metrics record, without time and kind; remove the line")
+    return Record(t=float(t), kind=kind, values=fields, id=place)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from configs.run_files import read_json
 from controller.run_dir import RunDir
 from processes.child import Adopted, Child
 
@@ -26,6 +28,13 @@ STOP_S = 5.0
 
 class KeeperError(RuntimeError):
     """Ray did not start; the message is Ray's."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class _Record:
+    pid: int
+    started: float
+    address: str
 
 
 class RayKeeper:
@@ -52,9 +61,9 @@ class RayKeeper:
         """The one that outlived its controller, if it lives."""
         if run_dir.temporary is None:
             return None
-        with contextlib.suppress(OSError, ValueError, KeyError, psutil.NoSuchProcess):
-            record = json.loads((run_dir.temporary / RECORD).read_text())
-            keeper = cls(Adopted(record["pid"], record["started"]), record["address"])
+        with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
+            record = read_json(run_dir.temporary / RECORD, _Record)
+            keeper = cls(Adopted(record.pid, record.started), record.address)
             if keeper.process.wait(0) is None:
                 return keeper
         return None

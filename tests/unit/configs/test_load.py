@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import chdir
 from pathlib import Path
@@ -485,9 +486,33 @@ def test_file_of_a_user_needs_no_comment(tmp_path: Path, monkeypatch: pytest.Mon
 def test_config_file_that_is_missing_or_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path / "missing.yaml")
-    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "list.yaml").write_text("- 1\n...\n")
     with pytest.raises(ConfigError, match="contains no settings"):
         read_config(tmp_path / "list.yaml")
+
+
+def test_config_file_that_is_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path, whole = tmp_path / "config.yaml", to_yaml(load_config([]))
+    lines = [place for place, letter in enumerate(whole) if letter == "\n"]
+    for stop in (*lines[:-1], *range(len(whole) - 20, len(whole) - 1), 0, 1):
+        path.write_text(whole[:stop])
+        with pytest.raises(ConfigError, match=str(path)):
+            read_config(path)
+    path.write_text(whole.replace("\n", "\r\n"))
+    assert read_config(path) == load_config([])
+
+
+@pytest.mark.parametrize(
+    "content", ["\xff\xfe", "\0", "a: " + "[" * 5000, "1: 2\n...\n", "buffer: 7\n...\n", "pipe"]
+)
+def test_damaged_config_file_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "config.yaml"
+    if content == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=str(path)):
+        read_config(path)
 
 
 def test_files_of_code_become_absolute_and_modules_stay() -> None:

@@ -52,6 +52,23 @@ def test_leftovers_are_listed_by_host_and_removed_there_alone(
     remove_leftovers(tmp_path / "no-such-run")
 
 
+@pytest.mark.parametrize("text", ["FOLDER", ".\n", "FOLDER\nprecious\n", "\xff\n", "\0\n", "pipe"])
+def test_damaged_list_removes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    folder = tmp_path / "precious"
+    folder.mkdir()
+    monkeypatch.chdir(tmp_path)
+    list_file = list_path(tmp_path, "engine-0")
+    list_file.parent.mkdir(parents=True)
+    if text == "pipe":
+        os.mkfifo(list_file)
+    else:
+        list_file.write_text(text.replace("FOLDER", str(folder)), encoding="latin-1")
+    remove_leftovers(tmp_path)
+    assert folder.exists() and list_file.exists()
+
+
 def test_leftovers_that_cannot_be_removed_stay_listed(tmp_path: Path) -> None:
     write_list(list_path(tmp_path, "engine-0"), ["/proc/self/fd"])
     remove_leftovers(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,56 @@ def test_line_after_an_incomplete_one_is_readable(tmp_path: Path) -> None:
     assert [record.count("step") for record in read_metrics(path)] == [0, 1]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"kind": "step"}', '{"t": "x", "kind": "step"}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"kind": "step"}',
+        '{"t": "x", "kind": "step"}',
+        '{"t": 1e999, "kind": "step"}',
+        '{"t": 1.0, "kind": ["step"]}',
+        '{"t": 1.0, "kind": "step", "step": {"a": 1}}',
+        '{"t": 1.0, "kind": "step", "step": %s}' % ("9" * 5000),
+        "\0" * 64,
+        "\xff\xfe",
+    ],
+)
 def test_invalid_line_is_named_by_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"t": 1.0, "kind": "step"}}\n{line}\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: not a metrics record"):
+    path.write_text(f'{{"t": 1.0, "kind": "step"}}\n{line}\n', encoding="latin-1")
+    with pytest.raises(ValueError, match=rf"{path}:2 is (damaged|not a metrics record)"):
         read_metrics(path)
+
+
+def test_what_other_processes_report_never_makes_the_file_unreadable(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        values: dict[str, int | str] = {
+            "a": 10**30,
+            "b": 2**63,
+            "c": "half \ud83d of a pair",
+            "d": 10**400,
+            "e": 2**62,
+        }
+        written = log.append("step", {"step": 1, **values})
+        log.append("half \udc00", {"half \udc00": 1})
+    record, _ = read_metrics(path)
+    assert record.values == written.values == {"step": 1, "c": "half ? of a pair", "e": 2**62}
+
+
+def test_pipe_in_place_of_the_metrics_does_not_wait_for_a_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not a regular file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("text", ["noise", '{"a": 1}', "[" * 100_000])
+def test_damaged_histogram_is_named(text: str) -> None:
+    record = Record(t=0.0, kind="step", values={"staleness_counts": text})
+    with pytest.raises(ValueError, match="staleness_counts of a record of kind 'step' is damaged"):
+        record.histogram("staleness_counts")
 
 
 def test_histogram_is_kept_as_text() -> None:
