@@ -178,7 +178,11 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
     """Rows about generation for a run's summary."""
     share = wasted_share(counters, tokens_dropped)
     if share is not None:
-        yield "tokens that could not be used", f"{share:.1%}"
+        yield "tokens that never reached the trainer: failed, stopped or too old", f"{share:.1%}"
+    filtered, generated = (counters.get(f"tokens_{what}") for what in ("filtered", "generated"))
+    if filtered and generated:
+        share = min(1.0, filtered / generated)
+        yield "tokens that were filtered out, of groups with equal rewards", f"{share:.1%}"
     cached = cached_share(counters)
     if cached is not None:
         yield "prompt tokens found in the prefix cache", f"{cached:.1%}"
