@@ -59,8 +59,13 @@ COUNTED = {
     "prompts_quarantined": Counted(
         "Prompts quarantined because their groups failed.", "prompts quarantined"
     ),
-    "prompts_skipped": Counted("Prompts that were too long.", is_in_summary=False),
+    "prompts_skipped": Counted(
+        "Prompts that were too long, or of text that no tokenizer takes.", is_in_summary=False
+    ),
     "rewards_failed": Counted("Episodes with an unscored reward part.", "without full reward"),
+    "episodes_left_out": Counted(
+        "Episodes left out of their groups because a part of their reward was None.", "left out"
+    ),
     "logprobs_refused": Counted("Answers rejected for their log-probabilities."),
     "turns": Counted("Turns of completed episodes.", is_in_summary=False),
     "branches": Counted("Branches of completed episodes.", is_in_summary=False),
