@@ -1,6 +1,7 @@
 """Loads code of a user that a setting names as `module:name` or `file.py:name`.
 
-A file is loaded once per process, so that two names from one file share its state.
+A file is loaded once per process, so that two names from one file share its state. It may import
+the modules beside it, as a program that Python runs.
 """
 
 from __future__ import annotations
@@ -43,18 +44,17 @@ def load_callable(name: str, setting: str) -> Any:
 
 
 def _load_module(place: str, what: str) -> ModuleType:
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise ValueError(f"{what}: there is no file {place}")
     try:
-        if place.endswith(".py"):
-            return _load_file(Path(place).resolve())
-        return importlib.import_module(place)
-    except FileNotFoundError as error:
-        raise ValueError(f"{what}: there is no file {place}") from error
+        return _load_file(Path(place).resolve()) if is_file else importlib.import_module(place)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"{what}: there is no module named {error.name!r}; put it on PYTHONPATH, install it, "
-            "or give the path of its file"
+            "or give the path of its file, and put what a file imports beside it"
         ) from error
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         raise ValueError(
             f"{what}: {place} could not be loaded: {type(error).__name__}: {error}"
         ) from error
@@ -66,6 +66,8 @@ def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(str(path), path)
     assert spec is not None and spec.loader is not None, path  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: a name beside the file hides no installed one
     sys.modules[str(path)] = module  # dataclasses look up their module
     try:
         spec.loader.exec_module(module)

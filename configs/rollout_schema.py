@@ -508,14 +508,15 @@ class TaskSource(Section):
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; free for a custom task."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """questions, gsm8k, math, code: a JSONL file; docs/tasks.md describes its lines. verifiers: a
-    folder with the environment's package, if that is not installed."""
+    """questions, gsm8k, math, code: a JSONL file, whose lines docs/tasks.md describes, or a Parquet
+    file of such rows. verifiers: a folder with the environment's package, if that is not installed.
+    """
     python: str | None = field(default=None, metadata=NOT_EMPTY)
     """verifiers: the interpreter of an environment, as env/bin/python, that has the library and the
     packages of its environments; None: that of .venv-verifiers, which `make install-verifiers`
     makes beside .venv."""
     eval_path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """JSONL of held-out prompts; None holds out the last `eval_size` lines of `path`."""
+    """The same of held-out prompts; None holds out the last `eval_size` lines of `path`."""
     prompt_pattern: str | None = None
     """A regular expression; its match in the question (group 1 if there is one) is the prompt."""
     instruction: str = ""

@@ -60,6 +60,7 @@ from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
 from processes.tree import shared_memory_files
 from rollout_pool.pool import RolloutPool, clear_other_hosts
+from rollout_pool.tasks.registry import check_data, data_of
 from rollout_pool.types import RolloutSpec
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
@@ -75,8 +76,9 @@ def launch(config: Config, stop: StopRequest, announce_folder: Callable[[str], N
     """
     panel = Panel(config.run.panel)
     with panel.step("task and model"), stop.interrupting():
-        check_inputs(config)
+        data = data_of(check_inputs(config))
     run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment, config.run.group)
+    run_dir.write_data(data)
     _see_through(Run(config, run_dir, panel, stop), announce_folder)
 
 
@@ -90,7 +92,7 @@ def resume(
     config = find_resumption(run_dir, overrides).config
     panel = Panel(config.run.panel)
     with panel.step("task and model"), stop.interrupting():
-        check_inputs(config)
+        check_data(config.task, check_inputs(config), run_dir.read_data())
     resumption = run_dir.reopen(lambda: find_resumption(run_dir, overrides))
     _see_through(Run(config, run_dir, panel, stop, resumption), announce_folder)
 
@@ -466,6 +468,7 @@ class Run:
         return RolloutSpec(
             config=config.rollout,
             task=config.task if self._teacher is None else self._teacher.task,
+            data=self.dir.read_data(),
             weight_sync=config.weight_sync,
             buffer=config.buffer,
             model_path=self._model_path,

@@ -4,6 +4,7 @@ runs/<name>/
     run.json        name, pid, start time, state (running, finished, failed, stopped), the error
     redis.url       address of its Redis with the password; readable only by the owner
     config.yaml     the resolved settings
+    data.json       number and digest of the problems of each task that has a file or a data set
     metrics.jsonl   one line per step, evaluation and buffer sample
     logs/           one file per process
     model/          the initial policy, if it was built from scratch
@@ -31,7 +32,7 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -263,6 +264,21 @@ class RunDir:
             return read_json(path, RunRecord)
         except ValueError as error:
             raise RunDirError(f"{error}; restore it, or remove the folder") from error
+
+    def write_data(self, data: Mapping[str, str]) -> None:
+        self._write("data.json", json.dumps(data, indent=1) + "\n", mode=0o666 & ~self.umask)
+
+    def read_data(self) -> dict[str, str]:
+        """What `write_data` wrote; {} if it never did."""
+        path = self.path / "data.json"
+        try:
+            return read_json(path, dict[str, str])
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise RunDirError(
+                f"{error}; remove it if the run's task has the data that it began with"
+            ) from error
 
     def end(self, state: str, error: str | None = None) -> None:
         if error is not None:  # it may quote half of a surrogate pair, which is not JSON

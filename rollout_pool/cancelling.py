@@ -1,9 +1,10 @@
-"""Cancels tasks reliably."""
+"""Cancels tasks reliably, and keeps users' code from ending more than itself."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import contextlib
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -22,6 +23,21 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], again_s: float = CANCEL_
         for task in pending:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=again_s)
+
+
+@contextlib.contextmanager
+def contained(who: str) -> Iterator[None]:
+    """Runs a user's code, which `who` names. Raises RuntimeError if it exits or cancels itself."""
+    # An exit would end the worker's loop, and a cancellation would look like the end of the run.
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{who} tried to end the process: {error!r}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError(f"{who} cancelled itself") from error
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

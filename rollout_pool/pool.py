@@ -373,6 +373,7 @@ class RolloutPool:
                     spec.config.reward_processes,
                     spec.config.reward_timeout_s,
                     str(Path(spec.run_dir) / "logs" / f"rewards-{index}.log"),
+                    spec.data,
                 ),
                 num_cpus=1,
                 max_restarts=-1,

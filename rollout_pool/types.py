@@ -16,6 +16,9 @@ class RolloutSpec:
 
     config: RolloutConfig
     task: TaskConfig
+    data: Mapping[str, str] = field(default_factory=dict)
+    """The data of its tasks when the run began (`registry.data_of`): a worker or a scoring process
+    that starts later must find the same."""
     weight_sync: WeightSyncConfig
     buffer: BufferConfig
     model_path: str

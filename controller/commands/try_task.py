@@ -276,6 +276,8 @@ def episode_lines(episode: Episode, score: Score) -> list[str]:
     lines = [f"  {message.role}: {_said(message)}" for message in episode.messages]
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items())
     unknown = " without what failed" if score.is_unscored else ""
+    if score.left_open is not None:
+        unknown = f", but {score.left_open} did not judge it: it would be left out of its group"
     lines.append(f"  -> reward {score.reward:g}{unknown} ({parts})")
     lines += [f"     no {name}: {why}" for name, why in score.failures.items()]
     error = f": {episode.error}" if episode.error else ""

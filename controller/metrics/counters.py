@@ -59,8 +59,13 @@ COUNTED = {
     "prompts_quarantined": Counted(
         "Prompts quarantined because their groups failed.", "prompts quarantined"
     ),
-    "prompts_skipped": Counted("Prompts that were too long.", is_in_summary=False),
+    "prompts_skipped": Counted(
+        "Prompts that were too long, or of text that no tokenizer takes.", is_in_summary=False
+    ),
     "rewards_failed": Counted("Episodes with an unscored reward part.", "without full reward"),
+    "episodes_left_out": Counted(
+        "Episodes left out of their groups because a part of their reward was None.", "left out"
+    ),
     "logprobs_refused": Counted("Answers rejected for their log-probabilities."),
     "turns": Counted("Turns of completed episodes.", is_in_summary=False),
     "branches": Counted("Branches of completed episodes.", is_in_summary=False),
@@ -178,7 +183,11 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
     """Rows about generation for a run's summary."""
     share = wasted_share(counters, tokens_dropped)
     if share is not None:
-        yield "tokens that could not be used", f"{share:.1%}"
+        yield "tokens that never reached the trainer: failed, stopped or too old", f"{share:.1%}"
+    filtered, generated = (counters.get(f"tokens_{what}") for what in ("filtered", "generated"))
+    if filtered and generated:
+        share = min(1.0, filtered / generated)
+        yield "tokens that were filtered out, of groups with equal rewards", f"{share:.1%}"
     cached = cached_share(counters)
     if cached is not None:
         yield "prompt tokens found in the prefix cache", f"{cached:.1%}"

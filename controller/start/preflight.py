@@ -75,9 +75,9 @@ SHAPE_FIELDS = (
 """Fields of a model's config.json that decide the names and shapes of its weights."""
 
 
-def check_inputs(config: Config) -> None:
-    """Raises ValueError for a task, model, address, port or number of GPUs with which a launch on
-    this machine would fail later."""
+def check_inputs(config: Config) -> Task:
+    """The run's task. Raises ValueError for a task, model, address, port or number of GPUs with
+    which a launch on this machine would fail later."""
     cluster = config.cluster
     num_gpus, promised = torch.cuda.device_count(), cluster.num_gpus
     if cluster.ray_address is None and promised is not None and promised > num_gpus:
@@ -103,6 +103,7 @@ def check_inputs(config: Config) -> None:
         if reward.kind is RewardKind.teacher and reward.url is not None:
             asyncio.run(check_teacher(name, reward, tokenizer))
     check_remote_sandboxes(config.task, task)
+    return task
 
 
 def check_plan(config: Config) -> list[str]:
@@ -340,7 +341,7 @@ def _check_rewards_and_environment(config: TaskConfig, task: Task) -> None:
         make_environment = environment_factory(config, task)
         try:
             make_environment(task.example(0))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             name = f"task.env={config.env!r}" if config.env else f"task.kind={config.kind.name}"
             raise ValueError(
                 f"{name}: made no environment of prompt 0: {type(error).__name__}: {error}"

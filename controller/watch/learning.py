@@ -85,9 +85,15 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
     number = _trailing(steps, has_no_gradient)
     if not number:
         return None
+    advice = "every token was clipped or rejected, or every group's rewards are equal"
+    if (cut := steps[-1].number("truncated_fraction")) >= MANY_TRUNCATED:
+        advice = (
+            f"{cut:.0%} of the answers are cut off at the limit, of which "
+            "algorithm.advantage.mask_truncated=true trains none; raise "
+            "rollout.max_response_tokens, or train them with mask_truncated=false"
+        )
     return Alarm(
-        words=f"no gradient, weights unchanged ({format_number_of(number, 'step')})",
-        advice="a step whose gradient is zero changes nothing",
+        words=f"no gradient, weights unchanged ({format_number_of(number, 'step')})", advice=advice
     )
 
 
@@ -120,15 +126,16 @@ def _reward(steps: Sequence[Record]) -> Alarm | None:
 
 
 def _length(steps: Sequence[Record]) -> Alarm | None:
-    if len(steps) < 2 * WINDOW:
-        return None
-    lengths, cut = _ends(steps, "response_length_mean"), _ends(steps, "truncated_fraction")
-    rewards = _ends(steps, "reward_mean")
-    if cut[1] >= MANY_TRUNCATED and cut[1] >= 2 * cut[0]:
+    cut = _ends(steps, "truncated_fraction")
+    if cut[1] >= MANY_TRUNCATED:
         return Alarm(
             words=f"{cut[1]:.0%} of the answers are cut off at the limit ({cut[0]:.0%} at first)",
-            advice="reward short answers, or raise rollout.max_response_tokens",
+            advice="raise rollout.max_response_tokens, or reward short answers; "
+            "algorithm.advantage.mask_truncated=true trains none of those that are cut off",
         )
+    if len(steps) < 2 * WINDOW:
+        return None
+    lengths, rewards = _ends(steps, "response_length_mean"), _ends(steps, "reward_mean")
     if lengths[1] > MUCH_LONGER * lengths[0] and rewards[1] <= rewards[0]:
         return Alarm(
             words=f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens without reward",

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from rollout_pool.cancelling import end_tasks
+from rollout_pool.cancelling import contained, end_tasks
 from rollout_pool.endpoint.sessions import Outcome, Session, Sessions
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
@@ -77,14 +77,8 @@ class AgentRunner(EpisodeSource):
     async def _act(self, session: Session, prompt: Prompt) -> Outcome:
         handle = SessionHandle(session_id=session.session_id, **session.address(self._url))
         try:
-            returned = await self._agent(handle, prompt)
-        except (SystemExit, KeyboardInterrupt) as error:  # they would end the worker's loop
-            raise RuntimeError(f"the agent tried to end the process: {error!r}") from error
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise RuntimeError("the agent cancelled itself") from error
+            with contained("the agent"):
+                returned = await self._agent(handle, prompt)
         finally:
             await handle.close()
         reward, parts = returned if isinstance(returned, tuple) else (returned, {})

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
+from rollout_pool.cancelling import contained
 from rollout_pool.episodes.env import Chat, Completion, Env, Message, Observation, Step, ToolSpec
 from rollout_pool.episodes.episode import Branch, Episode, add_turn
 from rollout_pool.episodes.request import (
@@ -91,20 +92,22 @@ class EpisodeRunner:
     # The prompt of a turn -----------------------------------------------------------------------
 
     def _next_turn(self, progress: _Progress, observation: Observation) -> _Turn:
+        try:
+            turn = self._written(progress, observation)
+        except Exception as error:  # text that the chat template or the tokenizer refuses
+            raise _Over("env_error", f"observation: {error}") from error
         if not progress.num_turns:
-            turn = self._first_turn(progress, observation)
             self._check_length(progress, len(turn.prompt))
             progress.tools = observation.tools
             progress.limit = len(turn.prompt) + self._rollout.max_response_tokens
-            return turn
-        try:
-            if observation.replaces_history:
-                return self._first_turn(progress, observation)
-            prompt = self._chat.follow(
-                progress.prompt, progress.answer, observation.messages, progress.tools
-            )
-        except Exception as error:  # text that the chat template or the tokenizer refuses
-            raise _Over("env_error", f"observation: {error}") from error
+        return turn
+
+    def _written(self, progress: _Progress, observation: Observation) -> _Turn:
+        if not progress.num_turns or observation.replaces_history:
+            return self._first_turn(progress, observation)
+        prompt = self._chat.follow(
+            progress.prompt, progress.answer, observation.messages, progress.tools
+        )
         return _Turn(prompt=prompt, messages=[*progress.messages, *observation.messages])
 
     def _first_turn(self, progress: _Progress, observation: Observation) -> _Turn:
@@ -200,7 +203,8 @@ class EpisodeRunner:
         turn_s, left_s = self._task.turn_timeout_s, progress.clock.left_s
         try:
             async with asyncio.timeout(min(turn_s, left_s)) as scope:
-                yield
+                with contained("the environment"):
+                    yield
         except Exception as error:
             if scope.expired():
                 raise _Over("turn_timeout" if turn_s < left_s else "episode_timeout") from None
@@ -210,7 +214,8 @@ class EpisodeRunner:
     async def _close(self, env: Env) -> None:
         try:
             async with asyncio.timeout(self._task.turn_timeout_s):
-                await env.close()
+                with contained("the environment"):
+                    await env.close()
         except Exception:  # the episode is over: this cannot harm it
             log.warning("an environment did not close", exc_info=True)
 

@@ -19,6 +19,7 @@ import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from rollout_pool.cancelling import contained
 from rollout_pool.episodes.env import (
     Completion,
     Env,
@@ -91,7 +92,8 @@ class ToolEnv:
             )
         try:
             async with asyncio.timeout(self._call_timeout_s) as limit:
-                return await self._tools[call.name].run(call.arguments)
+                with contained(call.name):
+                    return await self._tools[call.name].run(call.arguments)
         except TimeoutError as error:
             if not limit.expired():
                 raise
@@ -178,7 +180,13 @@ def function_tool(function: Callable[..., Any], setting: str) -> Tool:
             raise ToolError(f"{spec.name}: {error}") from error
         if inspect.iscoroutinefunction(function):
             return as_text(await function(*bound.args, **bound.kwargs))
-        return as_text(await asyncio.to_thread(function, *bound.args, **bound.kwargs))
+        return as_text(await asyncio.to_thread(in_thread, *bound.args, **bound.kwargs))
+
+    def in_thread(*positional: Any, **named: Any) -> object:
+        try:
+            return function(*positional, **named)
+        except StopIteration as error:  # no future takes it, and the call would never return
+            raise RuntimeError(f"{spec.name} raised StopIteration") from error
 
     return Tool(spec=spec, run=run)
 

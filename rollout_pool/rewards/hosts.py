@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError
@@ -171,6 +172,7 @@ class ScorerActor:
         num_processes: int,
         timeout_s: float,
         log_path: str,
+        data: Mapping[str, str] = MappingProxyType({}),
         factory: str = DEFAULT_FACTORY,
     ) -> None:
         self._pool = RewardPool(
@@ -178,6 +180,7 @@ class ScorerActor:
             num_processes=num_processes,
             timeout_s=timeout_s,
             log_path=Path(log_path),
+            data=data,
             factory=factory,
         )
         self._starting: asyncio.Task[None] | None = None

@@ -18,7 +18,7 @@ class HttpReward(RemoteService):
          "num_turns": 1, "end": "done", "env_reward": null}
 
     and answers {"reward": 1.0}, or, with named numbers for the log,
-    {"reward": 1.0, "parts": {"style": 0.3}}.
+    {"reward": 1.0, "parts": {"style": 0.3}}. For an answer that cannot be judged: {"reward": null}.
     """
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
@@ -35,6 +35,8 @@ class HttpReward(RemoteService):
             },
             key,
         )
+        if answer.get("reward", 0) is None:
+            return PartScore(is_left_open=True)
         parts = answer.get("parts") or {}
         if not isinstance(parts, dict):
             raise RemoteFailure(f'its "parts" is not an object: {str(parts)[:100]!r}')

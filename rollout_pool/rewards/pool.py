@@ -12,8 +12,9 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from configs.rollout_schema import TaskConfig
@@ -48,10 +49,12 @@ class RewardPool:
         num_processes: int,
         timeout_s: float,
         log_path: Path,
+        data: Mapping[str, str] = MappingProxyType({}),
         factory: str = DEFAULT_FACTORY,
     ) -> None:
-        """`factory` ("module:function" or "file.py:function") makes the task from `config`."""
-        setup = Setup(factory=factory, config=config, timeout_s=timeout_s).encode()
+        """`data`: what the task must be made of (`registry.check_data`). `factory`
+        ("module:function" or "file.py:function") makes the task from `config`."""
+        setup = Setup(factory=factory, config=config, data=dict(data), timeout_s=timeout_s).encode()
         self._processes = [_ScoringProcess(setup, log_path) for _ in range(num_processes)]
         self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()
         self._timeout_s = timeout_s
@@ -119,6 +122,8 @@ class RewardPool:
                 self._spawn(self._replace(process))
         if "error" in reply:
             return PartScore(failure=str(reply["error"]), waited_s=waited_s)
+        if reply["reward"] is None:
+            return PartScore(is_left_open=True, waited_s=waited_s)
         return PartScore(value=float(reply["reward"]), waited_s=waited_s)
 
     async def _replace(self, process: _ScoringProcess) -> None:

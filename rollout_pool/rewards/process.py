@@ -5,6 +5,7 @@ the task, loads the reward functions and reports that it is ready. Then it answe
 (see `types`) with one line of JSON:
 
     {"part": "brevity", "prompt": {...}, "answer": "7", ...}  ->  {"reward": 1.0}
+                            of an answer that cannot be judged ->  {"reward": null}
                                                           or  {"error": "reason"}
 
 It is a process because a scorer may run what a model wrote, and hang or crash. Scorers run in its
@@ -13,13 +14,15 @@ main thread, as libraries that limit their own time with signals require.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import logging
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import SupportsFloat, TextIO
 
 from configs.choices import RewardKind
@@ -28,10 +31,15 @@ from configs.rollout_schema import RewardConfig, TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.types import PartRequest, Setup, decode_request
 from rollout_pool.tasks.mixture import Mixture
+from rollout_pool.tasks.registry import check_data
 from rollout_pool.tasks.task import Task, load_with_solution
 
-PartScorer = Callable[[PartRequest], float]
-"""Raises BadReward if a user's function returned no number."""
+PartScorer = Callable[[PartRequest], float | None]
+"""None if the answer cannot be judged. Raises BadReward if a user's function returned anything but
+that or a number."""
+
+_RUNNER = asyncio.Runner()
+"""Of async functions: one loop for all calls, to which the clients that they keep belong."""
 
 
 class BadReward(ValueError):
@@ -69,15 +77,33 @@ def _by_task(task: Task, config: TaskConfig) -> PartScorer:
 def load_function(part: str, name: str, task: Task) -> PartScorer:
     """The user's function of `task.rewards`. Raises ValueError naming the setting at fault."""
     setting = f"task.rewards.{part}.function"
-    function = load_with_solution(name, setting, "(prompt, episode)", task)
     what = f"{setting}={name!r}"
+    function = load_with_solution(name, setting, "(prompt, episode)", task)
+    _check_returns(load_callable(name, setting), what)
     return lambda request: as_reward(
         function(request.prompt, request.episode, request.prompt), what
     )
 
 
-def as_reward(given: object, what: str) -> float:
-    """`given`, which `what` returned, as a reward. Raises BadReward if it is no finite number."""
+def _check_returns(function: Callable[..., object], what: str) -> None:
+    """Raises ValueError for what can return no reward when it is called."""
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.isclass(function):
+        is_what, fix = "a class, and a call makes an object of it", "name such an object"
+    elif inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        is_what, fix = "a generator, which yields", "return the reward instead"
+    else:
+        return
+    raise ValueError(f"{what}: is {is_what}, but a reward is the number that a call returns; {fix}")
+
+
+def as_reward(given: object, what: str) -> float | None:
+    """`given`, which `what` returned, as a reward; of an async function what it returns in the end.
+    None if that is None. Raises BadReward if it is no finite number."""
+    if inspect.isawaitable(given):
+        given = _RUNNER.run(_awaited(given))
+    if given is None:
+        return None
     # Text that spells a number is not one: `float` would take it.
     try:
         reward = float(given) if isinstance(given, SupportsFloat) else math.nan
@@ -86,9 +112,13 @@ def as_reward(given: object, what: str) -> float:
     if not math.isfinite(reward):
         raise BadReward(
             f"{what}: returned {given!r:.200}, which is not a finite number; let it return an int, "
-            "a float or a bool"
+            "a float or a bool, or None for an answer that cannot be judged"
         )
     return reward
+
+
+async def _awaited(given: Awaitable[object]) -> object:
+    return await given
 
 
 def _by_tests(task: Task, config: RewardConfig, setting: str, timeout_s: float) -> PartScorer:
@@ -105,7 +135,7 @@ def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
         return {"reward": parts[request.part](request)}
     except BadReward as error:
         return {"error": str(error)}
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
@@ -116,6 +146,7 @@ def main(number: int) -> None:
     try:
         setup = Setup.decode(requests.readline())
         task: Task = load_callable(setup.factory, "task.factory")(setup.config)
+        check_data(setup.config, task, setup.data)
         parts = load_parts(task, setup.config, setup.timeout_s)
     except (ValueError, RuntimeError) as error:
         _write(replies, {"error": str(error)})

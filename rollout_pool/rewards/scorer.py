@@ -118,7 +118,7 @@ class EpisodeScorer:
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
         """Never raises for a failed part, which counts as 0 and is logged; if its service failed,
-        the episode is unscored."""
+        the episode is unscored; if one cannot judge the answer, it is left open."""
         rewards = self._rewards or _usual(episode)
         answers = await asyncio.gather(
             *(self._part(name, reward, prompt, episode) for name, reward in rewards.items())
@@ -128,12 +128,15 @@ class EpisodeScorer:
         failures: dict[str, str] = {}
         columns: Columns = ()
         is_unscored = False
+        left_open: str | None = None
         for (name, reward), answer in zip(rewards.items(), answers, strict=True):
             columns = columns or answer.columns
             if answer.failure is not None:
                 failures[name] = answer.failure
                 is_unscored |= name in self._services
                 self._log_failure(prompt, name, answer.failure)
+            if answer.is_left_open:
+                left_open = left_open or name
             if reward.kind is RewardKind.teacher:
                 continue
             total += reward.weight * answer.value
@@ -144,6 +147,7 @@ class EpisodeScorer:
             parts=parts,
             failures=failures,
             is_unscored=is_unscored,
+            left_open=left_open,
             columns=columns,
         )
 

@@ -36,6 +36,9 @@ class Score:
     is_unscored: bool = False
     """A service that the reward needs gave no usable answer: the reward is unknown and must not be
     trained on. If the completion is at fault (scorer crash, timeout), the part is 0."""
+    left_open: str | None = None
+    """The part that did not judge the episode (a function that returned None): it is left out of
+    its group."""
     columns: Columns = ()
     """Further per-token columns of each branch, such as a teacher's log-probabilities."""
 
@@ -55,10 +58,12 @@ class Scorer(Protocol):
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class PartScore:
-    """The result of one part. If there is a `failure`, `value` is 0."""
+    """The result of one part. If there is a `failure`, or `is_left_open`, `value` is 0."""
 
     value: float = 0.0
     failure: str | None = None
+    is_left_open: bool = False
+    """The answer cannot be judged."""
     waited_s: float = 0.0
     """Time until a scoring process was free."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -137,6 +142,7 @@ class Setup:
 
     factory: str
     config: TaskConfig
+    data: dict[str, str]
     timeout_s: float
     """For one part."""
 

@@ -42,7 +42,7 @@ class CalculatorTask(ProblemTask[Question]):
             )
         self._give_up_fraction = fraction
         sums = [
-            Question(question="+".join(map(str, digits)), answer=str(sum(digits)))
+            Question(question="+".join(map(str, digits)), right=(str(sum(digits)),))
             for digits in itertools.product(range(1, 10), repeat=NUM_DIGITS)
             if sum(digits) >= LOWEST_SUM
         ]
@@ -55,7 +55,7 @@ class CalculatorTask(ProblemTask[Question]):
         super().__init__(config, sums[config.eval_size :], sums[: config.eval_size])
 
     def solution(self, prompt: Prompt) -> str:
-        return self.problem(prompt).answer
+        return self.problem(prompt).right[0]
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion.strip() == self.solution(prompt))

@@ -1,4 +1,4 @@
-"""Tasks of a fixed set of problems: from a JSONL file, a Hugging Face data set or the settings.
+"""Tasks of a fixed set of problems: from a file, a Hugging Face data set or the settings.
 
 Lines of a file of questions: {"question": "The capital of France is", "answer": "Paris"}; columns
 of other names are named in `task.params`.
@@ -6,22 +6,36 @@ of other names are named in `task.params`.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
+import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask
+
+log = logging.getLogger(__name__)
+
+BYTE_ORDER_MARK = "\ufeff"
+PARQUET = ".parquet"
 
 
 class Problem(Protocol):
     @property
-    def question(self) -> str:
-        """Identifies the problem."""
+    def question(self) -> str: ...
+
+    @property
+    def right(self) -> Hashable:
+        """What makes an answer right. Two problems with the same question and the same right
+        answer are the same problem, however their solutions are put."""
         ...
 
 
@@ -35,15 +49,28 @@ SOURCE: dict[str, Any] = {"subset": None, "train_split": "train", "eval_split": 
 class ProblemTask(SingleTurnTask, Generic[P]):
     """Every training problem once per epoch, in a different order each time."""
 
+    name: str
+
     def __init__(self, config: TaskConfig, training: Sequence[P], held_out: Sequence[P]) -> None:
         super().__init__(config)
         self._cut = PromptCut(config)
         self._seed = config.seed
         self._training = training
         self._held_out = held_out
-        self._eval_questions = frozenset(problem.question for problem in held_out)
+        self._held_out_keys = frozenset(map(_key, held_out))
+        num_both = sum(_key(problem) in self._held_out_keys for problem in training)
+        if num_both:
+            log.info(
+                "%d of the %d training problems of %s are held out too and are passed over",
+                *(num_both, len(training), self.name),
+            )
         self._epoch = -1
         self._order: list[int] = []
+
+    @property
+    def data(self) -> str:
+        """Names the problems: if one is added, is gone or has changed, it is another text."""
+        return f"{_data(self._training)} to train on, {_data(self._held_out)} held out"
 
     def example(self, index: int) -> Prompt:
         problem = self._training[self._line(index)]
@@ -56,7 +83,7 @@ class ProblemTask(SingleTurnTask, Generic[P]):
         ]
 
     def is_held_out(self, prompt: Prompt) -> bool:
-        return self.problem(prompt).question in self._eval_questions
+        return _key(self.problem(prompt)) in self._held_out_keys
 
     def problem(self, prompt: Prompt) -> P:
         if prompt.is_held_out:
@@ -70,6 +97,17 @@ class ProblemTask(SingleTurnTask, Generic[P]):
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
             self._epoch = epoch
         return self._order[place]
+
+
+def _data(problems: Sequence[Problem]) -> str:
+    digest = hashlib.sha256()
+    for problem in problems:
+        digest.update(repr(_key(problem)).encode())
+    return f"{len(problems)} problems (sha256 {digest.hexdigest()[:16]})"
+
+
+def _key(problem: Problem) -> tuple[str, Hashable]:
+    return problem.question, problem.right
 
 
 def load_files(config: TaskConfig, read: Read[P], form: str) -> tuple[list[P], list[P]]:
@@ -99,21 +137,29 @@ def hold_out(
 
 
 def read_file(path: Path, setting: str, read: Read[P], form: str) -> list[P]:
-    """The problems of a JSONL file; blank lines are skipped. `form` says what a line must be.
+    """The problems of a JSONL file, whose blank lines are skipped, or of a Parquet file. `form`
+    says what a line must be.
 
-    Raises ValueError naming `setting`, the file and the first bad line's number.
+    Raises ValueError naming `setting`, the file and the first bad line's or row's number.
     """
+    if path.suffix == PARQUET and path.is_file():
+        return _parquet(path, setting, read)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a string of JSON may hold other separators, such as U+2028, as they are.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError as error:
         raise ValueError(
             f"{setting}={path}: there is no such file; give the path of a JSONL file"
         ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{setting}={path}: not a readable text file: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{setting}={path}: not a text file in UTF-8 ({error}); write it as JSONL in UTF-8"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"{setting}={path}: not a readable file: {error}") from error
     problems = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
+    for number, marked in enumerate(lines, start=1):
+        if (line := marked.removeprefix(BYTE_ORDER_MARK)).strip():
             place = f"{setting}={path}, line {number}"
             problems.append(read(_record(line, place, form), place))
     if not problems:
@@ -133,11 +179,19 @@ def _record(line: str, place: str, form: str) -> dict[str, Any]:
     return record
 
 
-def text_of(record: dict[str, Any], key: str, place: str) -> str:
-    """The text at `key`. Raises ValueError if it is missing or empty."""
+def text_of(record: dict[str, Any], key: str, place: str, *, may_be_empty: bool = False) -> str:
+    """The text at `key`. Raises ValueError if it is missing, is empty or is no Unicode text."""
     text = record.get(key)
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(f'{place}: "{key}" must be a non-empty string')
+    if not isinstance(text, str) or not (may_be_empty or text.strip()):
+        empty = "a string" if may_be_empty else "a non-empty string"
+        raise ValueError(f'{place}: "{key}" must be {empty}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f'{place}: "{key}" has half of a surrogate pair, {text[error.start]!r} at character '
+            f"{error.start}, which no tokenizer takes; remove it, or write the whole character"
+        ) from error
     return text
 
 
@@ -184,6 +238,23 @@ def _download(config: TaskConfig, split: str, read: Read[P], subset: str | None)
     return [read(dict(row), f"{place} {n}") for n, row in enumerate(rows)]
 
 
+def _parquet(path: Path, setting: str, read: Read[P]) -> list[P]:
+    import datasets
+
+    try:
+        # Streaming, as else the library would write a copy below the home folder.
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        records = [dict(row) for row in rows]
+    except Exception as error:  # the library raises dozens of types
+        raise ValueError(
+            f"{setting}={path}: not a Parquet file that can be read ({error}); write it anew, or "
+            "give a JSONL file"
+        ) from error
+    if not records:
+        raise ValueError(f"{setting}={path}: the file has no rows")
+    return [read(record, f"{setting}={path}, row {n}") for n, record in enumerate(records)]
+
+
 LINE_FORM = 'each line must be {"question": "...", "answer": "..."}'
 LIST = "questions"
 COLUMNS = {"question": "question", "answer": "answer"}
@@ -193,11 +264,13 @@ COLUMNS = {"question": "question", "answer": "answer"}
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Question:
     question: str
-    answer: str
+    right: tuple[str, ...]
+    """The right answers; the first is the solution."""
 
 
 class QuestionsTask(ProblemTask[Question]):
-    """Reward is 1 if the last line of the model's answer is the reference, else 0.
+    """Reward is 1 if the last line of the model's answer is a right answer, else 0: its last lines,
+    for one of several lines.
 
     Ignores case, surrounding white space and a final full stop.
     """
@@ -207,15 +280,17 @@ class QuestionsTask(ProblemTask[Question]):
         super().__init__(config, *_load(config))
 
     def solution(self, prompt: Prompt) -> str:
-        return self.problem(prompt).answer
+        return self.problem(prompt).right[0]
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        *_, last = ("", *completion.strip().splitlines())
-        return float(_plain(last) == _plain(self.problem(prompt).answer))
+        given = _plain_lines(completion)
+        right = map(_plain_lines, self.problem(prompt).right)
+        return float(any(given[-len(lines) :] == lines for lines in right))
 
 
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split()).removesuffix(".")
+def _plain_lines(text: str) -> list[str]:
+    lines = [" ".join(line.split()) for line in text.casefold().strip().splitlines()] or [""]
+    return [*lines[:-1], lines[-1].removesuffix(".")]
 
 
 def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
@@ -227,7 +302,8 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
             f"task.name={config.name!r}: names a data set, and task.params.{LIST} lists questions; "
             f"set task.params.{LIST}=null, or leave task.name out"
         )
-    read = partial(read_question, columns={role: params[role] for role in COLUMNS})
+    columns = {role: params[role] for role in COLUMNS}
+    read = partial(read_question, columns=columns, system_prompt=config.system_prompt)
     if config.path is not None or config.is_from_hub:
         return load_problems(config, read, LINE_FORM, **{name: params[name] for name in SOURCE})
     place, listed = f"task.params.{LIST}", params[LIST]
@@ -240,17 +316,70 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
     return hold_out(config, questions, place, read, LINE_FORM)
 
 
-def read_question(record: dict[str, Any], place: str, columns: Mapping[str, str]) -> Question:
-    """`columns`: where question and answer stand."""
-    for role, column in columns.items():
-        if column not in tuple(record):  # not a test of the dict: a list would have no hash
+def read_question(
+    record: dict[str, Any], place: str, columns: Mapping[str, str], system_prompt: str | None
+) -> Question:
+    """`columns`: where question and answer stand. `system_prompt`: that of the task, with which
+    questions that are conversations may begin."""
+    of_question, of_answer = columns["question"], columns["answer"]
+    question = _at(record, of_question, "question", place)
+    answer = _at(record, of_answer, "answer", place)
+    texts = [_as_answer(one) for one in (answer if isinstance(answer, list) else [answer])]
+    if not texts or not all(texts):
+        raise ValueError(
+            f'{place}: "{of_answer}" must be text, a finite number or a list of these, not '
+            f"{answer!r:.100}; leave the row out, or give it its answer"
+        )
+    if isinstance(question, list):
+        question = _asked(question, f'{place}: "{of_question}"', system_prompt)
+    return Question(
+        question=text_of({of_question: question}, of_question, place),
+        right=tuple(text_of({of_answer: text}, of_answer, place) for text in texts),
+    )
+
+
+def _at(record: dict[str, Any], column: str, role: str, place: str) -> Any:
+    """What a column holds, or a field within one, as reward_model.ground_truth."""
+    if column in tuple(record):  # not a test of the dict: a list would have no hash
+        return record[column]
+    found: Any = record
+    for part in str(column).split("."):
+        if not isinstance(found, dict) or part not in found:
+            inner = {name: value for name, value in record.items() if isinstance(value, dict)}
+            fields = [f"{name}.{field}" for name, value in inner.items() for field in value]
+            names = [*(str(name) for name in record if name not in inner), *fields]
             raise ValueError(
                 f"task.params.{role}={column!r}: {place} has no such column, only "
-                f"{', '.join(map(str, record))}; set it to the column of the {role}s"
+                f"{', '.join(names)}; set it to the column of the {role}s"
             )
-    question, answer = columns["question"], columns["answer"]
-    if type(record[answer]) in (int, float):  # such as the label of a class
-        record = record | {answer: str(record[answer])}
-    return Question(
-        question=text_of(record, question, place), answer=text_of(record, answer, place)
-    )
+        found = found[part]
+    return found
+
+
+def _asked(messages: list[Any], what: str, system_prompt: str | None) -> object:
+    """The user's message of a conversation that has no other but the system prompt."""
+    given = [one if isinstance(one, dict) else {} for one in messages]
+    roles = [one.get("role") for one in given]
+    if roles not in (["user"], ["system", "user"]):
+        raise ValueError(
+            f"{what} must be text, or a conversation of one message of the user, which a system "
+            f"message may precede, not of the roles {roles!r:.100}; other openings need a task of "
+            "your own: docs/tasks.md#your-own-task"
+        )
+    if len(given) == 2 and given[0].get("content") != system_prompt:
+        raise ValueError(
+            f"{what} begins with the system message {given[0].get('content')!r}; set "
+            "task.system_prompt to it, which is that of all questions, or write a task of your "
+            "own: docs/tasks.md#your-own-task"
+        )
+    return given[-1].get("content")
+
+
+def _as_answer(given: object) -> str:
+    """As a model would write it; "" if it is no answer."""
+    if type(given) is float and math.isfinite(given):
+        # A column of integers with one value missing is one of floats: 42.0 stands for 42.
+        return np.format_float_positional(given + 0.0, trim="-")  # -0.0 + 0.0 is 0.0
+    if type(given) is int:  # such as the label of a class
+        return str(given)
+    return given if isinstance(given, str) and given.strip() else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
+from rollout_pool.cancelling import contained
 from rollout_pool.episodes.env import Env, Tool
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.mcp_tools import PREFIX, mcp_tools
@@ -42,7 +43,8 @@ class EnvEpisodes(EpisodeSource):
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         try:
-            env = self._make_env(prompt)
+            with contained("it"):
+                env = self._make_env(prompt)
         except Exception as error:  # a user's code: fails the prompt, not the run
             raise EpisodeFailed(
                 f"its environment could not be created: {type(error).__name__}: {error}"

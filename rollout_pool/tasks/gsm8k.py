@@ -24,7 +24,7 @@ class WordProblem:
     """Reasoning, the mark ####, and the final answer."""
 
     @property
-    def final(self) -> str:
+    def right(self) -> str:
         return self.answer.rpartition(FINAL)[2].strip()
 
 
@@ -39,7 +39,7 @@ class Gsm8kTask(ProblemTask[WordProblem]):
         return self.problem(prompt).answer
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        return 1.0 if is_same_answer(self.problem(prompt).final, completion) else 0.0
+        return 1.0 if is_same_answer(self.problem(prompt).right, completion) else 0.0
 
 
 def is_same_answer(final: str, completion: str) -> bool:
@@ -58,6 +58,6 @@ def read_problem(record: dict[str, Any], place: str) -> WordProblem:
     problem = WordProblem(
         question=text_of(record, "question", place), answer=text_of(record, "answer", place)
     )
-    if FINAL not in problem.answer or not problem.final:
+    if FINAL not in problem.answer or not problem.right:
         raise ValueError(f'{place}: "answer" must end in "{FINAL} <the final answer>"')
     return problem

@@ -20,7 +20,7 @@ LINE_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"
 class MathProblem:
     question: str
     solution: str
-    final: str
+    right: str
     """The content of its last box."""
 
 
@@ -37,7 +37,7 @@ class MathTask(ProblemTask[MathProblem]):
         return self.problem(prompt).solution
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        return 1.0 if is_equal(self.problem(prompt).final, completion) else 0.0
+        return 1.0 if is_equal(self.problem(prompt).right, completion) else 0.0
 
 
 def is_equal(final: str, completion: str) -> bool:
@@ -66,7 +66,7 @@ def last_box(text: str) -> str | None:
 
 def read_problem(record: dict[str, Any], place: str) -> MathProblem:
     solution = text_of(record, "solution", place)
-    final = last_box(solution)
-    if not final:
+    right = last_box(solution)
+    if not right:
         raise ValueError(rf'{place}: "solution" must hold its final answer in \boxed{{...}}')
-    return MathProblem(question=text_of(record, "problem", place), solution=solution, final=final)
+    return MathProblem(question=text_of(record, "problem", place), solution=solution, right=right)

@@ -129,8 +129,9 @@ class Mixture:
             if prompt.text not in others and not member.task.is_held_out(prompt):
                 return member, own
         raise ValueError(
-            f"task.tasks.{name}.eval_size: the held-out prompts are all the prompts that there "
-            "are, nothing is left to train on; hold fewer back"
+            f"task.tasks.{name}.eval_size: the held-out prompts of all tasks are all the prompts "
+            f"that it has, such as {prompt.text!r:.100}; nothing is left to train on; hold fewer "
+            "back (of a file, or others: eval_path)"
         )
 
 

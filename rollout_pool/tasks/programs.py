@@ -44,6 +44,10 @@ class Exercise:
     tests: tuple[ProgramTest, ...]
     solution: str | None
 
+    @property
+    def right(self) -> tuple[ProgramTest, ...]:
+        return self.tests
+
 
 class CodeTask(ProblemTask[Exercise]):
     """A reward of kind code_tests runs the tests in the sandbox."""
@@ -85,9 +89,9 @@ class CodeTask(ProblemTask[Exercise]):
 
 
 def read_exercise(record: dict[str, Any], place: str) -> Exercise:
-    solution = record.get("solution")
-    if solution is not None and not isinstance(solution, str):
-        raise ValueError(f'{place}: "solution" must be a string')
+    solution = None
+    if record.get("solution") is not None:
+        solution = text_of(record, "solution", place, may_be_empty=True)
     return Exercise(
         question=text_of(record, "prompt", place),
         tests=_read_tests(record.get("tests"), place),
@@ -108,7 +112,5 @@ def _read_test(test: object, place: str) -> ProgramTest:
         raise ValueError(f"{place}: not an object; {LINE_FORM}")
     if "assert" in test:
         return ProgramTest(statements=text_of(test, "assert", place))
-    for key in ("input", "output"):
-        if not isinstance(test.get(key), str):
-            raise ValueError(f'{place}: "{key}" must be a string')
-    return ProgramTest(input=test["input"], output=test["output"])
+    given, printed = (text_of(test, key, place, may_be_empty=True) for key in ("input", "output"))
+    return ProgramTest(input=given, output=printed)

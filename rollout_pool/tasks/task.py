@@ -97,7 +97,8 @@ class TaskStream:
                 return prompt
         raise ValueError(
             f"task.eval_size: the held-out prompts of {self._task.name} are all the prompts that "
-            "there are, nothing is left to train on; hold fewer back"
+            f"there are, such as {prompt.text!r:.100}; nothing is left to train on; hold fewer "
+            "back (of a file, or others: task.eval_path)"
         )
 
 

@@ -33,7 +33,7 @@ from rollout_pool.sampling.watch import ASK_EVERY_S, EngineWatch
 from rollout_pool.tasks.agent import AgentTask, find_agent
 from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
 from rollout_pool.tasks.mixture import task_name
-from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.registry import build_task, check_data
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import RolloutSpec
@@ -82,6 +82,7 @@ class WorkerParts:
             num_processes=config.reward_processes if needs_processes(task) else 0,
             timeout_s=config.reward_timeout_s,
             log_path=Path(self._spec.run_dir) / "logs" / f"rewards-{self._index}.log",
+            data=self._spec.data,
         )
 
     async def prepare(self) -> None:
@@ -92,10 +93,9 @@ class WorkerParts:
         environment, agent or reward cannot be loaded, BufferConnectionError for a bad Redis, and
         OSError naming rollout.openai.port if that is taken.
         """
-        spec = self._spec
         self._closing.push_async_callback(self._scoring.close)
         self._task, *_ = await asyncio.gather(
-            asyncio.to_thread(build_task, spec.task),
+            asyncio.to_thread(self._build_task),
             asyncio.to_thread(self._read_tokenizer),
             self._scoring.start(),
             self._reach_redis(),
@@ -106,6 +106,11 @@ class WorkerParts:
         gc.collect()
         gc.freeze()
         self._closing.callback(gc.unfreeze)  # libraries complain of what is left at the exit
+
+    def _build_task(self) -> Task:
+        task = build_task(self._spec.task)
+        check_data(self._spec.task, task, self._spec.data)
+        return task
 
     def _read_tokenizer(self) -> None:
         path, trust = self._spec.model_path, self._spec.trust_remote_code

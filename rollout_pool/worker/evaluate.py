@@ -166,6 +166,8 @@ class Evaluator:
                 return None
         score = await self._scorer.score(prompt, episode)
         unscored = score.reasons if score.is_unscored else None
+        if score.left_open is not None:
+            unscored = f"{score.left_open} did not judge it"
         if unscored is not None:
             log.warning("an answer to held-out prompt %d is unscored: %s", prompt.index, unscored)
         task = self._task_of(prompt)

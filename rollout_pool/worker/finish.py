@@ -187,6 +187,7 @@ class GroupFinisher:
         count("samples_retried", spent.num_failures)
         count("logprobs_refused", spent.num_refused)
         count("rewards_failed", run.num_unscored)
+        count("episodes_left_out", run.num_left_open)
         if was_stopped and not is_done and run.stopped_for is None:  # by the end of the run
             count("groups_stopped")
             count("tokens_stopped", spent.num_tokens)
@@ -289,8 +290,8 @@ async def generate_group(
                  ├─ episode 0 ended ─► scorer ─┼─► group, when all n are there
                  └─ ...                        ┘
 
-    A group has all its n episodes, or it fails with GroupFailed. `run` is kept up to date. A
-    cancellation ends the episodes and their scoring first.
+    A group has all its n episodes but those that no reward judges, or it fails with GroupFailed.
+    `run` is kept up to date. A cancellation ends the episodes and their scoring first.
     """
     # All start in the same turn of the event loop, so that their requests share one call.
     members = [
@@ -305,6 +306,11 @@ async def generate_group(
         raise GroupFailed(f"group {run.group_id} of prompt {run.ref.index}: {error}") from error
     finally:
         await end_tasks(members)
+    if run.num_left_open == group_size:
+        raise GroupFailed(
+            f"group {run.group_id} of prompt {run.ref.index}: a reward function returned None for "
+            "each of its episodes; give prompts whose answers can be judged"
+        )
     return TrajectoryGroup(
         group_id=run.group_id,
         prompt=run.ref,
@@ -334,6 +340,9 @@ async def _member(
     run.num_turns += episode.num_turns
     run.num_branches += len(episode.branches)
     score = await scorer.score(run.prompt, episode)
+    if score.left_open is not None and not score.is_unscored:
+        run.num_left_open += 1
+        return []
     run.num_unscored += bool(score.failures)
     if score.is_unscored:
         raise GroupFailed(

@@ -94,6 +94,8 @@ class GroupRun:
     """Of the programs that run its episodes, if any do."""
     num_unscored: int = 0
     """Number of episodes with an unscored reward part."""
+    num_left_open: int = 0
+    """Number of episodes that are left out because a part of their reward did not judge them."""
     num_turns: int = 0
     """Of its ended episodes, as `num_branches`."""
     num_branches: int = 0

@@ -533,10 +533,15 @@ class PromptReader:
         self.num_skipped = 0
 
     def accepts(self, prompt: Prompt) -> bool:
-        """False for a prompt that is too long and is skipped, which is counted.
+        """False for a prompt that is skipped, which is counted: one that is too long, or that holds
+        half of a surrogate pair, which no tokenizer takes.
 
         Raises ValueError if it is empty, or too long and `on_long_prompt` is refuse.
         """
+        if not _is_unicode(prompt.text):
+            log.warning("prompt %d is skipped: its text is no Unicode", prompt.index)
+            self.num_skipped += 1
+            return False
         num_tokens = len(self.opening(prompt))
         if not num_tokens:
             raise ValueError(f"prompt {prompt.index} has no tokens: {prompt.text!r}")
@@ -553,3 +558,11 @@ class PromptReader:
 
     def opening(self, prompt: Prompt) -> list[int]:
         return self._chat.first(opening(prompt.text, self._system_prompt))
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

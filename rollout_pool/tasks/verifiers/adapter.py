@@ -32,6 +32,12 @@ class Row:
     content: Mapping[str, Any]
     """The library's task."""
 
+    @property
+    def right(self) -> str:
+        """All of the task but its number: what is right only its environment knows."""
+        content = {name: value for name, value in self.content.items() if name != "idx"}
+        return json.dumps(content, sort_keys=True)
+
 
 class VerifiersTask(ProblemTask[Row]):
     """The environment of the package `task.name`, with the settings `task.params`."""

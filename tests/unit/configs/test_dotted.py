@@ -64,3 +64,28 @@ def test_file_that_fails_says_how_and_can_be_fixed(tmp_path):
 def test_object_that_cannot_be_called_is_refused():
     with pytest.raises(ValueError, match=r"task.factory='json:__doc__': must be a fun"):
         load_callable("json:__doc__", SETTING)
+
+
+def test_file_may_import_the_modules_beside_it(tmp_path):
+    (tmp_path / "letters_beside.py").write_text("LETTER = 'a'\n")
+    (tmp_path / "json.py").write_text("1 / 0\n")  # hides nothing
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import json, letters_beside\n"
+        "def get(): import letters_beside; return json.dumps(letters_beside.LETTER)\n"
+    )
+    assert load_dotted(f"{path}:get", SETTING)() == '"a"'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("raise SystemExit(2)", r"mine.py could not be loaded: SystemExit: 2"),
+        ("open('/nowhere/words.txt')", r"could not be loaded: FileNotFoundError: .*words\.txt"),
+    ],
+)
+def test_file_that_exits_or_misses_a_file_of_its_own_says_so(tmp_path, text, message):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_dotted(f"{path}:get", SETTING)

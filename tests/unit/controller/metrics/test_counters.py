@@ -33,7 +33,7 @@ COUNTERS = {
 
 def test_summary_lists_only_nonzero_counters_and_lengths_shortest_first() -> None:
     assert list(summary_rows(COUNTERS, 0)) == [
-        ("tokens that could not be used", "2.5%"),
+        ("tokens that never reached the trainer: failed, stopped or too old", "2.5%"),
         ("prompt tokens found in the prefix cache", "87.5%"),
         ("wait of a request for a slot at an engine", "200 ms on average, 99% within 100 ms"),
         ("requests that lost their KV cache for lack of memory", "2"),
@@ -46,6 +46,12 @@ def test_summary_lists_only_nonzero_counters_and_lengths_shortest_first() -> Non
         ("groups that the end of the run or of their worker cut short", "5"),
     ]
     assert not list(summary_rows({}, 0)) and wasted_share({}, 0) is None
+
+
+def test_summary_says_what_filtering_threw_away() -> None:
+    rows = dict(summary_rows({"tokens_generated": 4000.0, "tokens_filtered": 3000.0}, 0))
+    assert rows["tokens that never reached the trainer: failed, stopped or too old"] == "0.0%"
+    assert rows["tokens that were filtered out, of groups with equal rewards"] == "75.0%"
 
 
 def test_tokens_that_the_buffer_dropped_are_wasted_too() -> None:

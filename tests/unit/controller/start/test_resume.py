@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -36,6 +37,7 @@ from controller.signals import Stopped, StopRequest
 from controller.start.resume import FIXED, find_resumption
 from controller.training import Pools, Training
 from rollout_pool.pool import RolloutPool
+from rollout_pool.tasks.registry import build_task, data_of
 from tests.support.controller.records import buffer_record, eval_record, record_all, step_record
 from tests.support.repository import ROOT
 from trainer_pool.pool import TrainerPool
@@ -521,3 +523,25 @@ async def _train(
     )
     await training.run()
     return resumed_from, said.getvalue()
+
+
+def test_run_does_not_go_on_with_other_problems(run_dir: RunDir, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"question": f"{n}?", "answer": n} for n in range(5)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    settings = ["task=capitals", f"task.path={path}", "task.eval_size=1"]
+    (run_dir.path / "config.yaml").write_text(
+        to_yaml(load_config([f"run.dir={tmp_path}", "trainer.num_steps=8", *settings]))
+    )
+    resumption = find_resumption(run_dir, [])
+    run_dir.write_data(data_of(build_task(resumption.config.task)))
+    path.write_text("\n".join(map(json.dumps, [*rows, {"question": "5?", "answer": 5}])))
+    words = rf"task\.path={path}: it has 5 problems \(.* but the run began with 4 problems \("
+    with pytest.raises(ValueError, match=words):
+        resume(run_dir, resumption, StopRequest(), lambda folder: None)
+    assert run_dir.read_record().state == "stopped"
+    (run_dir.path / "data.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"data\.json: not JSON"):
+        run_dir.read_data()
+    (run_dir.path / "data.json").unlink()
+    assert run_dir.read_data() == {}  # of a run that has not written it

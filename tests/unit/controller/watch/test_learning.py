@@ -92,6 +92,11 @@ RISING = [float(step) for step in range(40)]
             ["70% of the answers are cut off at the limit (10% at first)"],
         ),
         (
+            {"truncated_fraction": [0.4] * 10 + [0.5] * 30},
+            ["50% of the answers are cut off at the limit (40% at first)"],
+        ),
+        ({"truncated_fraction": [0.9] * 20 + [0.4] * 20}, []),
+        (
             {"logprob_diff_mean": [0.01] * 30 + [0.5] * 10},
             ["engines and trainer disagree by 0.50 nats per token"],
         ),
@@ -101,6 +106,17 @@ def test_alarm_names_what_keeps_the_run_from_learning(
     series: dict[str, list[float]], expected: list[str]
 ) -> None:
     assert words(history(**series)) == expected
+
+
+def test_run_whose_answers_are_all_cut_off_from_the_start_hears_of_the_limit() -> None:
+    steps = history(10, truncated_fraction=[1.0] * 10, num_empty_updates=[1.0] * 10)
+    [first] = learning_alarms(steps[:1])
+    assert first.words == "no gradient, weights unchanged (1 step)"
+    assert first.advice.startswith("100% of the answers are cut off at the limit, of which algorit")
+    [_, later] = learning_alarms(steps)
+    assert later.words == "100% of the answers are cut off at the limit (100% at first)"
+    for alarm in (first, later):
+        assert "rollout.max_response_tokens" in alarm.advice and "mask_truncated" in alarm.advice
 
 
 def test_step_line_and_summary_show_alarms(tmp_path: Path) -> None:

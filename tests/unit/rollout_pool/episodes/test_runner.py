@@ -381,3 +381,55 @@ class BreaksAtTheEnd(Talk):
 async def test_environment_that_fails_to_close_is_ignored(caplog):
     episode = await runner(Model("a")).run(BreaksAtTheEnd("1"), ask())
     assert episode.end == "done" and "disk full" in caplog.text
+
+
+ENDS = [
+    (SystemExit(1), "tried to end the process: SystemExit(1)"),
+    (KeyboardInterrupt(), "tried to end the process"),
+    (asyncio.CancelledError(), "cancelled itself"),
+]
+
+
+class Ends(Talk):
+    """Raises `error` once it has no more lines."""
+
+    def __init__(self, error, *lines):
+        super().__init__(*(lines or ("",)))
+        self.error, self.is_first = error, bool(lines)
+
+    async def reset(self):
+        return await super().reset() if self.is_first else await self.end()
+
+    async def step(self, completion):
+        return await super().step(completion) if self.lines else await self.end()
+
+    async def end(self):
+        await asyncio.sleep(0)
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "words"), ENDS)
+async def test_environment_that_exits_or_cancels_itself_ends_only_its_episode(error, words):
+    episode = await runner(Model("a", "b")).run(Ends(error, "1", "2"), ask())
+    assert (episode.end, episode.num_turns) == ("env_error", 2)
+    assert f"step: RuntimeError: the environment {words}" in episode.error
+    with pytest.raises(EpisodeFailed, match="reset: RuntimeError: the environment"):
+        await runner(Model()).run(Ends(error), ask())
+
+
+@pytest.mark.parametrize(("error", "words"), ENDS)
+async def test_environment_that_exits_as_it_closes_is_ignored(error, words, caplog):
+    class Exits(Talk):
+        async def close(self):
+            raise error
+
+    episode = await runner(Model("a")).run(Exits("1"), ask())
+    assert episode.end == "done" and words in caplog.text
+
+
+async def test_first_observation_that_cannot_be_written_fails_only_its_episode():
+    for first in ("bad \ud83d end", Step(), None):
+        env = Talk(said(first) if isinstance(first, str) else first)
+        with pytest.raises(EpisodeFailed, match="before a token was sampled"):
+            await runner(Model()).run(env, ask())
+        assert env.num_closed == 1

@@ -306,3 +306,29 @@ def test_bad_setting_is_named(tmp_path, changes, message):
 
 def test_empty_list_of_tools_adds_no_tools():
     assert load_tools([]) == []
+
+
+def ends_at_once(how: str) -> str:
+    """Ends."""
+    raise {"exit": SystemExit(2), "stop": StopIteration("dry")}[how]
+
+
+async def ends(how: str) -> str:
+    """Ends."""
+    raise {"exit": SystemExit(2), "cancel": asyncio.CancelledError()}[how]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (call("ends_at_once", how="exit"), "RuntimeError: ends_at_once tried to end the process"),
+        (call("ends", how="exit"), "RuntimeError: ends tried to end the process: SystemExit(2)"),
+        (call("ends", how="cancel"), "RuntimeError: ends cancelled itself"),
+        (call("ends_at_once", how="stop"), "RuntimeError: ends_at_once raised StopIteration"),
+    ],
+)
+async def test_tool_that_exits_stops_or_cancels_itself_is_an_error_of_its_call(asked, message):
+    env = env_with(add, ends, ends_at_once)
+    await env.reset()
+    said = await results(env, asked, call("add", a=1))
+    assert said[0].startswith(f"error: {message}") and said[1] == "2"

@@ -16,6 +16,7 @@ from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.env import Message
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.pool import RewardError, RewardPool
+from rollout_pool.rewards.process import load_function
 from rollout_pool.rewards.types import encode_request
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt
@@ -27,7 +28,7 @@ PROMPT = Prompt(index=4, is_held_out=False, text="4 + 4 =")
 TIMEOUT_S = 5.0
 
 MISBEHAVING = """
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -108,6 +109,36 @@ def fork(prompt, episode):
 def give(prompt, episode):
     return eval(episode.answer)
 
+def leave_process(prompt, episode):
+    sys.exit("--threshold is missing")
+
+LOOPS = set()
+
+async def slowly(prompt, episode):
+    await asyncio.sleep(0)
+    LOOPS.add(id(asyncio.get_running_loop()))
+    return eval(episode.answer) if len(LOOPS) == 1 else -1
+
+def each(prompt, episode):
+    yield 1.0
+
+async def each_slowly(prompt, episode):
+    yield 1.0
+
+class Each:
+    def __call__(self, prompt, episode):
+        yield 1.0
+
+class Scored:
+    def __init__(self, prompt, episode):
+        self.reward = 1.0
+
+class Later:
+    async def __call__(self, prompt, episode):
+        return 0.25
+
+each_made, later = Each(), Later()
+
 def fork_and_die(prompt, episode):
     if pid := os.fork():
         note(pid)
@@ -115,10 +146,11 @@ def fork_and_die(prompt, episode):
     time.sleep(600)
 
 """
-NO_NUMBER = "which is not a finite number; let it return an int, a float or a bool"
+NO_NUMBER = "which is not a finite number; let it return an int, a float or a bool, "
+NO_NUMBER += "or None for an answer that cannot be judged"
 FUNCTIONS = (
     *("brevity", "ask", "start", "leave", "leave_and_die", "leave_and_hang"),
-    *("fork", "fork_and_die", "give"),
+    *("fork", "fork_and_die", "give", "leave_process", "slowly", "later"),
 )
 
 
@@ -254,14 +286,49 @@ async def test_function_of_the_user_scores_the_whole_episode(pool):
     assert (await pool.score(asked("", "brevity"))).failure == "ZeroDivisionError: division by zero"
 
 
-@pytest.mark.parametrize(
-    "given", ["'yes'", "'0.5'", "None", "nan", "inf", "[1.0]", f"1{400 * '0'}"]
-)
+@pytest.mark.parametrize("given", ["'yes'", "'0.5'", "nan", "inf", "[1.0]", f"1{400 * '0'}"])
 async def test_function_that_returns_no_number_is_named_with_what_it_returned(pool, mine, given):
     shown = given.replace("nan", "float('nan')").replace("inf", "float('inf')")
     score = await pool.score(asked(shown, "give"))
     setting = f"task.rewards.give.function='{mine}:give'"
     assert (score.value, score.failure) == (0.0, f"{setting}: returned {given:.200}, {NO_NUMBER}")
+
+
+@pytest.mark.parametrize("part", ["give", "slowly"])
+async def test_function_that_returns_none_leaves_the_answer_open(pool, part):
+    score = await pool.score(asked("None", part))
+    assert score.is_left_open and (score.value, score.failure) == (0.0, None)
+
+
+async def test_async_functions_are_awaited_in_one_loop(pool):
+    scores = [await pool.score(asked(given, "slowly")) for given in ("0.5", "True", "[]", "1 / 0")]
+    assert [score.value for score in scores] == [0.5, 1.0, 0.0, 0.0]
+    assert scores[2].failure.endswith(f":slowly': returned [], {NO_NUMBER}")
+    assert scores[3].failure == "ZeroDivisionError: division by zero"
+    assert (await pool.score(asked("", "later"))).value == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("each", "a generator, which yields"),
+        ("each_slowly", "a generator, which yields"),
+        ("each_made", "a generator, which yields"),
+        ("Scored", "a class, and a call makes an object of it"),
+    ],
+)
+async def test_function_that_can_return_no_number_is_refused_before_the_start(mine, name, words):
+    name = f"{mine}:{name}"
+    task = build_task(TaskConfig(kind=TaskKind.alphabet_sort, max_turns=3))
+    with pytest.raises(ValueError) as refused:
+        load_function("style", name, task)
+    assert str(refused.value).startswith(f"task.rewards.style.function={name!r}: is {words}, but a")
+
+
+async def test_function_that_exits_costs_no_process(pool):
+    score = await pool.score(asked("ok", "leave_process"))
+    assert (score.value, score.failure) == (0.0, "SystemExit: --threshold is missing")
+    assert pool.num_restarts == 0
 
 
 async def test_truth_is_a_reward(pool):
@@ -372,6 +439,16 @@ async def test_setting_that_cannot_be_met_is_bad_input(make_pool, mine, pool, se
 async def test_pool_without_processes_starts_and_closes(make_pool):
     pool = make_pool(num_processes=0)
     await pool.start()
+    await pool.close()
+
+
+async def test_process_whose_data_are_not_those_of_the_run_scores_nothing(tmp_path):
+    listed = [{"question": f"{n}?", "answer": n} for n in range(3)]
+    config = TaskConfig(kind=TaskKind.questions, params={"questions": listed}, eval_size=1)
+    data, log_path = {"": "4 problems"}, tmp_path / "rewards.log"
+    pool = RewardPool(config, num_processes=1, timeout_s=60, log_path=log_path, data=data)
+    with pytest.raises(ValueError, match=r"^task\.name=.*but the run began with 4 problems"):
+        await pool.start()
     await pool.close()
 
 

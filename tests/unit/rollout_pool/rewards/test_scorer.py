@@ -43,7 +43,7 @@ class Solver:
 class Pool:
     """Answers by the name of the part."""
 
-    def __init__(self, **values: float | str) -> None:
+    def __init__(self, **values: float | str | None) -> None:
         self.values = values
         self.requests = []
         self.num_open = self.most_open = 0
@@ -58,6 +58,8 @@ class Pool:
         value = self.values[asked.part or "task"]
         if isinstance(value, str):
             return PartScore(value=0.0, failure=value, waited_s=0.5)
+        if value is None:
+            return PartScore(is_left_open=True, waited_s=0.5)
         return PartScore(value=value, waited_s=0.5)
 
 
@@ -133,6 +135,13 @@ async def test_answer_that_breaks_its_scorer_is_scored_zero(scorer_of, caplog):
     assert logged == [("WARNING", said), ("INFO", said)], "one warning for a function with a bug"
 
 
+async def test_part_that_does_not_judge_an_answer_leaves_the_episode_open(scorer_of):
+    function = RewardConfig(kind=RewardKind.function, function="a:b")
+    scorer = scorer_of(Pool(right=1.0, style=None), right=TASK, style=function)
+    score = await scorer.score(PROMPT, episode())
+    assert (score.left_open, score.is_unscored, dict(score.failures)) == ("style", False, {})
+
+
 async def test_failed_part_counts_zero_and_is_reported(scorer_of):
     scorer = scorer_of(
         Pool(right="RuntimeError: broken"),
@@ -194,7 +203,7 @@ def test_request_arrives_as_it_was_sent():
 def test_setup_arrives_as_it_was_sent():
     rewards = {"tests": RewardConfig(kind=RewardKind.code_tests, weight=0.5)}
     config = TaskConfig(rewards=rewards, tools=["python"], params={"a": [1]})
-    setup = Setup(factory="a:b", config=config, timeout_s=1.5)
+    setup = Setup(factory="a:b", config=config, data={"": "3 problems"}, timeout_s=1.5)
     assert Setup.decode(setup.encode().decode()) == setup
 
 
@@ -379,7 +388,7 @@ async def actors(cluster, tmp_path):
         for _ in range(number):
             path = f"{tmp_path}/rewards-{len(made)}.log"
             factory = f"{tmp_path}/lengths.py:build"
-            made.append(actor.remote(TaskConfig(name=name), 1, 30.0, path, factory))
+            made.append(actor.remote(TaskConfig(name=name), 1, 30.0, path, {}, factory))
         return made
 
     yield make

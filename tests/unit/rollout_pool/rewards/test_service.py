@@ -158,6 +158,11 @@ async def test_service_is_sent_the_episode_and_gives_reward_and_parts(service, r
     assert service.paths == ["/score"]
 
 
+async def test_service_may_leave_an_answer_open(service, reward):
+    service.replies = [{"reward": None, "parts": {"style": 1}}]
+    assert (await reward().score(PROMPT, EPISODE, "k1")).is_left_open
+
+
 @pytest.mark.parametrize("statuses", [(429, 500), (503, 408)])
 async def test_transient_failure_is_retried_with_the_same_key(service, reward, statuses):
     service.replies = [*statuses, {"reward": 1.0}]

@@ -88,7 +88,7 @@ def test_prompt_that_any_task_holds_out_is_replaced_by_another_of_the_same_task(
     assert Counter(prompt.text for prompt in prompts) == {"1 1": 30, "4 4": 30}
     assert not any(map(task.is_held_out, prompts))
     nothing_left = mixture(a=questions("1 1", "2 2"), b=questions("3 3", "1 1"))
-    with pytest.raises(ValueError, match=r"^task\.tasks\.a\.eval_size: the held-out prompts are"):
+    with pytest.raises(ValueError, match=r"^task\.tasks\.a\.eval_size: the held-out prompts of al"):
         check_task(nothing_left)
 
 

@@ -111,7 +111,8 @@ def test_streams_of_all_workers_share_the_prompts_out():
 def test_task_with_too_few_prompts_to_hold_back_says_so():
     with pytest.raises(ValueError, match=r"task.eval_size=500: chain_sum .* only 200 different"):
         sums(eval_size=500)
-    with pytest.raises(ValueError, match="nothing is left to train on"):
+    message = r"task\.eval_size: .*, such as '.* ='; nothing is left to train on; .*task\.eval_path"
+    with pytest.raises(ValueError, match=message):
         next(TaskStream(sums(eval_size=200), 0, 1))
 
 
@@ -265,7 +266,7 @@ def test_missing_or_too_short_file_is_named(tmp_path):
         words("/nowhere.jsonl")
     path = tmp_path / "binary.jsonl"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not a readable text file"):
+    with pytest.raises(ValueError, match="not a text file in UTF-8"):
         words(str(path))
     with pytest.raises(ValueError, match=r"task.eval_size=3: .* has only 3 problems"):
         words(problems(tmp_path / "short.jsonl", 3))
@@ -325,3 +326,25 @@ def test_long_prompt_is_skipped_and_counted_or_refused_and_never_truncated():
 def test_invalid_model_path_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"model.path='.*nothing': there is no tokenizer to load"):
         load_tokenizer(str(tmp_path / "nothing"), trust_remote_code=False)
+
+
+def test_prompt_of_half_a_surrogate_pair_is_skipped_and_counted(caplog):
+    for on_long in OnLongPrompt:
+        reads = reader(20, on_long)
+        assert not reads.accepts(Prompt(index=7, is_held_out=False, text="bad \ud83d end"))
+        assert reads.num_skipped == 1 and "prompt 7 is skipped" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise SystemExit('--data is missing')", "failed: SystemExit: --data is missing"),
+        ("return next(iter(()))", "failed: StopIteration"),
+        ("raise ValueError('task.name: no')", "^task.name: no"),
+    ],
+)
+def test_factory_that_fails_is_named(tmp_path, body, message):
+    path = tmp_path / "mine.py"
+    path.write_text(f"def build(config):\n    {body}\n")
+    with pytest.raises(ValueError, match=message):
+        build_task(TaskConfig(kind=TaskKind.custom, factory=f"{path}:build"))

@@ -45,7 +45,8 @@ class Yes:
         if episode.answer == "broken":
             failures = {"tests": "died"}
         worth = {"yes": 1.0, "half": 0.5, "nearly": 0.99}.get(episode.answer, 0.0)
-        return Score(reward=worth, failures=failures, is_unscored=is_unscored)
+        left_open = "judge" if episode.answer == "open" else None
+        return Score(reward=worth, failures=failures, is_unscored=is_unscored, left_open=left_open)
 
 
 Answer = Callable[[object], "str | Exception"]
@@ -161,10 +162,10 @@ async def test_failed_prompts_are_counted_and_an_error_from_a_twentieth_on(
 
 
 async def test_answers_that_could_not_be_scored_are_left_out_and_counted(make) -> None:
-    said = ["yes", "maybe", "no", "broken"]
-    evaluator, _ = make(lambda sample: said[asked(sample)])
+    said = ["yes", "maybe", "no", "broken", "open"]
+    evaluator, _ = make(lambda sample: said[asked(sample)], 5)
     report = await evaluator.run(3)
-    assert (report.num_unscored, report.num_prompts) == (1, 4)
+    assert (report.num_unscored, report.num_prompts) == (2, 5)
     assert report.accuracy == report.score_mean == pytest.approx(1 / 3)
     assert report.pass_at_k == report.mean_at_k == {1: pytest.approx(1 / 3)}
 
@@ -183,9 +184,10 @@ async def test_sample_sizes_depend_on_the_scored_answers(make) -> None:
     assert report.pass_at_k == {1: 0.75, 2: 1.0} and report.mean_at_k == {1: 0.5, 2: 0.5}
 
 
-async def test_evaluation_without_a_single_score_is_an_error(make) -> None:
-    evaluator, _ = make(lambda sample: "maybe")
-    with pytest.raises(EvaluationFailed, match=r"no answer could be scored; .* judge: away"):
+@pytest.mark.parametrize(("said", "why"), [("maybe", "judge: away"), ("open", "judge did not")])
+async def test_evaluation_without_a_single_score_is_an_error(make, said: str, why: str) -> None:
+    evaluator, _ = make(lambda sample: said)
+    with pytest.raises(EvaluationFailed, match=rf"no answer could be scored; .* {why}"):
         await evaluator.run(3)
 
 

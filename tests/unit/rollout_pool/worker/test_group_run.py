@@ -41,6 +41,7 @@ class NumberScorer:
         self.gate.set()
         self.failures = {}
         self.unscored = set()
+        self.left_open = set()
         self.num_cancelled = 0
 
     async def score(self, prompt, episode):
@@ -58,6 +59,7 @@ class NumberScorer:
             parts={"half": number / 2},
             failures=failures,
             is_unscored=episode.answer in self.unscored,
+            left_open="half" if episode.answer in self.left_open else None,
         )
 
 
@@ -326,3 +328,14 @@ async def test_group_given_up_ends_its_episodes_and_its_scoring_first(model, sco
         with pytest.raises(asyncio.CancelledError):
             await running
     assert sorted(model.cancelled) == ["g.1.0", "g.2.0", "g.3.0"] and scorer.num_cancelled == 1
+
+
+async def test_episode_that_no_reward_judges_is_left_out_of_its_group(model, scorer):
+    scorer.left_open = {"0", "2"}
+    current = new_run()
+    group = await generate(current, model, scorer)
+    assert group.rewards_by_episode == {1: 1.0, 3: 3.0}
+    assert (current.num_left_open, current.num_unscored) == (2, 0)
+    scorer.left_open = set("0123")
+    with pytest.raises(GroupFailed, match="prompt 3: a reward function returned None for each of"):
+        await generate(new_run(), model, scorer)

@@ -1,0 +1,324 @@
+"""Problems read from files and data sets as they are found in the wild."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from configs.choices import TaskKind
+from configs.rollout_schema import MixedTask, TaskConfig
+from rollout_pool.tasks.registry import build_task, check_data, data_of
+from rollout_pool.tasks.task import TaskStream
+from rollout_pool.tasks.verifiers.adapter import Row
+
+MORE = [{"question": f"{n} plus 1 is", "answer": n + 1} for n in range(4)]
+LINES = {  # by kind: the text of a line of its file, with a text of one's own in the question
+    TaskKind.questions: '{"question": "%s", "answer": "a"}',
+    TaskKind.gsm8k: '{"question": "%s", "answer": "#### 1"}',
+    TaskKind.math: r'{"problem": "%s", "solution": "\\boxed{1}"}',
+    TaskKind.code: '{"prompt": "%s", "tests": [{"input": "1", "output": "1"}]}',
+}
+
+
+def questions(**settings):
+    return build_task(TaskConfig(kind=TaskKind.questions, **{"eval_size": 1, **settings}))
+
+
+def of_file(path, text, **settings):
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return questions(path=str(path), **settings)
+
+
+def of_rows(path, rows, **settings):
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    return of_file(path, text, **settings)
+
+
+def of_parquet(folder, rows, **settings):
+    folder.mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    params = {"eval_split": None, **settings.pop("params", {})}
+    return questions(name=str(folder), params=params, **settings)
+
+
+def in_epoch(task, count):
+    """By its text, the training prompts of the first `count` places."""
+    return {prompt.text: prompt for prompt in itertools.islice(TaskStream(task, 0, 1), count)}
+
+
+# Answers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (42.0, "42"),
+        (42, "42"),
+        (-0.0, "0"),
+        (0.5, "0.5"),
+        (1e-5, "0.00001"),
+        (3e15, "3" + "0" * 15),
+    ],
+)
+def test_number_is_an_answer_as_one_writes_it(tmp_path, answer, text):
+    rows = [{"question": "6 times 7 is", "answer": answer}, *MORE]
+    listed = questions(params={"questions": rows})
+    for task in (listed, of_rows(tmp_path / "a.jsonl", rows)):
+        prompt = in_epoch(task, 4)["6 times 7 is"]
+        assert task.solution(prompt) == text and task.score(prompt, text) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [("NaN", "nan"), ("Infinity", "inf"), ("null", "None"), ("true", "True"), ('" "', "' '")],
+)
+def test_answer_that_no_model_can_give_is_refused_with_its_row(tmp_path, answer, shown):
+    lines = [json.dumps(MORE[0]), f'{{"question": "Unknown", "answer": {answer}}}']
+    with pytest.raises(ValueError) as refused:
+        of_file(tmp_path / "a.jsonl", "\n".join(lines))
+    assert str(refused.value) == (
+        f'task.path={tmp_path}/a.jsonl, line 2: "answer" must be text, a finite number or a list '
+        f"of these, not {shown}; leave the row out, or give it its answer"
+    )
+
+
+def test_column_that_one_missing_value_made_floats_is_refused_with_the_row(tmp_path):
+    rows = [{"question": f"{n}?", "answer": float(n)} for n in range(3)]
+    task = of_parquet(tmp_path / "whole", rows)
+    assert task.solution(in_epoch(task, 2)["1?"]) == "1"
+    rows[1]["answer"] = None
+    with pytest.raises(ValueError, match=r'train 1: "answer" must be .* not None; leave the row'):
+        of_parquet(tmp_path / "missing", rows)
+
+
+def test_each_of_a_list_of_answers_is_right_and_the_first_is_the_solution(tmp_path):
+    rows = [{"question": "The capital of France is", "answer": ["Paris", "Lutetia", 75.0]}, *MORE]
+    for task in (of_rows(tmp_path / "a.jsonl", rows), questions(params={"questions": rows})):
+        prompt = in_epoch(task, 4)["The capital of France is"]
+        assert task.solution(prompt) == "Paris"
+        scores = [task.score(prompt, text) for text in ("lutetia.", "Paris", "75", "Rome")]
+        assert scores == [1.0, 1.0, 1.0, 0.0]
+    for bad, shown in (([], r"\[\]"), (["Paris", None], ".*None.")):
+        rows[0]["answer"] = bad
+        with pytest.raises(ValueError, match=rf'line 1: "answer" must be .* not {shown}; leave'):
+            of_rows(tmp_path / "b.jsonl", rows)
+
+
+def test_answer_of_several_lines_is_compared_with_as_many_last_lines(tmp_path):
+    rows = [{"question": "Count.", "answer": "one\ntwo"}, {"question": "Go on.", "answer": "3"}]
+    task = of_rows(tmp_path / "a.jsonl", rows)
+    prompt = task.example(0)
+    assert task.score(prompt, "Well:\nOne\n two") == 1.0
+    assert task.score(prompt, "two") == task.score(prompt, "one two three") == 0.0
+
+
+# Lines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_separators_inside_a_string_do_not_end_a_line_of_a_file(tmp_path, kind):
+    text = "one\u2028two\u2029three\u0085four"
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(LINES[kind] % one for one in ("first", text, "last")))
+    for paths in ({"path": str(path)}, {"path": str(path), "eval_path": str(path)}):
+        task = build_task(TaskConfig(kind=kind, eval_size=1, **paths))
+        shown = [one.question for one in (*task._training, *task._held_out)]
+        assert shown[1] == text and len(shown) == (4 if "eval_path" in paths else 3)
+    path.write_text(LINES[kind] % text + "\n\r\n{oops")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: not JSON"):
+        build_task(TaskConfig(kind=kind, eval_size=1, path=str(path)))
+
+
+def test_mark_of_the_byte_order_and_other_line_ends_are_no_part_of_a_line(tmp_path):
+    lines = [json.dumps(row) for row in MORE]
+    mark = "\ufeff"
+    several = "\n".join(mark + line for line in lines)  # files, one put behind the other
+    for text in (mark + "\n".join(lines), "\r\n".join(lines), several):
+        assert len(in_epoch(of_file(tmp_path / "a.jsonl", text), 3)) == 3
+    with pytest.raises(ValueError, match=r"a\.jsonl: not a text file in UTF-8"):
+        of_file(tmp_path / "a.jsonl", "\n".join(lines).encode("utf-16"))
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_half_of_a_surrogate_pair_is_refused_with_its_line(tmp_path, kind):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(LINES[kind] % one for one in ("a", "b", r"bad \ud83d end", "c")))
+    with pytest.raises(ValueError, match=r"line 3: \".*\" has half of a surrogate pair.*'\\ud83d'"):
+        build_task(TaskConfig(kind=kind, eval_size=1, path=str(path)))
+    path.write_text("\n".join(LINES[kind] % one for one in ("a", r"\ud83d\ude00")))
+    task = build_task(TaskConfig(kind=kind, eval_size=1, path=str(path)))
+    assert task.eval_prompts()[0].text == "\N{GRINNING FACE}"
+
+
+def test_half_of_a_surrogate_pair_is_refused_in_every_text_of_a_problem(tmp_path):
+    bad = r"\ud83d"
+    for kind, line in {
+        TaskKind.questions: f'{{"question": "a", "answer": ["b", "{bad}"]}}',
+        TaskKind.gsm8k: f'{{"question": "a", "answer": "{bad} #### 1"}}',
+        TaskKind.math: f'{{"problem": "a", "solution": "{bad} \\\\boxed{{1}}"}}',
+        TaskKind.code: f'{{"prompt": "a", "tests": [{{"input": "{bad}", "output": "1"}}]}}',
+    }.items():
+        path = tmp_path / f"{kind.name}.jsonl"
+        path.write_text(f"{line}\n{line}")
+        with pytest.raises(ValueError, match=r"line 1.* has half of a surrogate pair"):
+            build_task(TaskConfig(kind=kind, eval_size=1, path=str(path)))
+    whole = '{"prompt": "a", "tests": {"assert": "1"}, "solution": "%s", "note": "%s"}'
+    path.write_text(f"{whole % ('1', bad)}\n{whole % (bad, '')}")
+    with pytest.raises(ValueError, match='line 2: "solution" has half'):  # a note is not used
+        build_task(TaskConfig(kind=TaskKind.code, eval_size=1, path=str(path)))
+
+
+# Other forms --------------------------------------------------------------------------------------
+
+NESTED = {"question": "prompt", "answer": "reward_model.ground_truth"}
+
+
+def nested(count, *before):
+    return [
+        {
+            "prompt": [*before, {"role": "user", "content": f"{n}+1?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"index": n},
+        }
+        for n in range(count)
+    ]
+
+
+def test_conversations_and_fields_of_columns_are_read_from_files_of_each_kind(tmp_path):
+    system = {"role": "system", "content": "Be short."}
+    for before, prompt in (([], None), ([system], "Be short.")):
+        rows = nested(4, *before)
+        settings = {"params": NESTED, "system_prompt": prompt}
+        folder = tmp_path / str(prompt)
+        parquet = folder / "train.parquet"
+        for task in (
+            of_parquet(folder, rows, **settings),
+            questions(path=str(parquet), **settings),
+            questions(path=str(parquet), eval_path=str(parquet), **settings),
+            of_rows(tmp_path / "a.jsonl", rows, **settings),
+        ):
+            found = in_epoch(task, 3)
+            assert {"1+1?", "2+1?"} < found.keys() and task.solution(found["2+1?"]) == "3"
+            [*opening, user, _] = task.demonstration(found["1+1?"])
+            assert user.content == "1+1?" and [one.content for one in opening] == [
+                one["content"] for one in before
+            ]
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        (
+            [{"role": "system", "content": "Be long."}],
+            "begins with the system message 'Be l",
+        ),
+        (
+            [{"role": "user", "content": "a"}],
+            r"not of the roles \['user', 'user'\]; ",
+        ),
+        (["a"], r"not of the roles \[None, 'user'\]; other openings need a task of your own"),
+    ],
+)
+def test_other_conversations_are_refused_with_what_to_do(tmp_path, before, message):
+    with pytest.raises(ValueError, match=r'a\.jsonl, line 1: "prompt" .*' + message):
+        of_rows(tmp_path / "a.jsonl", nested(4, *before), params=NESTED)
+
+
+def test_fields_of_columns_are_among_those_that_exist(tmp_path):
+    missing = {**NESTED, "answer": "reward_model.truth"}
+    names = r"prompt, reward_model\.style, reward_model\.ground_truth, extra_info\.index; set it"
+    with pytest.raises(ValueError, match=r"answer='reward_model\.truth': .*line 1 .*" + names):
+        of_rows(tmp_path / "a.jsonl", nested(4), params=missing)
+    dotted = [{"question": f"{n}", "a.b": n} for n in range(3)]
+    assert in_epoch(of_rows(tmp_path / "b.jsonl", dotted, params={"answer": "a.b"}), 2)
+
+
+def test_parquet_file_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    with pytest.raises(ValueError, match=r"task.path=.*rows\.parquet: there is no such file"):
+        questions(path=str(path))
+    path.write_text("nothing")
+    with pytest.raises(ValueError, match=r"task.path=.*rows\.parquet: not a Parquet file that can"):
+        questions(path=str(path))
+    rows = [{"question": "a", "answer": "b"}, {"question": "", "answer": "c"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(ValueError, match=r'rows\.parquet, row 1: "question" must be a non-empty'):
+        questions(path=str(path))
+
+
+# Which are held out -------------------------------------------------------------------------------
+
+
+def test_rows_of_one_question_are_told_apart_by_their_answers(tmp_path):
+    rows = [{"question": "Play one round.", "answer": n % 4} for n in range(8)]
+    task = of_rows(tmp_path / "a.jsonl", rows)
+    prompts = list(itertools.islice(TaskStream(task, 0, 1), 5))
+    assert [task.solution(prompt) for prompt in task.eval_prompts()] == ["3"]
+    assert {task.solution(prompt) for prompt in prompts} == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "held_out"),
+    [
+        (TaskKind.gsm8k, {"question": "a", "answer": "In other words. #### 1"}),
+        (TaskKind.math, {"problem": "a", "solution": r"In other words. \boxed{1}"}),
+        (TaskKind.code, {"prompt": "a", "tests": [{"input": "1", "output": "1"}], "solution": ""}),
+    ],
+)
+def test_problem_with_another_way_to_the_same_answer_is_the_same_problem(tmp_path, kind, held_out):
+    path = tmp_path / "rows.jsonl"
+    rows = [LINES[kind] % one for one in ("a", "b")]
+    path.write_text("\n".join([*rows, json.dumps(held_out)]))
+    task = build_task(TaskConfig(kind=kind, eval_size=1, path=str(path)))
+    assert in_epoch(task, 3).keys() == {"b"}
+
+
+def test_tasks_of_an_environment_are_told_apart_by_all_but_their_numbers():
+    first, again, other = (
+        Row(question="Play.", opening=(), content={"idx": idx, "answer": "", "board": board})
+        for idx, board in ((0, "x"), (1, "x"), (2, "y"))
+    )
+    assert first.right == again.right != other.right
+
+
+def test_problems_that_are_held_out_too_are_passed_over_and_counted(tmp_path, caplog):
+    rows = [{"question": f"{n}?", "answer": n} for n in range(6)]
+    with caplog.at_level("INFO"):
+        task = of_rows(tmp_path / "a.jsonl", [*rows, *rows[:2]], eval_size=2)
+    assert in_epoch(task, 8).keys() == {"2?", "3?", "4?", "5?"}
+    assert "2 of the 6 training problems of questions are held out too" in caplog.text
+
+
+# The same data throughout a run -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_data_that_have_changed_since_the_run_began_are_refused(tmp_path, is_mixed):
+    path, rows = tmp_path / "rows.jsonl", [{"question": f"{n}?", "answer": n} for n in range(5)]
+
+    def now(rows):
+        path.write_text("\n".join(map(json.dumps, rows)))
+        own = {"kind": TaskKind.questions, "path": str(path), "eval_size": 1}
+        config = TaskConfig(**own)
+        if is_mixed:
+            drawn = MixedTask(kind=TaskKind.alphabet_sort, eval_size=1)
+            tasks = {"own": MixedTask(**own), "drawn": drawn}
+            config = TaskConfig(kind=TaskKind.mixture, tasks=tasks, max_turns=3)
+        return config, build_task(config)
+
+    before = data_of(now(rows)[1])
+    assert before.keys() == {"own" if is_mixed else ""}
+    check_data(*now([dict(row) for row in rows]), before)
+    more = [*rows, {"question": "5?", "answer": 5}]
+    for changed in (more, rows[1:], rows[::-1], [{**rows[0], "answer": 7}, *rows[1:]]):
+        with pytest.raises(ValueError) as refused:
+            check_data(*now(changed), before)
+        setting = "task.tasks.own" if is_mixed else "task"
+        words = f"{setting}.path={path}: it has {len(changed) - 1} problems (sha256 "
+        assert str(refused.value).startswith(words)
+        assert "but the run began with 4 problems (sha256" in str(refused.value)
+    check_data(*now(more), {})  # of a run that has not written it
