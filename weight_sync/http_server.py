@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -159,19 +161,67 @@ class _Connection(H11Protocol):
             self.transport.close()
 
 
+class BodyRoom:
+    """Bounds the bytes of the bodies that a server holds; further requests wait, unread. Used in
+    one event loop."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def place(self, request: Request, max_bytes: int) -> AsyncIterator[None]:
+        """Room for its body, of at most `max_bytes`. Raises HTTPException if that is declared to be
+        larger."""
+        size = _declared_bytes(request, max_bytes)
+        async with self._turn:  # small ones do not overtake a large one that waits
+            while size > self._left:
+                self._freed.clear()
+                await self._freed.wait()
+            self._left -= size
+        try:
+            yield
+        finally:
+            self._left += size
+            self._freed.set()
+
+
+def _declared_bytes(request: Request, max_bytes: int) -> int:
+    """Length of its body, or `max_bytes` if it does not tell. Raises HTTPException if too large."""
+    declared = request.headers.get("content-length", str(max_bytes))
+    if len(declared) > len(str(max_bytes)) or int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    return int(declared)
+
+
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"a request may have {max_bytes} bytes here at most")
+
+
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """Raises HTTPException for a body above `max_bytes` (unread if its length is declared), and
     for one that ends early."""
-    too_large = HTTPException(413, f"a request may have {max_bytes} bytes here at most")
-    declared = request.headers.get("content-length", "0")
-    if len(declared) > len(str(max_bytes)) or int(declared) > max_bytes:
-        raise too_large
+    _declared_bytes(request, max_bytes)
     body = bytearray()
     try:
         async for part in request.stream():
             body += part
             if len(body) > max_bytes:
-                raise too_large
+                raise _too_large(max_bytes)
     except ClientDisconnect as error:
         raise HTTPException(400, "the request ended early") from error
     return bytes(body)
+
+
+def has_more_values(body: bytes, most: int) -> bool:
+    """Whether JSON holds more values than `most`. To make them takes json.loads many times the
+    memory of the text, and it holds the GIL meanwhile, in a thread too."""
+    if body.count(b",") + body.count(b"[") + body.count(b"{") <= most:
+        return False
+    # Most of these characters may lie inside strings, in code for example.
+    unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if unescaped.count(b'"') > 4 * most:
+        return True
+    outside = b"".join(unescaped.split(b'"')[::2])
+    return outside.count(b",") + outside.count(b"[") + outside.count(b"{") > most

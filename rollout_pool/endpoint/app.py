@@ -44,14 +44,13 @@ from rollout_pool.endpoint.room import RequestRoom
 from rollout_pool.endpoint.schema import Fields, check_whole, shown
 from rollout_pool.endpoint.sessions import Outcome, Serving, Session, SessionOver, Sessions
 from rollout_pool.endpoint.stream import Stream, Turn, ended
+from rollout_pool.episodes.episode import check_parts
 from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 
 log = logging.getLogger(__name__)
 
 MAX_SMALL_BODY_BYTES = 64 * 1024
 """Limit of a request without a conversation."""
-MAX_PARTS = 100
-"""Named parts of one reward; each becomes a metric."""
 GROUP_TIMEOUT_S = 600.0
 """Longest wait for a credit, unless the request says otherwise."""
 MAX_GROUP_TIMEOUT_S = 86_400.0
@@ -142,7 +141,17 @@ class _Api:
         self, request: Request, turn_of: Callable[[Session, Fields], Turn]
     ) -> Response:
         session = self._session(request)
-        body = await read_body(request, self._room.max_body_bytes)
+        async with self._room.bodies.place(request, self._room.max_body_bytes):
+            body = await read_body(request, self._room.max_body_bytes)
+            return await self._answer_to(body, request, session, turn_of)
+
+    async def _answer_to(
+        self,
+        body: bytes,
+        request: Request,
+        session: Session,
+        turn_of: Callable[[Session, Fields], Turn],
+    ) -> Response:
         page = request.url.path.rpartition("/v1/")[2]
 
         def fingerprint_of() -> bytes:
@@ -337,8 +346,10 @@ def _read_outcome(fields: Fields) -> Outcome:
         raise refuse("reward", "is missing: it must be a number")
     parts = fields.raw("parts") or {}
     named = Fields(parts, "parts")
-    if len(parts) > MAX_PARTS:
-        raise refuse("parts", f"a reward has at most {MAX_PARTS} parts, not {len(parts)}")
+    try:
+        check_parts(parts)
+    except ValueError as error:
+        raise refuse("parts", str(error)) from error
     return Outcome(
         reward=fields.number("reward", 0.0),
         parts={name: named.number(name, 0.0) for name in parts},

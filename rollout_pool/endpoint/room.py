@@ -12,11 +12,14 @@ from typing import TypeVar
 
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.sessions import CHARACTERS_PER_TOKEN, Serving
+from weight_sync.http_server import BodyRoom, has_more_values
 
 BYTES_PER_CHARACTER = 6
 r"""In JSON: a character can be spelled \u00e9."""
 BASE_BODY_BYTES = 2**20
 MAX_BODY_BYTES = 16 * 2**20
+MAX_OPEN_BYTES = 2**30
+"""Of the bodies of all requests at a time."""
 BASE_VALUES = 50_000
 LARGE_BODY_BYTES = 16 * 1024
 """A larger request is parsed and tokenized in a thread."""
@@ -35,19 +38,12 @@ class RequestRoom:
         self.max_body_bytes = min(
             MAX_BODY_BYTES, BASE_BODY_BYTES + bytes_per_token * serving.max_tokens
         )
+        self.bodies = BodyRoom(MAX_OPEN_BYTES)
         self._large = asyncio.Semaphore(MAX_LARGE_AT_ONCE)
 
     def check_values(self, body: bytes) -> None:
         """Raises ApiError for JSON with more values than a request can need."""
-        # json.loads holds the GIL until it has made all of them, in a thread too.
-        if body.count(b",") + body.count(b"[") + body.count(b"{") <= self._max_values:
-            return
-        # Most of these characters may lie inside strings, in code for example.
-        unescaped = body.replace(rb"\\", b"").replace(rb"\"", b"")
-        is_many = unescaped.count(b'"') > 4 * self._max_values
-        outside = b"" if is_many else b"".join(unescaped.split(b'"')[::2])
-        num_values = outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        if is_many or num_values > self._max_values:
+        if has_more_values(body, self._max_values):
             problem = f"holds more than {self._max_values} values"
             raise ApiError(400, f"body: {problem}", param="body", code="too_many_values")
 

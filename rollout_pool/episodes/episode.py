@@ -11,12 +11,16 @@ which it was sampled, so none is trained twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from buffer.types import VersionSpan
 from rollout_pool.episodes.env import Message
 from rollout_pool.sampling.sample import Sample
+
+MAX_PARTS = 100
+"""Named parts of a reward that a program or a service gives; each becomes a metric."""
+MAX_PART_CHARS = 200
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -65,6 +69,18 @@ class Episode:
         """The model's last message."""
         mine = [message for message in self.messages if message.role == "assistant"]
         return mine[-1].content if mine else ""
+
+
+def check_parts(names: Collection[str]) -> None:
+    """Raises ValueError for names of parts that are too many, too long, or no Unicode text."""
+    if len(names) > MAX_PARTS:
+        raise ValueError(f"a reward has at most {MAX_PARTS} parts, not {len(names)}")
+    for name in names:
+        if len(name) > MAX_PART_CHARS or not name.isprintable():  # a lone surrogate is not
+            raise ValueError(
+                f"{name[:MAX_PART_CHARS]!a}: the name of a part has at most {MAX_PART_CHARS} "
+                "characters, all of them printable"
+            )
 
 
 def add_turn(branches: list[Branch], sample: Sample) -> None:

@@ -10,27 +10,39 @@ next call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from processes import die_with_parent
+from processes.child import kill_group
+from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.env import Tool, ToolError, ToolSpec
 
 if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
     from mcp import Client
+    from mcp.client._transport import TransportStreams
+    from mcp.shared.message import SessionMessage
 
 log = logging.getLogger(__name__)
 
 PREFIX = "mcp:"
 CONNECT_S = 60.0
 """Time to start a server and to list its tools; `npx` may have to fetch it."""
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""Of a message from a server."""
+MAX_OTHER_LINES = 1000
+"""Printed by a command beside its messages, by mistake."""
+END_S = 2.0
+"""For a command to end by itself, and to be gone once it is killed."""
 
 
 def mcp_tools(name: str, setting: str) -> list[Tool]:
@@ -75,23 +87,141 @@ async def _ask_specs(name: str) -> tuple[ToolSpec, ...]:
 
 
 def _client(name: str) -> Client:
-    from mcp import Client, StdioServerParameters
+    from mcp import Client
 
     address = name.removeprefix(PREFIX)
     if address.startswith(("http://", "https://")):
-        return Client(address)
+        return Client(_streams_at(address))
     program, *arguments = shlex.split(address) or [""]
     if (found := shutil.which(program)) is None:
         raise FileNotFoundError(f"there is no program {program!r}")
-    python, *arguments = die_with_parent.bound([found, *arguments])
-    return Client(
-        StdioServerParameters(
-            command=python,
-            args=arguments,
-            # As a function has it; and the run finds its processes by a variable.
-            env=dict(os.environ),
-        )
+    return Client(_streams_of([found, *arguments], name))
+
+
+@asynccontextmanager
+async def _streams_at(url: str) -> AsyncIterator[TransportStreams]:
+    """The library's, which bounds the events of a stream, but no other body of a response."""
+    import httpx2
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    class Bounded(httpx2.AsyncByteStream):
+        def __init__(self, response: httpx2.Response) -> None:
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            self._stream = response.stream
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            left = MAX_MESSAGE_BYTES
+            async for part in self._stream:
+                left -= len(part)
+                if left < 0:
+                    raise httpx2.ReadError(f"a response of more than {MAX_MESSAGE_BYTES} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self._stream.aclose()
+
+    async def bound(response: httpx2.Response) -> None:
+        if "Content-Encoding" in response.headers:  # a few KiB of it may be GiB
+            raise httpx2.ReadError("a compressed response, unasked")
+        if not response.headers.get("Content-Type", "").startswith("text/event-stream"):
+            response.stream = Bounded(response)
+
+    async with create_mcp_http_client(headers={"Accept-Encoding": "identity"}) as client:
+        client.event_hooks = {"response": [bound]}
+        async with streamable_http_client(url, http_client=client) as streams:
+            yield streams
+
+
+@asynccontextmanager
+async def _streams_of(command: Sequence[str], name: str) -> AsyncIterator[TransportStreams]:
+    """The messages of a command, one a line of its standard input and output. The library has the
+    same, but without a limit: a line that does not end would take all memory and the event loop."""
+    import anyio
+    from mcp.shared.message import SessionMessage
+
+    process = await asyncio.create_subprocess_exec(
+        *die_with_parent.bound(command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=MAX_MESSAGE_BYTES,
+        start_new_session=True,
     )
+    received, to_read = anyio.create_memory_object_stream[SessionMessage | Exception]()
+    to_write, sent = anyio.create_memory_object_stream[SessionMessage]()
+
+    working = [
+        asyncio.create_task(_read_messages(process, received, name)),
+        asyncio.create_task(_write_messages(process, sent)),
+    ]
+
+    def close(_: object = None) -> None:
+        """So the client sees that its connection has ended."""
+        received.close()
+        sent.close()
+
+    for task in working:
+        task.add_done_callback(close)
+    try:
+        yield to_read, to_write
+    finally:
+        with anyio.CancelScope(shield=True):
+            await end_tasks(working)
+            for stream in (to_read, to_write):
+                stream.close()
+            await _end(process)
+
+
+async def _read_messages(
+    process: Process, received: MemoryObjectSendStream[SessionMessage | Exception], name: str
+) -> None:
+    """Returns when there will be no more."""
+    import anyio
+    from mcp.shared.message import SessionMessage
+    from mcp.types import jsonrpc_message_adapter
+
+    assert process.stdout is not None
+    num_others = 0
+    try:
+        while line := await process.stdout.readline():
+            try:
+                message = jsonrpc_message_adapter.validate_json(line, by_name=False)
+            except ValueError:
+                num_others += 1
+                if num_others > MAX_OTHER_LINES:
+                    raise ValueError(f"more than {num_others - 1} lines are no messages") from None
+                continue
+            await received.send(SessionMessage(message))
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        pass  # the client has ended the connection
+    except ValueError as error:  # readline's, or the one above
+        log.warning("task.tools=%r: the command's output is not read on: %s", name, error)
+
+
+async def _write_messages(
+    process: Process, sent: MemoryObjectReceiveStream[SessionMessage]
+) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):
+        async for one in sent:
+            text = one.message.model_dump_json(by_alias=True, exclude_unset=True)
+            process.stdin.write(text.encode() + b"\n")
+            await process.stdin.drain()
+
+
+async def _end(process: Process) -> None:
+    """Lets it end by itself first, as the protocol wants."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await process.wait()
+    kill_group(process.pid)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            while await process.stdout.read(2**16):
+                pass
+            await process.wait()
 
 
 class _Server:
@@ -120,9 +250,11 @@ class _Server:
             if error.code == CONNECTION_CLOSED:
                 self._drop(client, error)
             raise ToolError(f"{tool}: {error.message}") from error
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             self._drop(client, error)
             raise ToolError(f"{tool}: the connection to its server was lost") from error
+        except (RuntimeError, ValueError) as error:  # other calls still have their connection
+            raise ToolError(f"{tool}: its server's result cannot be used: {error}") from error
         text = "\n".join(str(getattr(part, "text", f"({part.type})")) for part in result.content)
         if result.is_error:
             raise ToolError(text)

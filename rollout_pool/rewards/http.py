@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.episode import Episode, check_parts
 from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
 from rollout_pool.rewards.types import PartScore
 from rollout_pool.tasks.task import Prompt
@@ -40,7 +40,11 @@ class HttpReward(RemoteService):
         parts = answer.get("parts") or {}
         if not isinstance(parts, dict):
             raise RemoteFailure(f'its "parts" is not an object: {str(parts)[:100]!r}')
-        named = {str(name): _number(value, f"parts.{name}") for name, value in parts.items()}
+        try:
+            check_parts(parts)
+        except ValueError as error:
+            raise RemoteFailure(f'its "parts" cannot be used: {error}') from error
+        named = {name: _number(value, f"parts.{name}") for name, value in parts.items()}
         return PartScore(value=_number(answer.get("reward"), "reward"), parts=named)
 
 

@@ -24,6 +24,8 @@ _PLACES = re.compile(r"\{(prompt|answer|solution)\}")
 _NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?:\s*/\s*\d+(?:\.\d+)?)?"
 _SCORE = re.compile(rf"score\W{{0,5}}(?:is\s+)?{_NUMBER}", re.IGNORECASE)
 _LAST = re.compile(_NUMBER)
+_LONGEST = 100_000
+"""Characters at the end of a judgement in which its score is looked for."""
 
 
 class Judge(RemoteService):
@@ -58,6 +60,7 @@ def parse_score(text: str) -> float:
 
     Raises RemoteFailure if there is none.
     """
+    text = text[-_LONGEST:]
     found = _SCORE.findall(text) or _LAST.findall(text)
     if not found:
         raise RemoteFailure(f"the judge gave no score: {text.strip()[-200:]!r}")

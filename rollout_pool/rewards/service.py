@@ -16,6 +16,7 @@ import httpx
 
 from configs.rollout_schema import RewardConfig
 from rollout_pool.tasks.task import Task
+from weight_sync.http_server import has_more_values
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
@@ -62,6 +63,8 @@ class RemoteService:
 
     path: ClassVar[str] = ""
     """Appended to the configured URL."""
+    max_values: ClassVar[int] = 100_000
+    """Of an answer's JSON."""
 
     def __init__(
         self, part: str, config: RewardConfig, task: Task | None, *, path: str | None = None
@@ -77,7 +80,9 @@ class RemoteService:
         self._spacing = Spacing(config.max_per_second)
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            # A few KiB that are compressed may be GiB of text.
+            headers={"Accept-Encoding": "identity"}
+            | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=config.timeout_s,
             limits=httpx.Limits(max_connections=MAX_AT_ONCE),
             trust_env=False,  # no proxy to the cluster's own services
@@ -129,6 +134,10 @@ class RemoteService:
             text = answer.decode("utf-8", "replace")
             detail = text.replace(self._key, "(key)") if self._key else text
             raise RemoteFailure(f"{self._name}: HTTP {status}: {detail[:200]}")
+        if has_more_values(answer, self.max_values):
+            raise RemoteFailure(
+                f"{self._name}: the answer holds more than {self.max_values} JSON values"
+            )
         try:
             parsed = json.loads(answer)
         except (ValueError, RecursionError) as error:
@@ -140,7 +149,9 @@ class RemoteService:
 
 async def _read(response: httpx.Response) -> bytes:
     content = bytearray()
-    async for chunk in response.aiter_bytes():
+    if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+        raise httpx.DecodingError(f"the answer has Content-Encoding {encoding!r:.100}, unasked")
+    async for chunk in response.aiter_raw():
         content += chunk
         if len(content) > MAX_ANSWER_BYTES:
             raise httpx.DecodingError(f"more than {MAX_ANSWER_BYTES} bytes")
@@ -165,7 +176,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
         pass
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
 
 

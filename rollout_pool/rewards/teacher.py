@@ -33,6 +33,8 @@ COLUMN = "teacher_logprobs"
 
 
 class Teacher(RemoteService):
+    max_values = 2**23  # four for each token
+
     def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
         assert config.url is not None, part
         self._is_openai = config.url.rstrip("/").endswith("/v1")

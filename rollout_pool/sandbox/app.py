@@ -21,11 +21,15 @@ from starlette.routing import Route
 
 from rollout_pool.cancelling import unless_gone
 from rollout_pool.sandbox.run import Sandbox, SandboxError, SandboxLimits, SandboxResult
-from weight_sync.http_server import read_body
+from weight_sync.http_server import BodyRoom, has_more_values, read_body
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_VALUES = 1000
+"""Of a request, those of fields that are ignored too."""
 MAX_OPEN = 1024
 """Requests at a time; most of them wait for their turn."""
+MAX_OPEN_BYTES = 512 * 2**20
+"""Of their bodies."""
 _TIMEOUTS = ("cpu_time", "wall_time")
 
 
@@ -74,6 +78,7 @@ class _Service:
         self._key = key
         self._max_open = max_open
         self._num_open = 0
+        self._bodies = BodyRoom(MAX_OPEN_BYTES)
 
     async def ping(self, request: Request) -> Response:
         return JSONResponse("pong")
@@ -87,8 +92,9 @@ class _Service:
             raise HTTPException(429, why, {"Retry-After": "1"})
         self._num_open += 1
         try:
-            asked = _parsed(await read_body(request, MAX_BODY_BYTES))
-            answer = await unless_gone(request.receive, self._run(asked))
+            async with self._bodies.place(request, MAX_BODY_BYTES):
+                asked = _parsed(await read_body(request, MAX_BODY_BYTES))
+                answer = await unless_gone(request.receive, self._run(asked))
             return Response(status_code=499) if answer is None else JSONResponse(answer)
         finally:
             self._num_open -= 1
@@ -113,6 +119,8 @@ class _Service:
 
 
 def _parsed(body: bytes) -> RunRequest:
+    if has_more_values(body, MAX_VALUES):
+        raise HTTPException(422, f"the request holds more than {MAX_VALUES} values")
     try:
         asked = convert(json.loads(body), RunRequest)
     except (ValidationError, ValueError, RecursionError) as error:

@@ -59,6 +59,7 @@ REASONS = {
     "processes": "it tried to start or signal a process, or started too many threads",
     "files": "it tried to use a forbidden or missing file, or wrote too much",
     "compile": "it does not compile",
+    "ended": "it ended before its tests",
     "exit": "it ended with an error",
 }
 """Reasons for a failed program, as text."""
@@ -284,11 +285,14 @@ class _Run:
             notes, ending = _notes(_read_pipe(notes_read)), _read_pipe(ending_read)
             made = _read_from_start(descriptors[-1]) if self._environment.compiles else b""
         exit_code, cpu_s, held = ending.split() if ending else (-signal.SIGKILL, 0.0, 0)
+        reason = self._killed_for or self._reason(int(exit_code), float(cpu_s), notes)
+        if reason is None and statements is not None and not int(held):
+            reason = "ended"
         return SandboxResult(
             stdout=stdout,
             stderr=stderr,
             exit_code=int(exit_code),
-            reason=self._killed_for or self._reason(int(exit_code), float(cpu_s), notes),
+            reason=reason,
             seconds=seconds,
             layers=_layers(notes, self._killed_for, stderr),
             tried=tuple(value for kind, value in notes if kind == "tried"),

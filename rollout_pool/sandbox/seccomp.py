@@ -32,7 +32,9 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in the tables below, and the AUDIT_ARCH constant."""
 
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
-_SIGNAL_OWNER_OF_FILE = (8, 10, 15)  # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX
+_REFUSED_FCNTL = (8, 10, 15, 1024, 1026)
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX signal others, F_SETLEASE lets who opens the file wait for the
+program, F_NOTIFY watches a folder."""
 _IOCTL_OWNER = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
 
 _Table = dict[str, tuple["int | None", "int | None"]]
@@ -76,6 +78,20 @@ OTHERS: _Table = {
     "sched_setparam": (142, 118),
     "sched_setattr": (314, 274),
     "sched_setaffinity": (203, 122),
+    # Memory, semaphores and queues that others have made, whose numbers can be guessed.
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_unlink": (241, 181),
+    # Tells what is done to files that Landlock keeps away.
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
 }
@@ -105,6 +121,8 @@ SYSTEM: _Table = {
     "move_mount": (429, 429),
     "open_tree": (428, 428),
     "mount_setattr": (442, 442),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
     "unshare": (272, 97),
     "setns": (308, 268),
     "bpf": (321, 280),
@@ -144,7 +162,8 @@ SYSTEM: _Table = {
     "nfsservctl": (180, 42),
 }
 ATTRIBUTES: _Table = {
-    # Landlock lets an owner change a file's attributes.
+    # Landlock lets an owner change a file's attributes, and before Linux 6.2 its length.
+    "truncate": (76, 45),
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -231,7 +250,7 @@ def program(
         *_when(_EQUAL, _CLONE[column], threads),
         *_when(_EQUAL, _PRCTL[column], _if_argument(0, _EQUAL, (_PR_SET_NAME, _PR_GET_NAME))),
         *_when(_EQUAL, _PRLIMIT64[column], _if_argument(0, _EQUAL, (0,))),
-        *_when(_EQUAL, _FCNTL[column], _unless_argument(1, _SIGNAL_OWNER_OF_FILE)),
+        *_when(_EQUAL, _FCNTL[column], _unless_argument(1, _REFUSED_FCNTL)),
         *_when(_EQUAL, _IOCTL[column], _unless_argument(1, _IOCTL_OWNER)),
         # A datagram socket could send to any named socket of the machine.
         *_when(

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from weight_sync.http_server import HttpLimits, ServerConfig, read_body
+from weight_sync.http_server import HttpLimits, ServerConfig, has_more_values, read_body
 
 WAIT_S = 60.0
 Open = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
@@ -98,6 +98,21 @@ async def test_head_that_trickles_in_ends_and_silence_does() -> None:
         assert await silent.read() == b""
         trickling.cancel()
         await asyncio.wait([trickling])
+
+
+@pytest.mark.parametrize(
+    ("body", "is_more"),
+    [
+        (b'{"a": [1, 2, {"b": null}]}', False),
+        (b'[1, 2, 3, "[[[[,,,,"]', False),
+        (rb'["\"[[[[\\", "]]]]{{{{,,,,"]', False),
+        (b"[" + b"1," * 9 + b"1]", True),
+        (b"[[[[[[[[[[]]]]]]]]]]", True),
+        (b'["' + b'","' * 9 + b'"]', True),
+    ],
+)
+def test_values_of_json_are_counted_outside_of_strings(body: bytes, is_more: bool) -> None:
+    assert has_more_values(body, 9) == is_more
 
 
 async def test_body_that_trickles_in_ends() -> None:

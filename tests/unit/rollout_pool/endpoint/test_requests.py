@@ -605,6 +605,7 @@ async def test_invalid_or_too_large_reward_is_refused(scene):
         ({"reward": 10**400}, "reward"),
         ({"reward": 1, "parts": {"style": 10**400}}, "parts.style"),
         ({"reward": 1, "parts": {f"part {n}": 0.5 for n in range(101)}}, "parts"),
+        ({"reward": 1, "parts": {"\x1b[2J": 1}}, "parts"),
     ):
         answer = await http.post(path, json=outcome)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -134,6 +137,73 @@ def test_server_that_says_nothing_is_given_up(monkeypatch):
     monkeypatch.setattr(module, "CONNECT_S", 0.5)
     with pytest.raises(ValueError, match=r"no answer within 0\.5 s"):
         load_tools(["mcp:sleep 60"])
+
+
+@pytest.mark.parametrize("printed", ["yes garbage", "sh -c \"tr '\\\\0' x < /dev/zero\""])
+def test_command_that_prints_no_messages_is_not_read_on(printed, monkeypatch, caplog):
+    monkeypatch.setattr(module, "MAX_MESSAGE_BYTES", 2**16)
+    with pytest.raises(ValueError, match=r"lists no tools: .*closed"):
+        load_tools([f"mcp:{printed}"])
+    assert "the command's output is not read on" in caplog.text
+
+
+def test_response_of_a_url_is_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MAX_MESSAGE_BYTES", 2**16)
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    self.wfile.write(b"x" * 2**16)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with pytest.raises(ValueError, match="a response of more than 65536 bytes"):
+                load_tools([f"mcp:http://127.0.0.1:{server.server_port}/mcp"])
+        finally:
+            server.shutdown()
+
+
+CARELESS = """
+import json, os, sys
+tool = {"name": "place", "inputSchema": {"type": "object"}, "outputSchema": {"type": "object"}}
+print("Listening on standard input")
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    result = {
+        "initialize": {
+            "protocolVersion": "2025-06-18",
+            "capabilities": {"tools": {}},
+            "serverInfo": {"name": "careless", "version": "1"},
+        },
+        "tools/list": {"tools": [tool]},
+        "tools/call": {"content": [{"type": "text", "text": str(os.getpid())}]},
+    }.get(asked["method"])
+    error = {"code": -32601, "message": "no such method"}
+    answer = {"error": error} if result is None else {"result": result}
+    if (asked.get("params") or {}).get("arguments"):
+        answer = {"result": {"content": 5}}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], **answer}), flush=True)
+"""
+
+
+async def test_result_that_cannot_be_used_does_not_cost_the_others_their_connection(tmp_path):
+    (tmp_path / "careless.py").write_text(CARELESS)
+    [place] = load_tools([f"mcp:{sys.executable} {tmp_path}/careless.py"])
+    client = await place.run.func.__self__._connected()
+    for arguments in ({}, {"what": 1}):  # without the structure that it promised; of no valid form
+        with pytest.raises(ToolError, match="place: its server's result cannot be used"):
+            await place.run(arguments)
+    assert await place.run.func.__self__._connected() is client
 
 
 def test_two_servers_with_the_same_tool_are_refused():

@@ -387,7 +387,10 @@ async def test_program_exit_cannot_be_caught_by_a_statement():
     program = "import os\ndef f(x):\n    os._exit(0)"
     statements = "try:\n    f(1)\nexcept:\n    pass\nprint('held')"
     verdict = await judge(program, [ProgramTest(statements=statements)])
-    assert (verdict.num_passed, verdict.explanation) == (0, "test 1: it ended before its tests")
+    assert (verdict.num_passed, verdict.explanation) == (
+        0,
+        "test 1: it ended before its tests (exit code 0)",
+    )
 
 
 async def test_correct_program_may_print_anything():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -180,6 +181,20 @@ async def test_lasting_failure_is_reported_after_the_last_attempt(service, rewar
     assert len(service.bodies) == 2
 
 
+async def test_compressed_answer_is_not_expanded(service, reward):
+    content = gzip.compress(b'{"reward": 1}')
+    service.replies = [Response(content, headers={"Content-Encoding": "gzip"})]
+    with pytest.raises(RemoteFailure, match="the answer has Content-Encoding 'gzip', unasked"):
+        await reward(max_retries=0).score(PROMPT, EPISODE, "k")
+    assert service.headers[0]["accept-encoding"] == "identity"
+
+
+async def test_retry_after_that_no_clock_has_is_ignored(service, reward):
+    value = "Mon, 01 Jan 2020 00:00:00 +99999999999999999"
+    service.replies = [Response(status_code=429, headers={"Retry-After": value}), {"reward": 1}]
+    assert (await reward().score(PROMPT, EPISODE, "k")).value == 1.0
+
+
 async def test_refusal_is_not_retried(service, reward):
     service.replies = [422]
     with pytest.raises(RemoteFailure, match="HTTP 422: out of order"):
@@ -248,6 +263,11 @@ async def test_concurrent_calls_are_limited(service, reward):
         (Response('{"reward": 1' + 400 * "0" + "}"), 'its "reward" is not a usable number'),
         ({"reward": 1, "parts": {"a": None}}, r'its "parts.a" is not a usable number'),
         ({"reward": 1, "parts": [1]}, 'its "parts" is not an object'),
+        # Without its own limits such a name is what the trainer or UTF-8 cannot read.
+        ({"reward": 1, "parts": {"x" * 70_000: 1}}, "the name of a part has at most 200"),
+        (Response(r'{"reward": 1, "parts": {"\ud800": 1}}'), "'.ud800': the name of a part has"),
+        ({"reward": 1, "parts": {str(i): i for i in range(101)}}, "at most 100 parts, not 101"),
+        (Response('{"reward": 1, "more": [' + 100_000 * "[]," + "1]}"), "100000 JSON values"),
         (Response("<html>"), "the answer is not JSON"),
         (Response("[1]"), "the answer is not a JSON object"),
     ],
@@ -358,6 +378,12 @@ async def test_judge_prompt_defaults_to_a_score_from_0_to_1(service, judge):
 )
 def test_judgement_becomes_a_number(text, score):
     assert parse_score(text) == score
+
+
+def test_endless_judgement_does_not_hold_the_event_loop():
+    started = time.monotonic()
+    assert parse_score(2_000_000 * "score is " + "score: 4") == 4.0  # 20 s to search
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(

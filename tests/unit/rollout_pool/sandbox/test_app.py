@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 
+from rollout_pool.sandbox import app as module
 from rollout_pool.sandbox.app import Language, make_app
 from rollout_pool.sandbox.run import LocalSandbox, SandboxError, SandboxLimits, SandboxResult
 
@@ -81,21 +82,23 @@ async def test_program_that_fails_is_answered_with_the_reason(client, code, stat
 
 async def test_statements_run_in_a_process_of_their_own(client):
     statements = "assert f(1) == 2\nprint('held')"
-    for code, held in (
-        ("def f(x): return 2 * x\n", True),
-        ("def f(x): return 3 * x\n", False),
-        (
-            "print('held', flush=True); import os; os._exit(0)\n",
-            True,
-        ),  # why clients ask for a secret word
+    for code, status, message in (
+        ("def f(x): return 2 * x\n", "Success", ""),
+        ("def f(x): return 3 * x\n", "Failed", "it ended with an error (exit code 1)"),
+        ("import os; os._exit(0)\n", "Failed", "it ended before its tests (exit code 0)"),
+        ("import os\ndef f(x): os._exit(0)\n", "Failed", "it ended before its tests (exit code 0)"),
+        ("raise SystemExit\n", "Failed", "it ended before its tests (exit code 0)"),
         (
             "import sys\nclass E:\n    def __eq__(self, o): return True\ndef f(x): return E()\n",
-            False,
+            "Failed",
+            "it ended with an error (exit code 1)",
         ),
     ):
         body = program(code + statements, statements_at=len(code))
         answer = (await client.post("/run_code", json=body)).json()
-        assert ("held" in answer["run_result"]["stdout"]) == held, answer
+        assert (answer["status"], answer["message"].partition(":")[0]) == (status, message)
+        ran, has_passed = answer["run_result"], status == "Success"
+        assert ("held" in ran["stdout"], ran["return_code"] == 0) == (has_passed, has_passed)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +112,18 @@ async def test_statements_run_in_a_process_of_their_own(client):
         (program(files={"a": "aGk="}), "files: this service gives programs no files"),
         ({"language": "python"}, "the request cannot be read: Object missing required field"),
         ([], "the request cannot be read"),
+        (program(ignored=[[]] * 1000), "the request holds more than 1000 values"),
     ],
 )
 async def test_request_that_cannot_be_met_is_refused(client, body, why):
     answer = await client.post("/run_code", json=body)
     assert answer.status_code == 422 and answer.text.startswith(why)
+
+
+async def test_program_with_as_many_brackets_as_it_likes_is_run(client):
+    code = 'x = [[], {"a": "\\\\"}, "\'"]\n' * 5000 + "print(len(x))"
+    answer = (await client.post("/run_code", json=program(code))).json()
+    assert answer["run_result"]["stdout"] == "3\n"
 
 
 async def test_input_that_no_encoding_has_is_replaced(client):
@@ -160,3 +170,32 @@ async def test_number_of_open_requests_is_bounded(client, waiting):
     answer = (await first).json()
     assert answer == {"status": "SandboxError", "message": "this machine is unsafe"}
     assert (await client.post("/run_code", json=program())).status_code == 200
+
+
+async def test_bodies_beyond_what_may_be_open_are_not_read(waiting, monkeypatch):
+    body = json.dumps(program(language="slow")).encode()
+    monkeypatch.setattr(module, "MAX_OPEN_BYTES", len(body) + 1)
+    app = make_app({"slow": Language(sandbox=waiting, limits=LIMITS)}, "")
+    length = ("content-length", str(len(body)))
+    scope = {"type": "http", "method": "POST", "path": "/run_code", "query_string": b""}
+    scope |= {"root_path": "", "headers": [[text.encode() for text in length]]}
+    happened = []
+
+    async def ask(name):
+        async def receive():
+            if (name, "read") in happened:
+                await asyncio.Event().wait()
+            happened.append((name, "read"))
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message):
+            happened.append((name, message["type"]))
+
+        await app(dict(scope), receive, send)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(ask("first"))
+        group.create_task(ask("second"))
+        await waiting.is_running.wait()
+        waiting.may_end.set()
+    assert happened.index(("first", "http.response.start")) < happened.index(("second", "read"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import socket
 import threading
@@ -12,6 +14,9 @@ import pytest
 from rollout_pool.sandbox import seccomp
 from rollout_pool.sandbox.run import run_program
 from rollout_pool.sandbox.view import mounts_below
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+IPC_RMID, IPC_CREAT, IPC_NOWAIT = 0, 0o1000, 0o4000
 
 # Network ------------------------------------------------------------------------------------------
 
@@ -202,6 +207,22 @@ async def test_files_of_the_machine_cannot_be_written(attempt, secret):
     assert not os.path.exists("/written") and not os.path.exists("/usr/lib/written")
 
 
+async def test_folders_of_the_machine_cannot_be_watched(run, secret):
+    code = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+watcher = libc.inotify_init1(0)
+print(libc.inotify_add_watch(watcher, b"FOLDER", 0xFFF) >= 0)
+"""
+    assert (await run(naming(secret, code))).stdout == "False\n"
+
+
+async def test_files_cannot_be_leased(run):
+    """Whoever opens a leased file waits for the program, and its Python is the machine's."""
+    code = "import fcntl, os\nfcntl.fcntl(os.open(os.__file__, 0), fcntl.F_SETLEASE, fcntl.F_RDLCK)"
+    assert "PermissionError: [Errno 1]" in (await run(code)).stderr
+
+
 async def test_dev_null_can_be_written(run):
     code = """
 import contextlib, os
@@ -230,6 +251,33 @@ for i in range(1000):
     result = await run_program(code)
     assert (result.exit_code, result.reason) == (1, "files")
     assert "No space left" in result.stderr
+
+
+@pytest.fixture
+def shared():
+    """A segment of memory and a queue of the machine that everybody may use."""
+    memory = LIBC.shmget(0, 4096, IPC_CREAT | 0o666)
+    queue = LIBC.msgget(0, IPC_CREAT | 0o666)
+    assert memory >= 0 and queue >= 0
+    yield memory, queue
+    LIBC.shmctl(memory, IPC_RMID, None)
+    LIBC.msgctl(queue, IPC_RMID, None)
+
+
+async def test_memory_and_queues_of_others_cannot_be_reached(run, shared):
+    memory, queue = shared
+    code = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+libc.shmat.restype = ctypes.c_void_p
+print(libc.shmat({memory}, None, 0) == 2**64 - 1)
+message = ctypes.create_string_buffer(b"\\1" + bytes(63))
+print(libc.msgsnd({queue}, message, 8, 0), libc.msgctl({queue}, 0, None))
+print(libc.shmctl({memory}, 0, None))
+"""
+    assert (await run(code)).stdout == "True\n-1 -1\n-1\n"
+    assert LIBC.msgrcv(queue, ctypes.create_string_buffer(64), 8, 0, IPC_NOWAIT) == -1
+    assert ctypes.get_errno() == errno.ENOMSG
 
 
 async def test_environment_is_empty(run):
