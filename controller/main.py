@@ -24,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.environment import asked_directly
 from configs.printable import printable
 from controller.signals import (
     EXIT_FAILED,
@@ -147,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no check mark gets a "?"
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    os.environ.update(asked_directly(["127.0.0.1", "::1", "localhost"]))
     return _reporting(lambda: _dispatch(_parse(argv)))
 
 

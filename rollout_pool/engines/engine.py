@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from configs.choices import Dtype, PauseMode
+from configs.environment import asked_directly
 from configs.rollout_schema import EngineConfig
 from processes import tree
 from processes.child import Child
@@ -280,9 +281,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Variables of a server's process, beside those of this one."""
     environment = {"PATH": program_path()}
     # SGLang warms up by requests to its own address, which a proxy would answer.
-    direct = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    addresses = f"{direct},{spec.host}" if direct else spec.host
-    environment["no_proxy"] = environment["NO_PROXY"] = addresses
+    environment |= asked_directly([spec.host])
     if spec.context_length is not None:
         # By itself SGLang takes no more than max_position_embeddings with YaRN.
         environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"

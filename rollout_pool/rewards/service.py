@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
+from ipaddress import ip_address
 from typing import Any, ClassVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -85,7 +86,7 @@ class RemoteService:
             | ({"Authorization": f"Bearer {self._key}"} if self._key else {}),
             timeout=config.timeout_s,
             limits=httpx.Limits(max_connections=MAX_AT_ONCE),
-            trust_env=False,  # no proxy to the cluster's own services
+            trust_env=_is_outside(self._url),  # no proxy to the cluster's own services
         )
 
     async def ask(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -145,6 +146,16 @@ class RemoteService:
         if not isinstance(parsed, dict):
             raise RemoteFailure(f"{self._name}: the answer is not a JSON object")
         return parsed
+
+
+def _is_outside(url: str) -> bool:
+    """Whether a proxy may be needed: not for names without a dot, this machine, or private
+    addresses."""
+    host = httpx.URL(url).host
+    try:
+        return ip_address(host).is_global
+    except ValueError:
+        return "." in host
 
 
 async def _read(response: httpx.Response) -> bytes:

@@ -312,12 +312,18 @@ async def test_impossible_settings_are_refused_at_once(reward):
         reward(url="ftp://user:secret@host/a?b")
 
 
-async def test_proxy_of_the_environment_is_ignored(service, reward):
-    os.environ["http_proxy"] = "http://127.0.0.1:9"
-    try:
-        assert (await reward().score(PROMPT, EPISODE, "k1")).value == 1.0
-    finally:
-        del os.environ["http_proxy"]
+async def test_proxy_of_the_environment_is_for_services_outside_the_cluster(
+    service, reward, monkeypatch
+):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert (await reward().score(PROMPT, EPISODE, "k1")).value == 1.0
+    for outside in ("http://judge.example/", "http://9.9.9.9:81/"):
+        with pytest.raises(RemoteFailure, match="ConnectError"):
+            await reward(url=outside, max_retries=0).score(PROMPT, EPISODE, "k2")
+    # The service stands for the proxy, and has no such path as that whole address.
+    monkeypatch.setenv("http_proxy", service.url)
+    with pytest.raises(RemoteFailure, match="HTTP 404"):
+        await reward(url="http://judge.example/score").score(PROMPT, EPISODE, "k3")
 
 
 async def test_cancelled_call_leaves_nothing_behind(service, reward):
