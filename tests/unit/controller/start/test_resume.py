@@ -538,10 +538,10 @@ def test_run_does_not_go_on_with_other_problems(run_dir: RunDir, tmp_path: Path)
     path.write_text("\n".join(map(json.dumps, [*rows, {"question": "5?", "answer": 5}])))
     words = rf"task\.path={path}: it has 5 problems \(.* but the run began with 4 problems \("
     with pytest.raises(ValueError, match=words):
-        resume(run_dir, resumption, StopRequest(), lambda folder: None)
+        resume(run_dir, [], StopRequest(), lambda folder: None)
     assert run_dir.read_record().state == "stopped"
     (run_dir.path / "data.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"data\.json: not JSON"):
+    with pytest.raises(RunDirError, match=r"data\.json is damaged"):
         run_dir.read_data()
     (run_dir.path / "data.json").unlink()
     assert run_dir.read_data() == {}  # of a run that has not written it

@@ -149,7 +149,7 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss": "mine:absent"}, r"algorithm\.loss='mine:absent': there is no module named"),
+        ({"loss": "not_there:absent"}, r"algorithm\.loss='not_there:absent': there is no module"),
         ({"loss": "nowhere/mine.py:good"}, r"algorithm\.loss='nowhere/mine\.py:good': there is no"),
         ({"loss": "MINE:absent"}, r"algorithm\.loss='.*:absent': .*nothing named 'absent'"),
         ({"loss": "MINE:CODE"}, r"has nothing named 'CODE'"),
