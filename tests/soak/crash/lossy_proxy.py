@@ -18,6 +18,7 @@ class LossyProxy:
         self._host, self._port = parts.hostname, parts.port
         self._loss, self._dice = loss, random.Random(seed)
         self.num_lost = 0
+        self._writers: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._thread.start()
@@ -40,6 +41,8 @@ class LossyProxy:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+        for writer in self._writers:
+            writer.transport.abort()  # what is still to be written would keep it open
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -47,6 +50,7 @@ class LossyProxy:
         except OSError:
             writer.close()
             return
+        self._writers |= {writer, server_writer}
         requests = asyncio.create_task(_copy(reader, server_writer))
         try:
             while data := await server_reader.read(_CHUNK):
