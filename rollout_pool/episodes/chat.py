@@ -17,6 +17,7 @@ message is used as it is.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -25,6 +26,8 @@ from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
 from rollout_pool.episodes.template import ChatTemplate
 from rollout_pool.episodes.tokenizer import TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import parse_tool_calls
+
+log = logging.getLogger(__name__)
 
 TEXTS_KEPT = 64
 """The episodes of a group begin with the same text, which is tokenized once."""
@@ -61,7 +64,8 @@ class ChatFormat:
         """
         if self._chat_template:
             return list(self._opening(self._template.opening(messages, tools)))
-        _refuse_tools(tools)
+        if tools:
+            _warn_of_hidden(", ".join(tool.name for tool in tools))
         return list(self._opening("".join(message.content for message in messages)))
 
     def follow(
@@ -93,7 +97,7 @@ class ChatFormat:
         `tools`: those of the conversation."""
         assert message.role == "assistant"
         if not self._chat_template:
-            _refuse_tools(message.tool_calls)
+            _refuse_calls(message.tool_calls)
             return [*self._text.continuation(message.content), *self._eos()]
         tokens = self._text.continuation(self._template.answer(message, tools))
         ends = [place for place, token in enumerate(tokens) if self._is_special(token)]
@@ -170,10 +174,18 @@ class ChatFormat:
         return [] if eos is None else [eos]
 
 
-def _refuse_tools(tools: Sequence[ToolSpec | ToolCall]) -> None:
-    if tools:
+@lru_cache(maxsize=64)  # once for each set of tools
+def _warn_of_hidden(names: str) -> None:
+    log.warning(
+        "task.chat_template=false: without a template the model is not shown its tools (%s), and "
+        "knows of them only what its prompt says; set task.chat_template=true",
+        names,
+    )
+
+
+def _refuse_calls(calls: Sequence[ToolCall]) -> None:
+    if calls:
         raise ValueError(
-            "task.chat_template=false: without a template neither tools nor calls can be written, "
-            f"and there are some of {', '.join(tool.name for tool in tools)}; set "
-            "task.chat_template=true"
+            "task.chat_template=false: without a template no tool call can be written, and there "
+            f"is one of {', '.join(call.name for call in calls)}; set task.chat_template=true"
         )

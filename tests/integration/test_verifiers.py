@@ -221,7 +221,7 @@ def test_launch_trains_on_a_single_turn_a_multi_turn_and_a_tool_environment(
         "rollout.log_rate=1",
         "task.max_turn_tokens=72",
     )
-    output = finish(process)
+    output = finish(process, timeout_s=900)  # three environments import their library first
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
     assert result["steps"] == 3 and result["is_conserved"]

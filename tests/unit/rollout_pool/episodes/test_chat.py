@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -596,11 +598,12 @@ def test_whatever_a_template_raises_is_a_refusal(bad):
         chat.first([say("user", "?")])
 
 
-def test_tools_and_calls_without_a_template_are_refused():
+def test_tools_that_no_template_shows_are_warned_of_and_calls_refused(caplog):
     chat = chat_of(byte_tokenizer(), chat_template=False)
-    with pytest.raises(ValueError, match=r"task.chat_template=false: .* some of add; set"):
-        chat.first([say("user", "?")], [ADD])
-    with pytest.raises(ValueError, match=r"task.chat_template=false: .* some of add; set"):
+    tool = replace(ADD, name="add_once")
+    assert chat.first([say("user", "?")], [tool]) == chat.first([say("user", "?")], [tool])
+    assert caplog.text.count("the model is not shown its tools (add_once)") == 1
+    with pytest.raises(ValueError, match=r"task.chat_template=false: .* one of add; set"):
         chat.answer(CALLED)
 
 
