@@ -269,7 +269,7 @@ class RunDir:
         self._write("data.json", json.dumps(data, indent=1) + "\n", mode=0o666 & ~self.umask)
 
     def read_data(self) -> dict[str, str]:
-        """What `write_data` wrote; {} if it never did."""
+        """The data of `write_data`; {} if there are none."""
         path = self.path / "data.json"
         try:
             return read_json(path, dict[str, str])

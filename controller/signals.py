@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_STOPPED = 130
 EXIT_RAY_LOST = 4
-"""Of a controller whose own Ray has died: its guard resumes the run."""
+"""A controller exits with it when its own Ray has died: the guard resumes the run."""
 _POLL_S = 1.0
 
 

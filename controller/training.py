@@ -391,7 +391,7 @@ class Training:
         """Start the run's server again when it dies, with its data at the same address: its clients
         wait meanwhile. Ends when it has died once more than buffer.max_restarts allows."""
         for number in range(1, self._config.buffer.max_restarts + 1):
-            await _end_of(server)
+            await _end_of(server.pid)
             self._panel.say("redis died: it starts again with its data")
             try:
                 await asyncio.to_thread(server.restart)
@@ -399,7 +399,7 @@ class Training:
                 self._is_redis_lost = True
                 return RunFailed(f"redis died and does not start again: {error}")
             self._recorder.record("redis_restarted", {"number": number})
-        await _end_of(server)
+        await _end_of(server.pid)
         self._is_redis_lost = True
         return failure("redis", "died", self._dir.log_of("redis"))
 
@@ -407,8 +407,7 @@ class Training:
         """Without its Ray this process can neither start nor end anything, and calls of Ray hang.
         The guard ends all that is left and has the run resumed, as after the death of a controller.
         """
-        with suppress(ProcessLookupError):  # it has ended already
-            await exit_of(pid)
+        await _end_of(pid)
         self._panel.stop()
         self._panel.say(f"Ray's {name} died: nothing of the run can go on without it")
         sys.stdout.flush()
@@ -440,9 +439,9 @@ class Training:
         return await self._first_of(deaths, DEATH_GRACE_S) or first
 
 
-async def _end_of(server: EmbeddedServer) -> None:
+async def _end_of(pid: int) -> None:
     with suppress(ProcessLookupError):  # it has ended already
-        await exit_of(server.pid)
+        await exit_of(pid)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

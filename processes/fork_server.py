@@ -361,7 +361,7 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
 
 
 def _reopen_streams() -> None:
-    """Those of the server know that its log has places to seek, and is no terminal."""
+    """The server's own streams remember its log: that it can seek, and is no terminal."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         old = getattr(sys, name)
         stream = open(  # noqa: SIM115  (it lives as long as this process)

@@ -434,13 +434,17 @@ class TrainerRank:
         Raises RuntimeError if their log-probabilities differ too much.
         """
         if stats.logprob_diff_tokens:
-            layout = self._engine.layout(self._spec.serving_dtype)
             check_engines_agree(
                 stats.logprob_diff_mean,
                 stats.logprob_diff_tokens,
-                [tensor.name for tensor in layout.tensors],
+                self._published_names(),
                 self._spec.max_logprob_diff,
             )
+
+    def _published_names(self) -> Iterator[str]:
+        # A generator: only an error needs them, and the check is made in every step.
+        for tensor in self._engine.layout(self._spec.serving_dtype).tensors:
+            yield tensor.name
 
     def _hand_over(self, batches: Sequence[tuple[Lease, tuple[str, ...]]]) -> None:
         """Announce the new version, then free the credits of the trained groups; on rank 0."""

@@ -28,7 +28,7 @@ OLDEST_GLIBC = (2, 34)
 """Which the packages of deploy/requirements-gpu.lock are built for."""
 NVCC_TIMEOUT_S = 60.0
 SURE_SHARE = 0.9
-"""Of an estimated size: models are hardly ever smaller."""
+"""Share of an estimated size that is certain: models are hardly ever smaller."""
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 OR_CPU = "or set cluster.gpus_per_rank=0 to run on the CPU"
 

@@ -20,7 +20,7 @@ from controller.units import format_bytes, format_number_of
 from weight_sync.types import ITEM_BYTES, NUM_SNAPSHOTS
 
 STATE_BYTES_PER_PARAM = {"float32": 16, "bfloat16": 18}
-"""Of a rank's share: gradients, updated weights and two Adam moments, each in float32, and with
+"""In a rank's share: gradients, updated weights and two Adam moments, each in float32, and with
 bfloat16 the weights of the passes."""
 STEP_BYTES_PER_PARAM = 4
 """At the step: a second copy of the gradients, of at most STEP_PARAMS at a time (DeepSpeed's

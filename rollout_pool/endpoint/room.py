@@ -19,7 +19,7 @@ r"""In JSON: a character can be spelled \u00e9."""
 BASE_BODY_BYTES = 2**20
 MAX_BODY_BYTES = 16 * 2**20
 MAX_OPEN_BYTES = 2**30
-"""Of the bodies of all requests at a time."""
+"""Limit for the bodies of all requests at a time."""
 BASE_VALUES = 50_000
 LARGE_BODY_BYTES = 16 * 1024
 """A larger request is parsed and tokenized in a thread."""

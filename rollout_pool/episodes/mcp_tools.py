@@ -38,7 +38,7 @@ PREFIX = "mcp:"
 CONNECT_S = 60.0
 """Time to start a server and to list its tools; `npx` may have to fetch it."""
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Of a message from a server."""
+"""Limit for one message from a server."""
 MAX_OTHER_LINES = 1000
 """Printed by a command beside its messages, by mistake."""
 END_S = 2.0

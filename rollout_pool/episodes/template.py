@@ -179,7 +179,7 @@ class ChatTemplate:
             return str(arguments) in self._apply(messages, tools, opens_answer=False)
         except TypeError:
             return True
-        except Exception:  # for another reason, which whoever renders a call will hear
+        except Exception:  # for another reason, which rendering a call will report
             return False
 
     # The template ---------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ PartScorer = Callable[[PartRequest], float | None]
 that or a number."""
 
 _RUNNER = asyncio.Runner()
-"""Of async functions: one loop for all calls, to which the clients that they keep belong."""
+"""Runs async functions in one loop for all calls: the clients that they keep belong to it."""
 
 
 class BadReward(ValueError):

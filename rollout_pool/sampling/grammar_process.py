@@ -65,7 +65,7 @@ class Verdict:
     """
 
     allowed: list[list[int]]
-    """Of each token, up to the first that must not stay: which of its alternatives are allowed, by
+    """For each token, up to the first that must not stay: which of its alternatives are allowed, by
     their places among them."""
     is_refused: bool
     """Whether the last of these must not stay."""

@@ -88,7 +88,7 @@ OTHERS: _Table = {
     "msgrcv": (70, 188),
     "msgctl": (71, 187),
     "mq_unlink": (241, 181),
-    # Tells what is done to files that Landlock keeps away.
+    # Reports what happens to files that Landlock keeps away.
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),

@@ -70,10 +70,10 @@ def test_terminal_without_a_check_mark_ends_no_command() -> None:
         "print('\u2713 placement')\n"
     )
     variables = {**os.environ, "PYTHONIOENCODING": "latin-1"}
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, check=True
     )
-    assert told.stdout == b"? placement\n"
+    assert ended.stdout == b"? placement\n"
 
 
 def test_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

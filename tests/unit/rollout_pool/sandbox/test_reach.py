@@ -218,7 +218,7 @@ print(libc.inotify_add_watch(watcher, b"FOLDER", 0xFFF) >= 0)
 
 
 async def test_files_cannot_be_leased(run):
-    """Whoever opens a leased file waits for the program, and its Python is the machine's."""
+    """Opening a leased file waits for the program, and its Python is the machine's."""
     code = "import fcntl, os\nfcntl.fcntl(os.open(os.__file__, 0), fcntl.F_SETLEASE, fcntl.F_RDLCK)"
     assert "PermissionError: [Errno 1]" in (await run(code)).stderr
 
