@@ -4,22 +4,24 @@
 # comes from LEASH_REDIS_PASSWORD in the environment: every user can see a command line.
 # What the command line says of a variable: a shell may hold the HOST, URL or RUN of something else.
 said = $(if $(filter command,$(origin $1)),$($1))
+# SWITCH_S -> switch-s
+option = $(shell echo '$1' | tr A-Z_ a-z-)
 # The environment too, as for Ray's own tools.
 RAY_ADDRESS ?=
 
 PYTHON_BIN := .venv/bin/python
 LEASH := $(PYTHON_BIN) -m controller.main
 OVERRIDES := $(if $(RAY_ADDRESS),cluster.ray_address=$(RAY_ADDRESS)) $(call said,ARGS)
-EXPERIMENT_FLAG := $(if $(call said,EXPERIMENT),--experiment $(EXPERIMENT))
+EXPERIMENT_FLAG := $(if $(call said,EXPERIMENT),--experiment '$(EXPERIMENT)')
 RUN_FLAG := $(if $(call said,RUN),--run $(RUN)) $(if $(call said,DIR),--dir $(DIR))
 BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-parity bench-staleness lint format typecheck docs clean
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
+	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-models bench-routing bench-e2e bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
 
 install: ## make .venv (does nothing when it is up to date)
 	@deploy/install.sh
@@ -38,17 +40,20 @@ TEACHER := runs/teacher/final_model
 $(TEACHER): | install
 	@$(LEASH) launch --experiment quickstart run.name=teacher
 
-launch: install $(if $(filter distill-quickstart,$(call said,EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=...] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
+launch: install $(if $(filter distill-quickstart,$(call said,EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=name or file.yaml] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
 	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
 
 resume: install ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings)
-	@$(LEASH) resume $(RUN_FLAG) $(if $(call said,EXPERIMENT),experiment=$(EXPERIMENT)) $(OVERRIDES)
+	@$(LEASH) resume $(RUN_FLAG) $(if $(call said,EXPERIMENT),experiment='$(EXPERIMENT)') $(OVERRIDES)
 
 attach: install ## be the controller of a run whose own controller and guard were killed (RUN=name; default: the newest)
 	@$(LEASH) attach $(RUN_FLAG)
 
-dry-run: install ## print the resolved config and the plan, start nothing
+dry-run: install ## print the resolved config and the plan, start nothing: make dry-run [EXPERIMENT=...] [ARGS=...]
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)
+
+simulate: install ## GPUs for each pool and max_staleness, simulated: make simulate GPUS=64 LENGTHS=1000,8000 ARGS="rollout.max_response_tokens=8000 ..." [GPU=H100] [LENGTHS_OF=runs/NAME] [PRICE=2] [PLOT=file.png]
+	@$(LEASH) simulate $(EXPERIMENT_FLAG) $(foreach name,GPUS GPU LENGTHS LENGTHS_OF PROMPT PARAMETERS ACTIVE KV MFU WIRE SWITCH_S REWARD_S PRICE STEPS PLOT,$(if $(call said,$(name)),--$(call option,$(name)) '$(call said,$(name))')) $(OVERRIDES)
 
 try: install ## run a few episodes of a task without training: make try TASK=capitals [MODEL=folder | URL=http://host/v1 MODEL=name [KEY_ENV=...]] [EPISODES=4] [ARGS=...]
 	@$(LEASH) try $(EXPERIMENT_FLAG) $(if $(call said,URL),--url '$(URL)') $(if $(call said,MODEL),--model '$(MODEL)') $(if $(call said,EPISODES),--episodes $(EPISODES)) $(if $(call said,KEY_ENV),--key-env $(KEY_ENV)) $(if $(call said,TASK),task=$(TASK)) $(call said,ARGS)
@@ -92,9 +97,11 @@ quarantine: install ## groups that are kept but not trained [RELEASE=id or DISCA
 	@$(LEASH) quarantine $(BUFFER_FLAG) $(if $(call said,RELEASE),--release '$(RELEASE)') $(if $(call said,DISCARD),--discard '$(DISCARD)')
 
 buffer-dump: install ## write the buffer's groups to a file: make buffer-dump FILE=path [RUN=name]
+	@$(if $(call said,FILE),,$(error FILE is missing: say which to write, as make buffer-dump FILE=groups.dump))
 	@$(LEASH) buffer-dump $(BUFFER_FLAG) $(if $(call said,FILE),'$(FILE)')
 
 buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=name]
+	@$(if $(call said,FILE),,$(error FILE is missing: say which to read, as make buffer-load FILE=groups.dump))
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(call said,FILE),'$(FILE)')
 
 # Files stay whole in a worker (tests/conftest.py). One worker more than the two cores of the machine: a third
@@ -112,13 +119,13 @@ TIMES := --junit-xml=reports
 
 test: test-unit test-machine test-servers ## does it work? Every guarantee that a change can break (CONTRIBUTING.md)
 
-test-unit: install
+test-unit: install ## of `make test`: the unit tests
 	@$(PYTHON_BIN) -m pytest $(UNIT) -m "not machine and not long" $(TIMES)/unit.xml
 
-test-machine: install
+test-machine: install ## of `make test`: what measures time, one test after the other
 	@$(PYTHON_BIN) -m pytest $(call MACHINE,not long) $(TIMES)/machine.xml
 
-test-servers: install
+test-servers: install ## of `make test`: launches and real servers
 	@$(PYTHON_BIN) -m pytest $(SERVERS) -m "not machine and not long" $(TIMES)/servers.xml
 
 test-long: install install-verifiers ## the rest: more kills, two hosts, verifiers, benchmarks in short, `make try`
@@ -134,9 +141,10 @@ test-times: ## seconds by file of the last tests: make test-times [ARGS=older-re
 # Full size; CI runs the same tests at small size (`make test-long`). Override sizes: make soak SOAK="MINUTES=1"
 LENGTH_SIZES := LENGTH_PROMPTS=384 ALL_POLICIES=1 RESUMES=10 RESUME_STEPS=13
 SOAK_SIZES := SIGNALS=12 GROUPS=100000 KILLS=200 SERVER_KILLS=30 KILLS_PER_POINT=50 LOSSY_GROUPS=20000 \
-	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 CHECKPOINT_KILLS=20 $(LENGTH_SIZES) $(SOAK)
+	SEQUENCES=10000 FUZZ=1000000 MINUTES=30 WEIGHT_FAULTS=20 ROLLOUT_KILLS=20 CHECKPOINT_KILLS=20 ADAPTER_VERSIONS=500 $(LENGTH_SIZES) $(SOAK)
 SOAK_TESTS := tests/soak tests/unit/buffer/test_model.py tests/unit/buffer/wire/test_codec_fuzz.py \
-	tests/unit/trainer_pool/test_zero3_training.py tests/integration/test_launch.py
+	tests/unit/trainer_pool/test_zero3_training.py tests/integration/test_launch.py \
+	tests/integration/test_adapter_versions.py
 
 soak: install ## the long form of tests that CI runs briefly (hours): kills, fuzzing, signals, 30 minutes at full rate
 	@env $(addprefix LEASH_SOAK_,$(SOAK_SIZES)) $(PYTHON_BIN) -m pytest $(SOAK_TESTS) --timeout 0 -s \
@@ -175,10 +183,21 @@ bench-packing: install ## tokens/s of a step: padded, packed, shared prefixes (A
 bench-staleness: install ## accuracy by algorithm and max_staleness, on the quickstart (an hour; goes on where it was stopped)
 	@$(PYTHON_BIN) benchmarks/staleness.py $(call said,ARGS)
 
-bench-parity: install ## our losses, corrections and advantages against those of TRL, verl and OpenRLHF; last line RESULT {json}
-	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q
-	@test -d build/parity/verl || $(PYTHON_BIN) -m pip install -q --no-deps --target build/parity -r benchmarks/parity-requirements.txt
+bench-parity: build/parity/verl ## our losses, corrections and advantages against those of TRL, verl and OpenRLHF; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/parity.py --rivals build/parity
+
+bench-e2e: build/parity/verl ## the same training by this project and by TRL: seconds, tokens/s, what was learnt; last line RESULT {json}
+	@$(PYTHON_BIN) benchmarks/end_to_end.py $(call said,ARGS)
+
+build/parity/verl: | install # the other systems, beside ours; what is installed here comes first
+	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q
+	@$(PYTHON_BIN) -m pip install -q --no-deps --target build/parity -r benchmarks/parity-requirements.txt
+
+bench-models: install ## a launch for each type of model: engine against trainer (ARGS="gemma3 olmo2": these types); last line RESULT {json}
+	@$(PYTHON_BIN) benchmarks/models.py $(call said,ARGS)
+
+bench-routing: install ## log-probabilities of engine and trainer with and without the engine's experts; last line RESULT {json}
+	@$(PYTHON_BIN) benchmarks/routing.py $(call said,ARGS)
 
 bench-head: install ## the tiled output head against full logits: memory and time; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/head.py $(call said,ARGS)
@@ -192,8 +211,9 @@ format: install ## rewrite formatting
 typecheck: install ## mypy, strict
 	@.venv/bin/mypy
 
-docs: install ## rewrite docs/configuration.md from the schema
+docs: install ## rewrite docs/configuration.md from the schema, docs/metrics.md from the catalogue
 	@$(PYTHON_BIN) -m configs.reference
+	@$(PYTHON_BIN) -m controller.metrics.reference
 
 clean: ## remove the environments and caches; runs/ stays
 	@rm -rf .venv .venv-verifiers .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 KEY = "k3y-of-the-benchmark"
-"""Of every receiver and engine."""
+"""The API key of every receiver and engine."""
 
 # By this the processes that Ray, a fork server or a stub start find the benchmarks; what the user
 # has there, such as packages in a folder, stays.

@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: the copy of the state, and what DeepSpeed's own would.
+"""Measures what a checkpoint costs training: our copy of the state, and DeepSpeed's own.
 
 python benchmarks/checkpoint.py            # two ranks, 113M parameters; a minute
 python benchmarks/checkpoint.py --short    # a tiny model; the figures mean little
@@ -30,9 +30,10 @@ from benchmarks.report import Report
 from benchmarks.team import Member
 from configs.choices import Backend
 from configs.schema import ScratchModelConfig, TrainerConfig
+from trainer_pool.collectives import RankAddress, join_ranks
 from trainer_pool.data.packing import Row, pack
 from trainer_pool.model.scratch import build_scratch_model
-from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
+from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.peer_copies import PeerCopies
 from trainer_pool.state.shards import ShardReader
@@ -86,22 +87,22 @@ class Rank:
         )
         listener = create_server(("127.0.0.1", port)) if rank == 0 else None
         self._ranks = join_ranks(address, Backend.gloo, TIMEOUT_S, listener)
-        self._engine = Zero3Engine(
+        self._policy = Zero3Policy(
             str(folder / "model"), TrainerConfig(num_ranks=NUM_RANKS), address
         )
         self._folder = folder
         self._writer = CheckpointWriter(
             CheckpointStore(folder / "checkpoints"),
-            self._engine.state_layout(),
+            self._policy.state.layout(),
             self._ranks,
             uses_gpu=False,
             timeout_s=TIMEOUT_S,
             on_end=lambda report: None,
         )
         self._copies = PeerCopies(
-            memory, self._engine.state_layout(), self._ranks, timeout_s=TIMEOUT_S
+            memory, self._policy.state.layout(), self._ranks, timeout_s=TIMEOUT_S
         )
-        self._warm = [torch.zeros_like(shard.tensor) for shard in self._engine.state_shards()]
+        self._warm = [torch.zeros_like(shard.tensor) for shard in self._policy.state.shards()]
 
     def work(self, number: int) -> Costs:
         step_s = self._timed(self._step)
@@ -128,7 +129,7 @@ class Rank:
             memory_copy_s=memory_copy_s,
             read_memory_s=read_memory_s,
             read_disk_s=read_disk_s,
-            num_bytes=self._engine.state_layout().num_bytes,
+            num_bytes=self._policy.state.layout().num_bytes,
         )
 
     def _timed(self, what: Callable[[], None]) -> float:
@@ -138,21 +139,21 @@ class Rank:
         return time.perf_counter() - began
 
     def _copy(self) -> None:
-        for warm, shard in zip(self._warm, self._engine.state_shards(), strict=True):
+        for warm, shard in zip(self._warm, self._policy.state.shards(), strict=True):
             warm.copy_(shard.tensor)
 
     def _save(self, step: int) -> None:
-        self._writer.save(self._state(step), self._engine.state_shards())
+        self._writer.save(self._state(step), self._policy.state.shards())
 
     def _copy_to_memory(self, step: int) -> None:
-        why = self._copies.save(self._state(step), [], self._engine.state_shards())
+        why = self._copies.save(self._state(step), [], self._policy.state.shards())
         assert why is None, why
 
     def _state(self, step: int) -> TrainState:
         return TrainState(
             step=step,
             version=step,
-            num_updates=self._engine.num_updates,
+            num_updates=self._policy.state.num_updates,
             lineage="one",
             consumed_group_ids=(),
             task_positions={},
@@ -166,7 +167,7 @@ class Rank:
 
     def _restore(self, folder: Path) -> None:
         with ShardReader(folder) as reader:
-            self._engine.restore_state(reader, self._engine.num_updates)
+            self._policy.state.restore(reader, self._policy.state.num_updates)
 
     def _step(self) -> None:
         row = Row(
@@ -175,13 +176,13 @@ class Rank:
             rollout_logprobs=np.zeros(128, np.float32),
         )
         (batch,) = pack([row], 128)
-        scores = self._engine.score(batch)
-        self._writer.guard()
-        self._engine.backward(-scores.logprobs.mean())
-        self._engine.step(1e-5)
+        scores = self._policy.score(batch)
+        self._writer.protect_copy()
+        self._policy.backward(-scores.logprobs.mean())
+        self._policy.step(1e-5)
 
     def _save_by_deepspeed(self) -> None:
-        self._engine._engine.save_checkpoint(str(self._folder / "deepspeed"), tag="one")
+        self._policy._deepspeed.save_checkpoint(str(self._folder / "deepspeed"), tag="one")
 
 
 def main() -> None:

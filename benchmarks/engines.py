@@ -10,7 +10,8 @@ import torch
 from benchmarks import KEY
 from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
-from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+from rollout_pool.engines.engine import EngineSpec
+from rollout_pool.engines.sglang.engine import SGLangEngine
 
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
@@ -47,7 +48,8 @@ def make_engine(
             name=name,
             config=EngineConfig(
                 max_running_requests=max_running,
-                start_timeout_s=300,
+                # The first server of a machine compiles its kernels.
+                start_timeout_s=600 if uses_gpu else 300,
                 request_timeout_s=120,
                 radix_cache=pause_mode is not PauseMode.retract,
             ),

@@ -136,7 +136,7 @@ class Trainer:
         return -(logprobs_N * batch.mask_N * batch.advantages_N).sum()
 
     def gradient(self, losses: Sequence[Callable[[], Tensor]]) -> Tensor:
-        """Of all weights, in a line; nothing moves."""
+        """Returns the gradient of all weights in one line, without a step."""
         for loss in losses:
             loss().backward()  # type: ignore[no-untyped-call]
         gradient = torch.cat([p.grad.flatten().double() for p in self.model.parameters()])
@@ -167,7 +167,7 @@ class Outcome:
     padding: float
     num_passes: int
     difference: float
-    """Of the gradient from the sorted padded batches', relative to its norm."""
+    """Distance of the gradient from that of sorted padded batches, relative to its norm."""
 
 
 def measure(work: Work, rounds: int, device: torch.device) -> dict[str, Outcome]:

@@ -5,10 +5,13 @@ make bench-parity       # installs the three, without what they depend on, into 
 python benchmarks/parity.py --rivals build/parity
 
 The batches are random, in float64, with masks in the middle of answers, tokens of older policies
-and large ratios. Compared are a loss and its gradient by log-probability, or advantages; the figure
-is the largest difference. Settings that differ from system to system (ddof, epsilon, clamps) are
-made equal here, not in our functions; docs/algorithms.md lists what cannot be. A function of ours
-that several systems or settings are compared with counts once.
+and ratios far from 1. Compared are a loss and its gradient by log-probability, or advantages; the
+figure is the largest difference. Settings that differ from system to system (ddof, epsilon, clamps)
+are made equal here, not in our functions; docs/algorithms.md lists what cannot be. A function of
+ours that several systems or settings are compared with counts once.
+
+Every comparison draws its own bounds, and each must be active: on some tokens, whose number is in
+the table, and not on others. Off by a tenth in ours, it must show.
 """
 
 from __future__ import annotations
@@ -23,13 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.table import Table
 
-from benchmarks.algorithms.batch import OURS, difference
-from benchmarks.algorithms.openrlhf import openrlhf_pairs
-from benchmarks.algorithms.trl import trl_pairs
-from benchmarks.algorithms.verl import verl_pairs
+from benchmarks.algorithms.batch import OURS, TOLERANCE, Outcome, examine
+from benchmarks.algorithms.openrlhf import openrlhf_comparisons
+from benchmarks.algorithms.trl import trl_comparisons
+from benchmarks.algorithms.verl import verl_comparisons
 from benchmarks.report import Report
-
-BOUND = 1e-5
 
 
 def main() -> int:
@@ -42,29 +43,45 @@ def main() -> int:
         )
     sys.path.append(str(rivals.resolve()))  # last: what is installed here comes first
     report = Report("Parity")
-    worst, count, compared = 0.0, 0, set[str]()
-    table = Table(title="Largest difference")
-    for column in ("system", "comparison", "functions of ours", "difference"):
-        table.add_column(column)
     systems = {
-        "verl": verl_pairs(),
-        "OpenRLHF": openrlhf_pairs(rivals.resolve()),
-        "TRL": trl_pairs(),
+        "verl": verl_comparisons(),
+        "OpenRLHF": openrlhf_comparisons(rivals.resolve()),
+        "TRL": trl_comparisons(),
     }
-    for system, pairs in systems.items():
-        for name, pair in pairs.items():
-            found, names = difference(pair)
-            figure = f"{found:.1e}" if found <= BOUND else f"[red]{found:.1e}[/red]"
-            table.add_row(system, name, ", ".join(names), figure)
-            worst, count = max(worst, found), count + 1
-            compared.update(names)
+    table = Table(title="Largest difference, and the tokens at which each bound is active")
+    for column in ("system", "comparison", "functions of ours", "active", "difference"):
+        table.add_column(column)
+    outcomes = []
+    for system, comparisons in systems.items():
+        for name, comparison in comparisons.items():
+            outcome = examine(f"{system} {name}", comparison)
+            table.add_row(system, name, ", ".join(outcome.functions), *cells(outcome))
+            outcomes.append(outcome)
     report.show(table)
-    report.target("max_difference", worst, "<=", BOUND, "of a loss, a gradient or an advantage")
+    worst = max(outcome.difference for outcome in outcomes)
+    problems = sum(len(outcome.problems) for outcome in outcomes)
+    compared = {name for outcome in outcomes for name in outcome.functions}
+    how = "of a loss, a gradient or an advantage"
+    report.target("max_difference", worst, "<=", TOLERANCE, how)
+    report.target("bounds_not_compared", problems, "<=", 0, "idle, or off by a tenth unnoticed")
+    count = sum(len(outcome.active) for outcome in outcomes)
+    report.figure("bounds", count, "of all comparisons, active on some tokens and not on others")
     report.figure("functions", len(compared), f"of our {len(OURS)} compared, each counted once")
-    report.figure("comparisons", count, "some of one function at several settings or systems")
+    how = "some of one function at several settings or systems"
+    report.figure("comparisons", len(outcomes), how)
     report.row("not compared", ", ".join(sorted(OURS - compared)))
     report.close()
-    return int(worst > BOUND)
+    return int(worst > TOLERANCE or problems > 0)
+
+
+def cells(outcome: Outcome) -> tuple[str, str]:
+    """The columns of its bounds and of its difference."""
+    counts = [f"{name.removeprefix('correction_')} {n}" for name, n in outcome.active.items()]
+    bounds = f"{', '.join(counts)} of {outcome.num_values}" if counts else ""
+    if outcome.problems:
+        bounds += f" [red]{'; '.join(outcome.problems)}[/red]"
+    figure = f"{outcome.difference:.1e}"
+    return bounds, figure if outcome.difference <= TOLERANCE else f"[red]{figure}[/red]"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rollouts with a heavy tail at a real engine and an emulated GPU, prefixes, and the pool's cost.
 
-    python benchmarks/rollout.py [--short] [--only strategies|efficiency|gpu|prefix|stub|rewards]
+    python benchmarks/rollout.py [--short] [--only PART]
 
 The last line is RESULT and a JSON object. Each ratio's two sides ran in this one process, in turn.
 """
@@ -18,8 +18,9 @@ sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
+from benchmarks.rollouts.cost import measure_cost
 from benchmarks.rollouts.efficiency import measure_efficiency, measure_rewards, measure_stub
-from benchmarks.rollouts.gpu import measure_gpu
+from benchmarks.rollouts.gpu import measure_gpu, measure_training
 from benchmarks.rollouts.prefix import measure_prefixes
 from benchmarks.rollouts.scene import build_model, engine_at
 from benchmarks.rollouts.strategies import measure_strategies
@@ -28,8 +29,10 @@ from benchmarks.rollouts.work import SHORT, WorkSize
 AT_AN_ENGINE = {"strategies": measure_strategies, "efficiency": measure_efficiency}
 ALONE = {
     "gpu": measure_gpu,
+    "training": measure_training,
     "prefix": measure_prefixes,
     "stub": measure_stub,
+    "cost": measure_cost,
     "rewards": measure_rewards,
 }
 

@@ -43,27 +43,29 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.report import Report
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
-from configs.algorithm_schema import AlgorithmConfig, CorrectionConfig
+from configs.algorithm_schema import AlgorithmConfig
 from configs.choices import Backend, Proximal
 from configs.load import load_config
+from configs.losses import LOSSES
 from configs.schema import Config
 from controller.start.warm_start import supervised_examples
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from trainer_pool.algorithms.registry import Algorithm
+from trainer_pool.collectives import RankAddress, join_ranks
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
-from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
+from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.step import train_step
 from trainer_pool.warm_start import warm_start
 
-NONE = CorrectionConfig(kinds=[])
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "naive PPO": {"correction": NONE},
-    "TIS": {"loss": "reinforce", "correction": NONE},
-    "decoupled PPO + TIS": {},
-    "CISPO": {"loss": "cispo", "proximal": Proximal.rollout, "correction": NONE},
-    "DPPO": {"loss": "dppo_tv", "correction": NONE},
+LOSS = {kind: section(kind=kind) for kind, section in LOSSES.items()}
+ALGORITHMS = {
+    "naive PPO": AlgorithmConfig(correction=[]),
+    "TIS": AlgorithmConfig(loss=LOSS["reinforce"], correction=[]),
+    "decoupled PPO + TIS": AlgorithmConfig(),
+    "CISPO": AlgorithmConfig(loss=LOSS["cispo"], proximal=Proximal.rollout, correction=[]),
+    "DPPO": AlgorithmConfig(loss=LOSS["dppo_tv"], correction=[]),
 }
 STALENESS = (0, 1, 4, 16)
 SEEDS = (0, 1, 2)
@@ -115,19 +117,19 @@ def learn(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     address = RankAddress(rank=0, num_ranks=1, host="127.0.0.1", port=port, uses_gpu=False)
     ranks = join_ranks(address, Backend.gloo, 60.0, listener)
-    engine = Zero3Engine(str(folder / "model"), config.trainer, address)
-    warm_start(engine, ranks, supervised_examples(config, str(folder / "model")), config.trainer)
-    algorithm = Algorithm.load(AlgorithmConfig(aggregation_length=8, **ALGORITHMS[name]))
+    policy = Zero3Policy(str(folder / "model"), config.trainer, address)
+    warm_start(policy, ranks, supervised_examples(config, str(folder / "model")), config.trainer)
+    algorithm = Algorithm.load(ALGORITHMS[name])
     kept: deque[dict[str, Tensor]] = deque(maxlen=max_staleness + 1)
     rewards, reached, accuracies = [], [], []
     for version in range(num_steps):
-        kept.append(weights_of(engine))
+        kept.append(weights_of(policy))
         if version >= num_steps - NUM_JUDGED:
             accuracies.append(sampler.accuracy(kept[-1]))
         behind = version - len(kept) + 1  # the first versions are younger than max_staleness
         groups = sampler.groups(kept[0], behind, config.trainer.groups_per_step)
         stats = train_step(
-            engine,
+            policy,
             ranks,
             StepBatch(version=version, group_ids=tuple(g.group_id for g in groups), groups=groups),
             replace(config.trainer, num_ranks=1),
@@ -147,8 +149,8 @@ def learn(
     }
 
 
-def weights_of(engine: Zero3Engine) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.named_tensors()}
+def weights_of(policy: Zero3Policy) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in policy.named_tensors()}
 
 
 class Sampler:

@@ -29,9 +29,9 @@ class Round:
     producer_cpu_s: float = 0.0
     consumer_cpu_s: float = 0.0
     middle_cpu_s: float = 0.0
-    """Of the server or the queue's process."""
+    """CPU seconds of the server's or the queue's process."""
     results: tuple[Any, ...] = ()
-    """What each worker returned."""
+    """The workers' return values."""
 
     @property
     def groups_per_s(self) -> float:

@@ -10,9 +10,6 @@ from .results import Lease as Lease
 from .results import PushResult as PushResult
 from .results import QuarantinedGroup as QuarantinedGroup
 from .results import QuarantinedPrompt as QuarantinedPrompt
-from .roles import OperatorBuffer as OperatorBuffer
-from .roles import TrainerBuffer as TrainerBuffer
-from .roles import WorkerBuffer as WorkerBuffer
 from .run_state import RunState as RunState
 from .sharded import ShardedReplayBuffer as ShardedReplayBuffer
 from .types import PromptRef as PromptRef

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from buffer.redis.client import BufferRedis
-from buffer.redis.connection import connect
+from buffer.redis.connection import connect_as
 from buffer.replay_buffer import ReplayBuffer
 from buffer.sharded import ShardedReplayBuffer
 from configs.schema import BufferConfig
 
-Buffer = ReplayBuffer | ShardedReplayBuffer
+Buffer = ReplayBuffer
+"""With one shard or several: ShardedReplayBuffer is a ReplayBuffer."""
 
 
 def buffer_on(redis: BufferRedis, run: str, settings: BufferConfig) -> Buffer:
@@ -25,10 +26,4 @@ async def connect_buffer(
 
     `waits`: for a server that is down now, at most for `outage_timeout_s`.
     """
-    redis = await connect(
-        url,
-        tls_ca_file=settings.tls_ca_file,
-        try_for_s=settings.outage_timeout_s,
-        waits=waits,
-    )
-    return buffer_on(redis, run, settings)
+    return buffer_on(await connect_as(url, settings, waits=waits), run, settings)

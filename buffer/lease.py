@@ -1,29 +1,42 @@
-"""A rank's lease request, the batch formed for it, and how its groups are decoded."""
+"""A lease: the step's batch is formed or found, and this rank's share of it is fetched and decoded.
+
+LeaseRequest ──> form_batch ──> BatchNotReady ──> wait for an event, ask again
+                     │
+                   Formed ──> the ids of this rank's share ──> payloads ──> groups ──> Lease
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import heapq
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import Literal, cast
+
+import msgspec
 
 from buffer.errors import NotOwnerError, taken_over
-from buffer.redis.client import BufferConnectionError
-from buffer.redis.replies import optional_int, parse_renumbered, readable, texts
-from buffer.redis.wakeups import Deadline, WakeStreams
+from buffer.redis.client import BufferRedis, DamagedRunError
+from buffer.redis.deadline import Deadline
+from buffer.redis.keys import Keys
+from buffer.redis.payloads import Blocks
+from buffer.redis.replies import Reply
+from buffer.redis.scripts import BOUND, Scripts
+from buffer.redis.wakeups import Wake, WakeStreams
 from buffer.results import Lease
 from buffer.staleness import mask_over_age, renumber
 from buffer.types import TrajectoryGroup
+from buffer.wire.chunks import join_payload, num_chunks
 from buffer.wire.codec import decode_group
 
 Payload = bytes | memoryview
+Renumbered = tuple[tuple[str, tuple[int, ...]], ...]
+"""Groups whose payload has version numbers from before a rollback: the new numbers of the versions
+with trainable tokens, in ascending order of the old."""
 
 
-class LeaseRequest(NamedTuple):
-    """What a rank requests; all ranks of a step request the same."""
+class LeaseRequest(msgspec.Struct, frozen=True):
+    """The arguments of a lease that all ranks of a step share."""
 
     step: int
     version: int
@@ -33,7 +46,7 @@ class LeaseRequest(NamedTuple):
     enough: int
     """So many groups suffice now; `num_groups` until a full batch is no longer waited for."""
     pair_cost: float
-    """Of a pair of tokens in attention, in that of a token; by it the shares are balanced."""
+    """Cost of a pair of tokens in attention, in that of a token; it balances the shares."""
 
     def check(self, share: int) -> None:
         if not 0 <= share < self.num_shares <= self.num_groups:
@@ -47,36 +60,43 @@ class LeaseRequest(NamedTuple):
                 f"num_groups={self.num_groups}: num_shares <= min_groups <= num_groups must hold"
             )
 
-    def is_consumed(self) -> ValueError:
-        return ValueError(f"step={self.step}: its groups were consumed before; lease a later step")
 
-    def conflict(self, version: int, num_groups: int, num_shares: int) -> ValueError:
+class Refused(Reply, tag="refused"):
+    """No batch will be formed for this request."""
+
+    reason: Literal["done", "not_owner", "conflict"]
+    version: int = 0
+    num_groups: int = 0
+    num_shares: int = 0
+    """For conflict: the arguments of the lease before."""
+
+    def error(self, request: LeaseRequest) -> ValueError | NotOwnerError:
+        if self.reason == "not_owner":
+            return taken_over(f"lineage={request.lineage!r} leases step {request.step}")
+        if self.reason == "done":
+            return ValueError(
+                f"step={request.step}: its groups were consumed before; lease a later step"
+            )
         return ValueError(
-            f"step={self.step} was leased with version, num_groups, num_shares = {version}, "
-            f"{num_groups}, {num_shares}; ranks must ask for the same"
+            f"step={request.step} was leased with version, num_groups, num_shares = "
+            f"{self.version}, {self.num_groups}, {self.num_shares}; ranks must ask for the same"
         )
 
-    def taken_over(self) -> NotOwnerError:
-        return taken_over(f"lineage={self.lineage!r} leases step {self.step}")
+
+class Again(Reply, tag="again"):
+    """The bound of clean-up was reached."""
 
 
-class BatchNotReady(NamedTuple):
+class BatchNotReady(Reply, tag="wait"):
     """Why there is no batch yet, and what to wait for."""
 
-    seen: Mapping[str, str]
-    """Wake streams, with the entry to wait behind."""
+    seen: tuple[Wake, ...]
     ready: int = 0
     until_ms: int = -1
     """Milliseconds after which to retry even without an event; -1 for never."""
     blocking: str = ""
     """The running group that the step waits for (on_stale=wait)."""
     blocking_version: int = 0
-
-    async def wait(self, wake: WakeStreams, at_most_s: float) -> None:
-        """Waits until a retry may succeed."""
-        # No event is sent when a lease expires: wake up for it.
-        until_s = self.until_ms / 1000 if self.until_ms >= 0 else at_most_s
-        await wake.wait(self.seen, min(at_most_s, until_s))
 
     def shortage(self, request: LeaseRequest, timeout_s: float) -> str:
         text = (
@@ -91,7 +111,7 @@ class BatchNotReady(NamedTuple):
         return text
 
 
-class Formed(NamedTuple):
+class Formed(Reply, tag="leased"):
     """A leased batch."""
 
     lease_token: str
@@ -99,41 +119,26 @@ class Formed(NamedTuple):
     ids: tuple[str, ...]
     """The whole batch as it was formed."""
     costs: tuple[int, ...]
-    """What each group in `ids` costs in passes, in tokens."""
-    held: frozenset[str]
+    """Cost of each group in `ids` in passes, in tokens."""
+    still_leased: frozenset[str]
     """The groups that are still leased with the token."""
     mask_below_version: int | None
     """Tokens sampled before this version get masked; None unless on_stale is mask_tokens."""
-    renumbered: Mapping[str, tuple[int, ...]]
-    """Held groups whose payload has version numbers from before a rollback: the new numbers of its
-    versions with trainable tokens, in ascending order of the old."""
-
-    @classmethod
-    def parse(cls, fields: Sequence[Any]) -> Formed:
-        """Parses the reply of form_batch.lua."""
-        lease_token, deadline, ids, costs, held, mask_below, renumbered = fields
-        return cls(
-            readable(lease_token),
-            int(deadline),
-            texts(ids),
-            tuple(map(int, costs)),
-            frozenset(texts(held)),
-            optional_int(mask_below),
-            parse_renumbered(renumbered),
-        )
+    renumbered: Renumbered
 
     def share_of(self, share: int, num_shares: int) -> list[str]:
-        """Ids of one rank's share that are still held."""
+        """Ids of one rank's share that are still leased."""
         mine = split_by_cost(self.costs, num_shares)[share]
-        return [self.ids[i] for i in mine if self.ids[i] in self.held]
+        return [self.ids[i] for i in mine if self.ids[i] in self.still_leased]
 
     def open(self, group_id: str, payload: Payload) -> TrajectoryGroup:
         """The group as it is trained. Raises ValueError if the payload is not this group."""
         group = decode_group(payload)
         if group.group_id != group_id:
             raise ValueError(f"holds group {group.group_id!r}")
-        if group_id in self.renumbered:
-            group = renumber(group, self.renumbered[group_id])
+        for name, numbers in self.renumbered:
+            if name == group_id:
+                group = renumber(group, numbers)
         if self.mask_below_version is None:
             return group
         return mask_over_age(group, self.mask_below_version)
@@ -150,45 +155,140 @@ class Formed(NamedTuple):
         )
 
 
-async def form_in_time(
-    form: Callable[[LeaseRequest], Awaitable[Formed | BatchNotReady]],
-    request: LeaseRequest,
-    wake: WakeStreams,
-    *,
-    timeout_s: float,
-    batch_timeout_s: float,
-) -> Formed:
-    """The step's batch: a full one for `batch_timeout_s`, then one of `request.enough` groups.
+class Leasing:
+    """A client of one shard that leases; the other verbs are ReplayBuffer's."""
 
-    Raises TimeoutError that says what is missing.
-    """
-    deadline, full = Deadline(timeout_s), Deadline(batch_timeout_s)
-    while True:
-        waits_for_full = full.left_s > 0
-        wanted = request._replace(enough=request.num_groups) if waits_for_full else request
-        batch = await form(wanted)
-        if isinstance(batch, Formed):
-            return batch
-        # A smaller batch is asked for once, also if the answer about a full one took all the time.
-        is_next_smaller = waits_for_full and not full.left_s
-        if not (deadline.left_s or is_next_smaller):
-            raise TimeoutError(batch.shortage(wanted, timeout_s))
-        await batch.wait(wake, min(deadline.left_s, full.left_s if waits_for_full else inf))
+    def __init__(self, redis: BufferRedis, keys: Keys, lease_timeout_s: float) -> None:
+        self.keys = keys
+        self._redis = redis
+        self._scripts = Scripts(redis, keys)
+        self._wake = WakeStreams(redis)
+        self._blocks = Blocks()
+        self._lease_ms = int(1000 * lease_timeout_s)
+        self._lineage = ""
 
+    async def lease(
+        self,
+        *,
+        step: int,
+        version: int,
+        num_groups: int,
+        share: int,
+        num_shares: int,
+        timeout_s: float,
+        min_groups: int | None = None,
+        batch_timeout_s: float = inf,
+        pair_cost: float = 0.0,
+    ) -> Lease:
+        """This rank's share of the step's global batch; waits until the batch can be formed.
 
-def new_token() -> str:
-    """A new lease token."""
-    return secrets.token_hex(8)
+        The first rank that finds `num_groups` fresh groups forms the batch; after `batch_timeout_s`
+        `min_groups` suffice, if it is not None. Every rank that leases the same step gets its share
+        of that batch, also on a repeated call; shares are balanced by tokens + `pair_cost` *
+        pairs of tokens (`TrajectoryGroup.num_pairs`). A group is fresh if it
+        lags behind `version` by at most max_staleness; stale groups are dropped, or with
+        on_stale=mask_tokens have their over-age tokens masked out of the loss. A group that cannot
+        be decoded is quarantined and missing.
 
+        Raises TimeoutError that says what is missing, ValueError if the step was consumed or was
+        leased with other arguments, and NotOwnerError if another lineage took over since this
+        object reconciled.
+        """
+        enough = num_groups if min_groups is None else min_groups
+        request = LeaseRequest(
+            step, version, num_groups, num_shares, self._lineage, enough, pair_cost
+        )
+        request.check(share)
+        batch = await self._form_in_time(request, Deadline(timeout_s), Deadline(batch_timeout_s))
+        groups = await self.open_groups(batch, batch.share_of(share, num_shares))
+        return batch.lease(request, groups)
 
-async def renew_until_lost(
-    renew: Callable[[Lease], Awaitable[int]], lease: Lease, lease_ms: int
-) -> None:
-    while True:
-        await asyncio.sleep(lease_ms / 3000)
-        with contextlib.suppress(BufferConnectionError):  # the lease may outlast the outage
-            if await renew(lease) == 0:
-                return
+    async def _form_in_time(
+        self, request: LeaseRequest, deadline: Deadline, full: Deadline
+    ) -> Formed:
+        """The step's batch: a full one until `full`, then one of `request.enough` groups."""
+        token = secrets.token_hex(8)
+        while True:
+            waits_for_full = full.left_s > 0
+            enough = request.num_groups if waits_for_full else request.enough
+            wanted = msgspec.structs.replace(request, enough=enough)
+            batch = await self._form(wanted, token)
+            if isinstance(batch, Formed):
+                return batch
+            # A smaller batch is asked for once, also if the reply about a full one took all the
+            # time.
+            is_next_smaller = waits_for_full and not full.left_s
+            if not (deadline.left_s or is_next_smaller):
+                raise TimeoutError(batch.shortage(wanted, deadline.timeout_s))
+            left_s = min(deadline.left_s, full.left_s if waits_for_full else inf)
+            if batch.until_ms >= 0:  # no event is sent when a lease expires
+                left_s = min(left_s, batch.until_ms / 1000)
+            await self._wake.wait(batch.seen, left_s)
+
+    async def _form(self, request: LeaseRequest, token: str) -> Formed | BatchNotReady:
+        """The step's batch; forms it with this token if there is none yet."""
+        while True:
+            reply: Formed | BatchNotReady | Again | Refused = await self._scripts.run(
+                "trainer/form_batch",
+                Formed | BatchNotReady | Again | Refused,
+                lease=request,
+                lease_token=token,
+                lease_ms=self._lease_ms,
+                bound=BOUND,
+            )
+            if isinstance(reply, Refused):
+                raise reply.error(request)
+            if not isinstance(reply, Again):
+                return reply
+
+    async def open_groups(self, batch: Formed, group_ids: Sequence[str]) -> list[TrajectoryGroup]:
+        """Fetches and decodes groups of a batch. Undecodable groups are quarantined."""
+        groups = []
+        for group_id, payload in zip(group_ids, await self._payloads(group_ids), strict=True):
+            reason = "payload_missing"  # deleted by hand; the script ignores a dropped group
+            if payload is not None:
+                try:
+                    groups.append(batch.open(group_id, payload))
+                    continue
+                except ValueError:
+                    reason = "undecodable"
+            await self.quarantine(batch.lease_token, group_id, reason)
+        return groups
+
+    async def quarantine(self, lease_token: str, group_id: str, reason: str) -> bool:
+        """Quarantines a group that its rank cannot use; False if the lease does not hold it."""
+        return await self._scripts.run(
+            "trainer/quarantine_group",
+            bool,
+            lease_token=lease_token,
+            group_id=group_id,
+            reason=reason,
+        )
+
+    async def _payloads(self, group_ids: Sequence[str]) -> list[Payload | None]:
+        """The payload of each group; None if it is gone, b"" if it is damaged."""
+        if not group_ids:
+            return []
+        keys = [self.keys.payload(group_id) for group_id in group_ids]
+        try:
+            return [
+                None if first is None else await self._joined(key, first)
+                for key, first in zip(keys, await self._values(keys), strict=True)
+            ]
+        except (DamagedRunError, ValueError):  # one damaged group must not affect the others
+            if len(group_ids) == 1:
+                return [b""]
+            return [payload for i in group_ids for payload in await self._payloads([i])]
+
+    async def _joined(self, key: str, first: memoryview) -> Payload:
+        more = num_chunks(first)
+        if not more:
+            return first
+        return join_payload(first, await self._values([f"{key}:{i + 1}" for i in range(more)]))
+
+    async def _values(self, keys: Sequence[str]) -> list[memoryview | None]:
+        values = await self._redis.receive(keys, self._blocks.allocate)
+        return cast("list[memoryview | None]", values)
 
 
 def split_by_cost(costs: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:

@@ -1,8 +1,8 @@
 """A push: what is sent, in batches that the tasks of a process share, and what is replied.
 
-    send ──┐             ┌─ a sender is free: all that wait, up to a bound ──> Redis ─┐
-    send ──┼── waiting ──┤                                                            │
-    send ──┘             └─ else they wait for one         to each its own reply <────┘
+    push ──┐             ┌─ a sender is free: all that wait, up to a bound ──> Redis ─┐
+    push ──┼── waiting ──┤                                                            │
+    push ──┘             └─ else they wait for one         to each its own reply <────┘
 
 There is no timer: the first push is sent at once, and those that arrive meanwhile form the next
 batch. A group is encoded only when it is sent, in memory that is reused once its batch has its
@@ -17,13 +17,20 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple, cast
+from time import monotonic
+from typing import Literal
 
+import msgspec
+
+from buffer.errors import BufferFullError
+from buffer.redis.deadline import Deadline
+from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
 from buffer.redis.payloads import Allocate, Arena, fresh
-from buffer.redis.replies import optional_int
-from buffer.redis.scripts import Argument, Scripts
-from buffer.redis.wakeups import BufferClosedError, Deadline
+from buffer.redis.replies import Reply
+from buffer.redis.scripts import BOUND, Scripts
+from buffer.redis.wakeups import BufferClosedError, Wake, WakeStreams
+from buffer.results import PushResult
 from buffer.types import TrajectoryGroup
 from buffer.wire.chunks import split_payload
 from buffer.wire.codec import encode_into
@@ -36,15 +43,34 @@ _ARENA_BYTES = 2 * MAX_BYTES
 _ORPHAN_EXPIRY_MS = 600_000
 """A payload whose push is never committed expires after this."""
 
-PushWord = Literal[
-    "stored", "duplicate", "stale", "abandoned_lineage", "full", "too_large", "missing", "again"
-]
+
+class PushedGroup(msgspec.Struct, frozen=True):
+    """A group, without its payload, as a script gets it."""
+
+    group_id: str
+    min_version: int
+    max_version: int
+    versions: str
+    """'version:tokens version:tokens', trainable tokens alone, the oldest version first."""
+    tokens: int
+    pairs: int
+    trainable: int
+    bytes: int
+    task: str
+    index: str
+    """In text: Lua would round a large one."""
+    attempt: int
+    chunks: int
+    """Values that follow the payload's first one."""
+    blocked_ms: int
 
 
-class PushReply(NamedTuple):
-    """The reply of push_groups.lua about one group."""
+class PushReply(Reply):
+    """The reply about one group of a push."""
 
-    word: PushWord
+    word: Literal[
+        "stored", "duplicate", "stale", "abandoned_lineage", "full", "too_large", "missing", "again"
+    ]
     """missing: the payload expired before the commit, send all again. again: the bound on evictions
     was reached, call again. full: nothing was stored and the payload is gone."""
     groups: int = 0
@@ -56,21 +82,12 @@ class PushReply(NamedTuple):
     on_full: str = ""
     """For full: block, drop_stalest (only leased groups are left: wait) or error."""
 
-    @classmethod
-    def parse(cls, reply: Sequence[Any]) -> PushReply:
-        word = cast("PushWord", reply[0].decode())
-        if len(reply) == 1:
-            return cls(word)
-        _, groups, num_bytes, capacity_groups, capacity_bytes, on_full = reply
-        limits = optional_int(capacity_groups), optional_int(capacity_bytes)
-        return cls(word, int(groups), int(num_bytes), *limits, on_full.decode())
 
-
-class Space(NamedTuple):
-    """Whether a push has room, and what is in use."""
+class Space(Reply):
+    """The room that a push has, and what is in use."""
 
     has_room: bool
-    last_wake: str
+    seen: Wake
     groups: int
     bytes: int
 
@@ -105,24 +122,22 @@ class PendingPush:
         self._num_bytes = sum(map(len, chunks))
         return chunks
 
-    def arguments(self, num_chunks: int) -> tuple[Argument, ...]:
-        """The group's arguments of push_groups.lua."""
-        group = self._group
-        versions = group.tokens_by_version
-        return (
-            self.group_id,
-            min(versions),
-            max(versions),
-            " ".join(f"{version}:{number}" for version, number in versions.items()),
-            group.num_tokens,
-            group.num_pairs,
-            sum(versions.values()),
-            self.num_bytes,
-            group.prompt.task,
-            group.prompt.index,
-            group.prompt.attempt,
-            num_chunks,
-            self.blocked_ms,
+    def described(self, num_chunks: int) -> PushedGroup:
+        group, versions = self._group, self._group.tokens_by_version
+        return PushedGroup(
+            group_id=self.group_id,
+            min_version=min(versions),
+            max_version=max(versions),
+            versions=" ".join(f"{version}:{number}" for version, number in versions.items()),
+            tokens=group.num_tokens,
+            pairs=group.num_pairs,
+            trainable=sum(versions.values()),
+            bytes=self.num_bytes,
+            task=group.prompt.task,
+            index=str(group.prompt.index),
+            attempt=group.prompt.attempt,
+            chunks=num_chunks,
+            blocked_ms=self.blocked_ms,
         )
 
     def too_large(self, reply: PushReply) -> str:
@@ -152,34 +167,81 @@ def _limit(capacity: int | None) -> str:
     return "any number of" if capacity is None else str(capacity)
 
 
-_Reply = asyncio.Future[Any]
+_Reply = asyncio.Future[PushReply]
 
 
-class PushBatches:
-    """Sends the pushes to one shard. Used from one event loop."""
+class Pushes:
+    """Pushes groups to one shard. Used from one event loop."""
 
-    def __init__(self, scripts: Scripts, keys: Keys, bound: int) -> None:
-        """`bound` limits the groups that one batch may evict."""
+    def __init__(
+        self, scripts: Scripts, keys: Keys, wake: WakeStreams, durability: Durability
+    ) -> None:
         self._scripts = scripts
         self._keys = keys
-        self._bound = bound
+        self._wake = wake
+        self._durability = durability
+        self._line = asyncio.Lock()
+        """Held by the blocked push that waits for room; the others queue for it in order."""
         self._waiting: deque[tuple[PendingPush, _Reply]] = deque()
         self._senders: set[asyncio.Task[None]] = set()
         self._arenas: list[Arena] = []
         self._is_closed = False
 
-    async def send(self, push: PendingPush) -> PushReply:
-        """Raises what encoding raises, and an error reply."""
-        if self._is_closed:
-            raise BufferClosedError("the buffer was closed before this call")
-        reply: _Reply = asyncio.get_running_loop().create_future()
-        self._waiting.append((push, reply))
-        if len(self._senders) < _AT_ONCE:
-            self._senders.add(asyncio.create_task(self._send_all(), name="push-batches"))
-        return PushReply.parse(await reply)
+    async def push(self, pending: PendingPush, timeout_s: float) -> PushResult:
+        """Stores a group once there is room; see `ReplayBuffer.push`."""
+        deadline = Deadline(timeout_s)
+        if not self._line.locked():
+            reply = await self.store(pending)
+            if reply.word != "full":
+                return PushResult(reply.word)
+            if reply.on_full == "error":
+                raise BufferFullError(pending.full(reply))
+        # Payloads are large: a refused one is sent again only when there is room, and only by the
+        # first in the queue, so that a hundred blocked groups do not race for one place.
+        blocked_at = monotonic()
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await self._line.acquire()
+        except TimeoutError:
+            raise pending.timeout(deadline, await self._space(pending.num_bytes)) from None
+        try:
+            while True:
+                self._wake.check_open()  # `close` may have ended the push before this one
+                while not (space := await self._space(pending.num_bytes)).has_room:
+                    if not deadline.left_s:
+                        raise pending.timeout(deadline, space)
+                    await self._wake.wait([space.seen], deadline.left_s)
+                pending.blocked_ms = max(1, int(1000 * (monotonic() - blocked_at)))
+                reply = await self.store(pending)
+                if reply.word != "full":  # else another process was faster
+                    return PushResult(reply.word)
+        finally:
+            self._line.release()
+
+    async def _space(self, num_bytes: int) -> Space:
+        return await self._scripts.run("rollout/check_room", Space, num_bytes=num_bytes)
+
+    async def store(self, pending: PendingPush) -> PushReply:
+        """Sends the push, with others in a batch, until it is stored or refused.
+
+        Raises what encoding raises, and an error reply.
+        """
+        await self._durability.note_server()
+        while True:
+            if self._is_closed:
+                raise BufferClosedError("the buffer was closed before this call")
+            replied: _Reply = asyncio.get_running_loop().create_future()
+            self._waiting.append((pending, replied))
+            if len(self._senders) < _AT_ONCE:
+                self._senders.add(asyncio.create_task(self._send_all(), name="push-batches"))
+            reply = await replied
+            if reply.word == "too_large":
+                raise ValueError(pending.too_large(reply))
+            if reply.word not in ("missing", "again"):
+                return reply
 
     async def close(self) -> None:
-        """Ends every `send` with BufferClosedError."""
+        """Ends every `push` with BufferClosedError."""
         self._is_closed = True
         senders = list(self._senders)
         for sender in senders:
@@ -198,7 +260,7 @@ class PushBatches:
                 arena.clear()
         finally:
             self._arenas.append(arena)
-            self._senders.discard(me)  # at once: the next `send` must not rely on this one
+            self._senders.discard(me)  # at once: the next push must not rely on this one
 
     def _next_batch(self) -> list[tuple[PendingPush, _Reply]]:
         batch: list[tuple[PendingPush, _Reply]] = []
@@ -214,13 +276,13 @@ class PushBatches:
         """Sends all payloads and one commit in one round trip."""
         sent: list[tuple[_Reply, int]] = []
         parts: list[bytes | memoryview] = []
-        arguments: list[Argument] = [self._bound]
+        groups: list[PushedGroup] = []
         for push, reply in batch:
             if reply.done():  # cancelled
                 continue
             try:
-                values = push.encode(arena.take)
-                arguments += push.arguments(len(values) - 1)
+                values = push.encode(arena.allocate)
+                groups.append(push.described(len(values) - 1))
             except Exception as error:
                 _fail([reply], error)
                 continue
@@ -231,7 +293,12 @@ class PushBatches:
         num_sets = sum(number for _, number in sent)
         try:
             *of_sets, answers = await self._scripts.exchange(
-                parts, num_sets, "rollout/push_groups", arguments
+                parts,
+                num_sets,
+                "rollout/push_groups",
+                list[PushReply],
+                bound=BOUND,
+                groups=groups,
             )
         except asyncio.CancelledError:
             _fail((reply for reply, _ in sent), _closed())

@@ -20,32 +20,22 @@ import asyncio
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from math import inf
-from time import monotonic
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, cast
 
-from buffer.errors import BufferFullError, taken_over
-from buffer.lease import (
-    BatchNotReady,
-    Formed,
-    LeaseRequest,
-    Payload,
-    form_in_time,
-    new_token,
-    renew_until_lost,
-)
-from buffer.push import PendingPush, PushBatches, PushReply, Space
-from buffer.redis.client import BufferRedis, DamagedRunError
+from buffer.errors import taken_over
+from buffer.lease import Leasing
+from buffer.push import PendingPush, Pushes
+from buffer.redis.client import BufferConnectionError, BufferRedis
+from buffer.redis.deadline import Deadline
 from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
-from buffer.redis.payloads import Blocks
-from buffer.redis.replies import is_number, number, readable, setting_number, texts
-from buffer.redis.scripts import Argument, Scripts
-from buffer.redis.wakeups import Deadline, WakeStreams
+from buffer.redis.replies import Reply, is_number, number, readable, setting_number
+from buffer.redis.scripts import BOUND
+from buffer.redis.wakeups import Wake
 from buffer.results import (
     Admission,
     BufferStats,
+    EventsPart,
     Failure,
     GroupEvent,
     Lease,
@@ -53,37 +43,57 @@ from buffer.results import (
     QuarantinedGroup,
     QuarantinedPrompt,
     Reconciled,
+    StatsReply,
     TaskProgress,
-    parse_events,
-    parse_stats,
     quarantined_prompt,
     read_prompt,
+    read_stats,
+    sum_stats,
     write_prompt,
+)
+from buffer.shard_routes import (
+    AT_GROUP,
+    by_id,
+    by_lease,
+    home_last,
+    merge,
+    nothing,
+    routed,
+    to_all,
+    unite,
 )
 from buffer.staleness import Leash, parse_rollbacks
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
-from buffer.wire.chunks import join_payload, num_chunks
 from configs.schema import BufferConfig
 
-BOUND = 32
-"""Groups that one script call may move: far below 10 ms even at a busy server."""
 _MAX_IDS = 128
 """Ids that one script call may get."""
 _KEPT_BYTES = 1 << 20
-"""Of kept tokens that one script call may get, or one part."""
+"""Kept tokens that one script call may get, unless one part alone has more."""
 _EVENTS_AT_ONCE = 500
 
 
-class NoRoom(NamedTuple):
-    """There is no credit for a group now."""
+class Credit(Reply):
+    """The reply to an admission: a credit, or what to wait for."""
 
-    last_wake: str
-    """Last entry of wake:room; wait for a later one."""
-    in_use: int
-    limit: int
+    is_given: bool
+    version: int
+    """The trainer's current version."""
+    seen: Wake = ("", "")
+    """If not, what to wait for, and how full the shard is."""
+    in_use: int = 0
+    limit: int = 0
 
 
-class ReplayBuffer:
+class Outcome(Reply):
+    """The reply to a trainer that names a version."""
+
+    word: Literal["announced", "same", "older", "begun", "behind", "not_owner"]
+    newest: int = 0
+    """The version that was announced before, for older and behind."""
+
+
+class ReplayBuffer(Leasing):
     """A client of one run's buffer, created in and used from one event loop.
 
     buffer = await connect_buffer(url, run, settings)
@@ -93,6 +103,8 @@ class ReplayBuffer:
     await buffer.consume(lease, lease.group_ids)
     """
 
+    num_shards = 1
+
     def __init__(
         self, redis: BufferRedis, run: str, settings: BufferConfig, shard: int = 0
     ) -> None:
@@ -100,19 +112,12 @@ class ReplayBuffer:
 
         Of `settings` it takes the timeouts and the compression. `shard` selects the hash tag.
         """
-        self.keys = Keys(run, shard)
-        self._redis = redis
-        self._scripts = Scripts(redis, self.keys)
-        self._wake = WakeStreams(redis)
-        self._pushes = PushBatches(self._scripts, self.keys, BOUND)
-        self._durability = Durability(redis, self.keys("marker"), self._wake)
-        self._line = asyncio.Lock()
-        """Held by the blocked push that waits for room; the others queue for it in order."""
-        self._blocks = Blocks()
-        self._lease_ms = int(1000 * settings.lease_timeout_s)
+        super().__init__(redis, Keys(run, shard), settings.lease_timeout_s)
+        durability = Durability(redis, self.keys("marker"), self._wake)
+        self._pushes = Pushes(self._scripts, self.keys, self._wake, durability)
+        self._durability = durability
         self._wait_timeout_s = settings.wait_timeout_s
         self._compress = settings.compress
-        self._lineage = ""
 
     async def open(
         self,
@@ -132,7 +137,8 @@ class ReplayBuffer:
         shards differs from the run's.
         """
         groups_per_version = groups_per_step * gradient_accumulation_steps
-        check_settings(settings, groups_per_version, 1, await self.setting("num_shards"))
+        there = await self.setting("num_shards")
+        check_settings(settings, groups_per_version, self.num_shards, there)
         await self.create(
             settings, groups_per_step, oversampling, replaced, gradient_accumulation_steps
         )
@@ -158,7 +164,7 @@ class ReplayBuffer:
             await pipe.execute()
         if changed := {name: initial[name] for name in replaced if name in initial}:
             await self.change_settings(changed)
-        await self._scripts.run("run_state/note_server")
+        await self._scripts.run("run_state/note_server", int)
 
     # Rollout side ----------------------------------------------------------------------------
 
@@ -171,23 +177,23 @@ class ReplayBuffer:
         """
         check_group_id(group_id)
         deadline = Deadline(timeout_s)
-        while isinstance(reply := await self.try_admit(group_id), NoRoom):
+        while not (credit := await self.try_admit(group_id)).is_given:
             if not deadline.left_s:
-                raise no_room(group_id, timeout_s, reply.in_use, reply.limit)
-            await self._wake.wait({self.keys.wake("room"): reply.last_wake}, deadline.left_s)
-        return reply
+                raise no_room(group_id, timeout_s, credit.in_use, credit.limit)
+            await self._wake.wait([credit.seen], deadline.left_s)
+        return Admission(group_id, credit.version)
 
-    async def try_admit(self, group_id: str) -> Admission | NoRoom:
+    async def try_admit(self, group_id: str) -> Credit:
         """A credit for the group if there is room now; a repeated call renews the credit."""
         try:
-            reply = await self._scripts.run("rollout/admit_group", group_id, self._lease_ms)
+            return await self._scripts.run(
+                "rollout/admit_group", Credit, group_id=group_id, credit_ms=self._lease_ms
+            )
         except asyncio.CancelledError:  # the caller does not know whether it has a credit
             await asyncio.shield(self.abandon(group_id, "stopped"))
             raise
-        if reply[0] == b"admitted":
-            return Admission(group_id, int(reply[1]))
-        return NoRoom(reply[1].decode(), int(reply[2]), int(reply[3]))
 
+    @routed(AT_GROUP)
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
         """Records atomically an admitted group's prompt and its worker's position in its tasks.
 
@@ -196,22 +202,32 @@ class ReplayBuffer:
         time this happens to a prompt it is quarantined. False, with nothing recorded, if the group
         is not running.
         """
-        arguments = (group_id, write_prompt(prompt), worker, position)
-        return bool(await self._scripts.run("rollout/begin_group", *arguments))
+        return await self._scripts.run(
+            "rollout/begin_group",
+            bool,
+            group_id=group_id,
+            prompt=write_prompt(prompt),
+            worker=worker,
+            position=position,
+        )
 
+    @routed(AT_GROUP)
     async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         """Ends a running group that could not be completed; its prompt runs again.
 
         After `max_failures` of one prompt, at any workers, the prompt is quarantined instead. None,
         with nothing changed, if the group was not running.
         """
-        reply = await self._scripts.run(
-            "rollout/fail_group", group_id, write_prompt(prompt), max_failures
+        found: Failure | None = await self._scripts.run(
+            "rollout/fail_group",
+            Failure | None,
+            group_id=group_id,
+            prompt=write_prompt(prompt),
+            max_failures=max_failures,
         )
-        if reply is None:
-            return None
-        return Failure(num_failures=int(reply[0]), is_quarantined=bool(reply[1]))
+        return found
 
+    @routed(to_all(sum))
     async def reclaim(self, worker: int, *, counts_as_death: bool = True) -> int:
         """Ends all groups that a restarted worker ran before; their prompts run again.
 
@@ -221,22 +237,25 @@ class ReplayBuffer:
         """
         cursor, total = "0", 0
         while True:
-            reply = await self._scripts.run(
+            cursor, num_ended = await self._scripts.run(
                 "rollout/reclaim_worker",
-                f"{worker}-",
-                cursor,
-                _MAX_IDS,
-                self._lease_ms,
-                int(counts_as_death),
+                tuple[str, int],
+                prefix=f"{worker}-",
+                cursor=cursor,
+                bound=_MAX_IDS,
+                credit_ms=self._lease_ms,
+                counts_as_death=counts_as_death,
             )
-            cursor, total = reply[0].decode(), total + int(reply[1])
+            total += num_ended
             if cursor == "0":
                 return total
 
+    @routed(by_id(sum))
     async def renew_credits(self, group_ids: Collection[str]) -> int:
         """Renews the credits of running groups; returns how many are still running."""
-        return await self._sum("rollout/renew_credits", (self._lease_ms,), list(group_ids))
+        return await self._sum("rollout/renew_credits", list(group_ids), credit_ms=self._lease_ms)
 
+    @routed(AT_GROUP)
     async def abandon(
         self,
         group_id: str,
@@ -251,10 +270,16 @@ class ReplayBuffer:
         credit had expired.
         """
         assert prompt is not None or rerun is not Rerun.as_stale, "name the prompt"
-        text = "" if prompt is None else write_prompt(prompt)
-        arguments = (group_id, reason, rerun.value, text)
-        return bool(await self._scripts.run("rollout/abandon_group", *arguments))
+        return await self._scripts.run(
+            "rollout/abandon_group",
+            bool,
+            group_id=group_id,
+            reason=reason,
+            rerun=rerun.value,
+            prompt=None if prompt is None else write_prompt(prompt),
+        )
 
+    @routed(AT_GROUP)
     async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
         """Stores a finished group.
 
@@ -262,51 +287,10 @@ class ReplayBuffer:
         the stalest ready groups, or raises BufferFullError. Raises ValueError if the group cannot
         be encoded or is larger than the capacity.
         """
-        pending = PendingPush(group, self._compress)
-        deadline = Deadline(self._wait_timeout_s if timeout_s is None else timeout_s)
-        if not self._line.locked():
-            reply = await self._send(pending)
-            if reply.word != "full":
-                return PushResult(reply.word)
-            if reply.on_full == "error":
-                raise BufferFullError(pending.full(reply))
-        # Payloads are large: a refused one is sent again only when there is room, and only by the
-        # first in the queue, so that a hundred blocked groups do not race for one place.
-        blocked_at = monotonic()
-        try:
-            async with asyncio.timeout(deadline.left_s):
-                await self._line.acquire()
-        except TimeoutError:
-            raise pending.timeout(deadline, await self._space(pending.num_bytes)) from None
-        try:
-            while True:
-                self._wake.check_open()  # `close` may have ended the push before this one
-                while not (space := await self._space(pending.num_bytes)).has_room:
-                    if not deadline.left_s:
-                        raise pending.timeout(deadline, space)
-                    seen = {self.keys.wake("room"): space.last_wake}
-                    await self._wake.wait(seen, deadline.left_s)
-                pending.blocked_ms = max(1, int(1000 * (monotonic() - blocked_at)))
-                reply = await self._send(pending)
-                if reply.word != "full":  # else another process was faster
-                    return PushResult(reply.word)
-        finally:
-            self._line.release()
+        limit_s = self._wait_timeout_s if timeout_s is None else timeout_s
+        return await self._pushes.push(PendingPush(group, self._compress), limit_s)
 
-    async def _send(self, pending: PendingPush) -> PushReply:
-        await self._durability.note_server()
-        while True:
-            reply = await self._pushes.send(pending)
-            if reply.word == "too_large":
-                raise ValueError(pending.too_large(reply))
-            if reply.word not in ("missing", "again"):
-                return reply
-
-    async def _space(self, num_bytes: int) -> Space:
-        """Whether there is room now for a push of so many bytes."""
-        reply = await self._scripts.run("rollout/check_room", num_bytes)
-        return Space(bool(reply[0]), reply[1].decode(), int(reply[2]), int(reply[3]))
-
+    @routed(to_all(all))
     async def flush(self, timeout_s: float) -> bool:
         """Waits until everything this object pushed is on disk, and on a replica if there is one.
 
@@ -321,10 +305,13 @@ class ReplayBuffer:
         With a running group it comes from the group's shard and atomically becomes the group's
         prompt, as by `begin`, so that it is not lost if the worker dies.
         """
-        token = secrets.token_hex(8) if group_id is None else ""
-        reply = await self._scripts.run("rollout/take_retry", token, group_id or "")
-        return None if reply is None else read_prompt(readable(reply))
+        token = secrets.token_hex(8) if group_id is None else None
+        text = await self._scripts.run(
+            "rollout/take_retry", str | None, token=token, group_id=group_id
+        )
+        return None if text is None else read_prompt(text)
 
+    @routed(AT_GROUP)
     async def keep_tokens(
         self, group_id: str, oldest: int | None, parts: Mapping[str, bytes]
     ) -> bool:
@@ -336,13 +323,16 @@ class ReplayBuffer:
         counts as one of `oldest`. False, with nothing kept, if the group is not running, or if
         on_stale=wait could not wait for one so old.
         """
-        version = "" if oldest is None else oldest
-        for some in _split_parts(parts):
-            arguments = [argument for part in some for argument in part]
-            if await self._scripts.run("rollout/keep_tokens", group_id, version, *arguments) != 1:
+        for some in split_parts(parts):
+            raw = [argument for part in some for argument in part]
+            kept = await self._scripts.run(
+                "rollout/keep_tokens", int, *raw, group_id=group_id, oldest=oldest
+            )
+            if kept != 1:
                 return False
         return True
 
+    @routed(AT_GROUP)
     async def kept_tokens(self, group_id: str, prompt: PromptRef) -> dict[str, bytes]:
         """All parts kept with the prompt of this running group."""
         name = self.keys(f"kept:{prompt.index} {prompt.task}")
@@ -351,110 +341,7 @@ class ReplayBuffer:
 
     # Trainer side ----------------------------------------------------------------------------
 
-    async def lease(
-        self,
-        *,
-        step: int,
-        version: int,
-        num_groups: int,
-        share: int,
-        num_shares: int,
-        timeout_s: float,
-        min_groups: int | None = None,
-        batch_timeout_s: float = inf,
-        pair_cost: float = 0.0,
-    ) -> Lease:
-        """This rank's share of the step's global batch; waits until the batch can be formed.
-
-        The first rank that finds `num_groups` fresh groups forms the batch; after `batch_timeout_s`
-        `min_groups` suffice, if it is not None. Every rank that leases the same step gets its share
-        of that batch, also on a repeated call; shares are balanced by tokens + `pair_cost` *
-        pairs of tokens (`TrajectoryGroup.num_pairs`). A group is fresh if it
-        lags behind `version` by at most max_staleness; stale groups are dropped, or with
-        on_stale=mask_tokens have their over-age tokens masked out of the loss. A group that cannot
-        be decoded is quarantined and missing.
-
-        Raises TimeoutError that says what is missing, ValueError if the step was consumed or was
-        leased with other arguments, and NotOwnerError if another lineage took over since this
-        object reconciled.
-        """
-        enough = num_groups if min_groups is None else min_groups
-        request = LeaseRequest(
-            step, version, num_groups, num_shares, self._lineage, enough, pair_cost
-        )
-        request.check(share)
-        batch = await form_in_time(
-            partial(self._form, lease_token=new_token()),
-            request,
-            self._wake,
-            timeout_s=timeout_s,
-            batch_timeout_s=batch_timeout_s,
-        )
-        groups = await self.open_groups(batch, batch.share_of(share, num_shares))
-        return batch.lease(request, groups)
-
-    async def _form(self, request: LeaseRequest, lease_token: str) -> Formed | BatchNotReady:
-        """The step's batch; forms it with this token if there is none yet."""
-        step, version, num_groups, num_shares, lineage, enough, pair_cost = request
-        arguments = (step, version, num_groups, num_shares, self._lease_ms, lease_token, lineage)
-        while True:
-            reply = await self._scripts.run(
-                "trainer/form_batch", *arguments, BOUND, enough, repr(pair_cost)
-            )
-            match reply[0].decode():
-                case "leased":
-                    return Formed.parse(reply[1:])
-                case "wait":
-                    _, last_wake, ready, until_ms, blocking, at = reply
-                    seen = {self.keys.wake("batch"): last_wake.decode()}
-                    return BatchNotReady(
-                        seen, int(ready), int(until_ms), readable(blocking), int(at)
-                    )
-                case "done":
-                    raise request.is_consumed()
-                case "conflict":
-                    raise request.conflict(*map(int, reply[1:]))
-                case "not_owner":
-                    raise request.taken_over()
-
-    async def open_groups(self, batch: Formed, group_ids: Sequence[str]) -> list[TrajectoryGroup]:
-        """Fetches and decodes groups of a batch. Undecodable groups are quarantined."""
-        groups = []
-        for group_id, payload in zip(group_ids, await self._payloads(group_ids), strict=True):
-            reason = "payload_missing"  # deleted by hand; the script ignores a dropped group
-            if payload is not None:
-                try:
-                    groups.append(batch.open(group_id, payload))
-                    continue
-                except ValueError:
-                    reason = "undecodable"
-            await self._scripts.run("trainer/quarantine_group", batch.lease_token, reason, group_id)
-        return groups
-
-    async def _payloads(self, group_ids: Sequence[str]) -> list[Payload | None]:
-        """The payload of each group; None if it is gone, b"" if it is damaged."""
-        if not group_ids:
-            return []
-        keys = [self.keys.payload(group_id) for group_id in group_ids]
-        try:
-            return [
-                None if first is None else await self._joined(key, first)
-                for key, first in zip(keys, await self._values(keys), strict=True)
-            ]
-        except (DamagedRunError, ValueError):  # one damaged group must not affect the others
-            if len(group_ids) == 1:
-                return [b""]
-            return [payload for i in group_ids for payload in await self._payloads([i])]
-
-    async def _joined(self, key: str, first: memoryview) -> Payload:
-        more = num_chunks(first)
-        if not more:
-            return first
-        return join_payload(first, await self._values([f"{key}:{i + 1}" for i in range(more)]))
-
-    async def _values(self, keys: Sequence[str]) -> list[memoryview | None]:
-        return cast("list[memoryview | None]", await self._redis.receive(keys, self._blocks.take))
-
+    @routed(by_lease(unite))
     async def validate(self, lease: Lease, version: int) -> frozenset[str]:
         """Ids of the batch that may be trained at `version`. Call it just before the step.
 
@@ -462,61 +349,96 @@ class ReplayBuffer:
         now need more of their tokens masked return to ready. Empty if the lease was lost: lease the
         step again.
         """
-        arguments = (version, lease.lease_token, self._lease_ms, _masked_below(lease))
-        kept: list[str] = []
+        fresh: list[str] = []
         for part in _parts(lease.group_ids):
-            kept += texts(await self._scripts.run("trainer/validate_lease", *arguments, *part))
-        return frozenset(kept)
+            fresh += await self._scripts.run(
+                "trainer/validate_lease",
+                list[str],
+                version=version,
+                lease_token=lease.lease_token,
+                lease_ms=self._lease_ms,
+                mask_below_version=lease.mask_below_version,
+                group_ids=part,
+            )
+        return frozenset(fresh)
 
+    @routed(by_lease(sum))
     async def renew(self, lease: Lease) -> int:
         """Extends a lease. Returns the number of groups that it still holds, 0 if it was lost."""
-        arguments = (lease.lease_token, self._lease_ms)
-        return await self._sum("trainer/renew_lease", arguments, lease.group_ids)
+        return await self._sum(
+            "trainer/renew_lease",
+            lease.group_ids,
+            lease_token=lease.lease_token,
+            lease_ms=self._lease_ms,
+        )
 
     async def keep_renewed(self, lease: Lease) -> None:
         """Renews the lease until it is lost or this is cancelled."""
-        await renew_until_lost(self.renew, lease, self._lease_ms)
+        while True:
+            await asyncio.sleep(self._lease_ms / 3000)
+            with suppress(BufferConnectionError):  # the lease may outlast the outage
+                if await self.renew(lease) == 0:
+                    return
 
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
         """Marks groups as trained; returns the number of groups consumed by this lease.
 
         0 if the lease was lost: the groups are ready again or leased anew.
         """
-        arguments = (lease.lease_token, lease.step, lease.version, _masked_below(lease))
-        return await self._sum("trainer/consume_groups", arguments, sorted(group_ids))
+        return await self._sum(
+            "trainer/consume_groups",
+            sorted(group_ids),
+            lease_token=lease.lease_token,
+            step=lease.step,
+            version=lease.version,
+            mask_below_version=lease.mask_below_version,
+        )
 
+    @routed(home_last(sum))
     async def ack(self, upto_step: int, lineage: str | None = None) -> int:
         """Deletes groups of all steps up to one whose checkpoint is durable; returns how many.
 
         Raises NotOwnerError, with nothing changed, if `lineage` is not the buffer's current one.
         """
-        total = 0
-        while True:
-            reply = await self._scripts.run("trainer/ack_steps", upto_step, lineage or "", BOUND)
-            if reply[0] == b"not_owner":
+        total, is_more = 0, True
+        while is_more:
+            acked: tuple[int, bool] | None = await self._scripts.run(
+                "trainer/ack_steps",
+                tuple[int, bool] | None,
+                step=upto_step,
+                lineage=lineage or "",
+                bound=BOUND,
+            )
+            if acked is None:
                 raise taken_over(f"lineage={lineage!r} acknowledges step {upto_step}")
-            number_acked, is_more = reply
-            total += int(number_acked)
-            if not is_more:
-                return total
+            total, is_more = total + acked[0], acked[1]
+        return total
 
+    @routed(by_lease(sum))
     async def nack(self, lease: Lease, reason: str) -> int:
         """Returns the unconsumed groups of a lease to ready; returns how many."""
-        arguments = (lease.lease_token, reason)
-        return await self._sum("trainer/return_groups", arguments, lease.group_ids)
+        return await self._return(lease.lease_token, lease.group_ids, reason)
 
-    async def publish_version(self, version: int) -> None:
+    async def _return(self, lease_token: str, group_ids: Sequence[str], reason: str) -> int:
+        return await self._sum(
+            "trainer/return_groups", group_ids, lease_token=lease_token, reason=reason
+        )
+
+    @routed(home_last(nothing))
+    async def announce_version(self, version: int) -> None:
         """Sets the trainer's version.
 
         Raises ValueError if it is below the last one, and NotOwnerError if another lineage took
         over since this object reconciled.
         """
-        reply = await self._scripts.run("trainer/publish_version", version, self._lineage)
-        if reply[0] == b"not_owner":
-            raise taken_over(f"lineage={self._lineage!r} publishes version {version}")
-        if reply[0] == b"older":
+        outcome = await self._scripts.run(
+            "trainer/announce_version", Outcome, version=version, lineage=self._lineage
+        )
+        if outcome.word == "not_owner":
+            raise taken_over(f"lineage={self._lineage!r} announces version {version}")
+        if outcome.word == "older":
             raise ValueError(
-                f"version={version}: {int(reply[1])} was published before, and versions only grow"
+                f"version={version}: {outcome.newest} was announced before, and versions only grow"
             )
 
     async def reconcile(
@@ -533,7 +455,7 @@ class ReplayBuffer:
 
         `lineage` is new with every start; trainers of older lineages are fenced out. `step` and
         `version` are the checkpoint's (0 and 0 for none). Its weights are published again as
-        `resume_version`, which must be above every published version unless `version` is the
+        `resume_version`, which must be above every announced version unless `version` is the
         newest. Groups in the checkpoint (consumed up to `step`, or in `consumed_group_ids`) are
         acked; all other consumed or leased groups return to ready. Groups of versions between the
         two, whose weights no longer exist, are dropped; older ones are renumbered so that they keep
@@ -556,14 +478,21 @@ class ReplayBuffer:
 
         No batch is formed until `finish_reconcile` is done.
         """
-        arguments = (lineage, step, version, resume_version, durable_step)
-        reply = await self._scripts.run("trainer/begin_reconcile", *arguments)
-        if reply[0] == b"behind":
+        outcome = await self._scripts.run(
+            "trainer/begin_reconcile",
+            Outcome,
+            lineage=lineage,
+            step=step,
+            version=version,
+            resume_version=resume_version,
+            durable_step=durable_step,
+        )
+        if outcome.word == "behind":
             raise ValueError(
-                f"resume_version={resume_version}: version {int(reply[1])} was published "
+                f"resume_version={resume_version}: version {outcome.newest} was announced "
                 "before; resume above it, for a number never names other weights"
             )
-        if reply[0] == b"not_owner":
+        if outcome.word == "not_owner":
             raise taken_over(f"lineage={lineage!r} restores a checkpoint")
 
     async def finish_reconcile(
@@ -571,103 +500,125 @@ class ReplayBuffer:
     ) -> Reconciled:
         """Acks the groups in the checkpoint, then sorts the rest in bounded parts."""
         for part in _parts(sorted(consumed_group_ids)):
-            if not await self._scripts.run("trainer/ack_reconciled", lineage, *part):
+            if not await self._scripts.run(
+                "trainer/ack_reconciled", bool, lineage=lineage, group_ids=part
+            ):
                 raise taken_over(f"lineage={lineage!r} restores a checkpoint")
-        while True:
-            reply = await self._scripts.run("trainer/reconcile_groups", lineage, BOUND)
-            if reply[0] == b"not_owner":
+        is_more = True
+        while is_more:
+            sorted_out: tuple[bool, Reconciled] | None = await self._scripts.run(
+                "trainer/reconcile_groups",
+                tuple[bool, Reconciled] | None,
+                lineage=lineage,
+                bound=BOUND,
+            )
+            if sorted_out is None:
                 raise taken_over(f"lineage={lineage!r} restores a checkpoint")
-            is_more, acked, requeued, dropped, quarantined = map(int, reply)
-            if not is_more:
-                self._lineage = lineage
-                return Reconciled(
-                    acked=acked, requeued=requeued, dropped=dropped, quarantined=quarantined
-                )
+            is_more, totals = sorted_out
+        self._lineage = lineage
+        return totals
 
+    @routed(by_id(all))
     async def are_consumed(self, group_ids: Collection[str]) -> bool:
-        """Whether the step of each is done, and no checkpoint has been acknowledged since."""
+        """Returns whether each step is done and no checkpoint was acknowledged since."""
         for part in _parts(sorted(group_ids)):
             if None in await self._redis.zmscore(self.keys("consumed"), list(part)):
                 return False
         return True
 
     async def task_progress(self, step: int) -> TaskProgress:
-        """What of the prompts has been begun, and what of these no step up to `step` has trained.
+        """The prompts that were begun, and which of them no step up to `step` has trained.
 
         Reads the server once, for a time that grows with the number of groups in the buffer.
         """
-        positions, prompts = await self._scripts.run("inspect/list_prompts", step)
+        positions, prompts = await self._scripts.run(
+            "inspect/list_prompts", tuple[list[str], list[str]], step=step
+        )
         pairs = zip(positions[::2], positions[1::2], strict=True)
         return TaskProgress(
             positions={int(worker): number(at) for worker, at in pairs if is_number(worker)},
-            untrained=tuple(read_prompt(readable(text)) for text in prompts),
+            untrained=tuple(map(read_prompt, prompts)),
         )
 
     async def restore_progress(self, progress: TaskProgress) -> None:
         """Continues with a task's prompts in a server that has lost the run: those of `progress`
         that are untrained run first. Does nothing in a buffer that has begun any."""
-        positions = [number for pair in progress.positions.items() for number in pair]
-        prompts = [write_prompt(prompt) for prompt in progress.untrained]
         await self._scripts.run(
-            "run_state/restore_prompts", len(progress.positions), *positions, *prompts
+            "run_state/restore_prompts",
+            bool,
+            positions=list(progress.positions.items()),
+            prompts=[write_prompt(prompt) for prompt in progress.untrained],
         )
 
     # Either side -----------------------------------------------------------------------------
 
+    @routed(to_all(sum))
     async def sweep(self) -> int:
         """Expires leases and credits, and drops stale ready groups; returns how many it moved."""
         total = 0
         while True:
-            moved = await self._scripts.run("run_state/sweep_groups", BOUND, self._lease_ms)
-            total += sum(map(int, moved))
+            moved = await self._scripts.run(
+                "run_state/sweep_groups", list[int], bound=BOUND, credit_ms=self._lease_ms
+            )
+            total += sum(moved)
             if max(moved) < BOUND:
                 return total
 
+    @routed(to_all(sum_stats))
     async def stats(self) -> BufferStats:
         """The buffer's counts, read atomically per shard."""
-        return parse_stats(await self._scripts.run("inspect/read_stats"))
+        return read_stats(await self._scripts.run("inspect/read_stats", StatsReply))
 
+    @routed(AT_GROUP)
     async def group_state(self, group_id: str) -> str | None:
-        """The state of a pushed group, as "ready" or "acked"; None for an unknown one, and
+        """The state of a group, as "running" or "acked"; None for an unknown one, and
         `buffer.remember_s` after its end."""
-        state = cast(
-            "bytes | None", await self._redis.hget(self.keys(f"group:{group_id}"), "state")
-        )
-        return None if state is None else readable(state)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            # In this order: a push in between moves it from the one to the other.
+            pipe.zscore(self.keys("running"), group_id)
+            pipe.hget(self.keys.group(group_id), "state")
+            running, state = await pipe.execute()
+        return readable(state) if state else None if running is None else "running"
 
+    @routed(AT_GROUP)
     async def events(self, group_id: str) -> list[GroupEvent]:
         """The group's events that are still in the audit stream, oldest first."""
         found: list[GroupEvent] = []
         position = "-"
         while position:
-            arguments = (group_id, position, _EVENTS_AT_ONCE)
-            next_position, entries = await self._scripts.run("inspect/read_events", *arguments)
-            found += parse_events(entries)
-            position = next_position.decode()
+            part = await self._scripts.run(
+                "inspect/read_events",
+                EventsPart,
+                group_id=group_id,
+                first=position,
+                bound=_EVENTS_AT_ONCE,
+            )
+            found += part.events()
+            position = part.next
         return found
 
+    @routed(home_last(nothing))
     async def change_settings(self, values: Mapping[str, str | int]) -> None:
         """Changes live settings of a running job, by their name without the section.
 
         Every value must be one that a launch would take. A lower max_staleness applies from the
         next sweep or lease.
         """
-        pairs = [part for pair in values.items() for part in pair]
-        await self._scripts.run("run_state/change_settings", *pairs)
+        await self._scripts.run("run_state/change_settings", int, values=values)
 
     async def get_max_staleness(self) -> int:
         value = await self.setting("max_staleness")
         return value if value is not None else (await self.stats()).max_staleness
 
     async def get_leash(self) -> Leash:
-        """What decides whether a token may still be trained."""
-        found = await self._redis.hmget(self.keys("settings"), ["max_staleness", "gaps"])
-        bound, gaps = cast("list[bytes | None]", found)
+        """The bound on staleness and the rollbacks, which decide whether a token may be trained."""
+        found = await self._redis.hmget(self.keys("settings"), ["max_staleness", "rollbacks"])
+        bound, rollbacks = cast("list[bytes | None]", found)
         if bound is None:
             return Leash(max_staleness=await self.get_max_staleness())
         return Leash(
             max_staleness=int(setting_number("max_staleness", readable(bound))),
-            rollbacks=parse_rollbacks(readable(gaps or b"")),
+            rollbacks=parse_rollbacks(readable(rollbacks or b"")),
         )
 
     async def setting(self, name: str) -> int | None:
@@ -686,6 +637,7 @@ class ReplayBuffer:
 
     # Quarantine ------------------------------------------------------------------------------
 
+    @routed(to_all(merge))
     async def quarantined(self) -> list[QuarantinedGroup]:
         """The groups in quarantine, oldest first."""
         found: list[Any] = await self._redis.zrange(
@@ -714,12 +666,13 @@ class ReplayBuffer:
                     )
         return groups
 
+    @routed(AT_GROUP)
     async def release(self, group_id: str) -> bool:
         """Returns a quarantined group to ready, as if it had never been leased.
 
         False if it was not in quarantine. Raises ValueError if its data is incomplete.
         """
-        reply = await self._scripts.run("inspect/release_group", group_id)
+        reply = await self._scripts.run("inspect/release_group", int, group_id=group_id)
         if reply == -1:
             raise ValueError(
                 f"group {group_id}: its data in Redis was deleted or overwritten, so that it "
@@ -727,10 +680,12 @@ class ReplayBuffer:
             )
         return bool(reply)
 
+    @routed(AT_GROUP)
     async def discard(self, group_id: str) -> bool:
         """Drops a quarantined group; False if it was not in quarantine."""
-        return bool(await self._scripts.run("inspect/discard_group", group_id))
+        return await self._scripts.run("inspect/discard_group", bool, group_id=group_id)
 
+    @routed(to_all(merge))
     async def quarantined_prompts(self) -> list[QuarantinedPrompt]:
         """The prompts that failed too often or killed two workers, oldest first."""
         found = cast(
@@ -742,18 +697,26 @@ class ReplayBuffer:
                 prompts.append(quarantined_prompt(readable(name), readable(text)))
         return sorted(prompts, key=lambda prompt: prompt.at)
 
+    @routed(to_all(any))
     async def release_prompt(self, task: str, index: int) -> bool:
         """Runs a quarantined prompt again, with a clean record; False if it was not there."""
-        return bool(await self._scripts.run("inspect/release_prompt", task, index, 1))
+        return await self._end_quarantine(task, index, runs_again=True)
 
+    @routed(to_all(any))
     async def discard_prompt(self, task: str, index: int) -> bool:
         """Removes a quarantined prompt without running it again; False if it was not there."""
-        return bool(await self._scripts.run("inspect/release_prompt", task, index, 0))
+        return await self._end_quarantine(task, index, runs_again=False)
 
-    async def _sum(self, script: str, arguments: Sequence[Argument], ids: Sequence[str]) -> int:
+    async def _end_quarantine(self, task: str, index: int, runs_again: bool) -> bool:
+        return await self._scripts.run(
+            "inspect/release_prompt", bool, task=task, index=str(index), runs_again=runs_again
+        )
+
+    async def _sum(self, script: str, ids: Sequence[str], **request: Any) -> int:
+        """The sum of the script's replies to the ids, some at a time."""
         total = 0
         for part in _parts(ids):
-            total += int(await self._scripts.run(script, *arguments, *part))
+            total += await self._scripts.run(script, int, group_ids=part, **request)
         return total
 
 
@@ -795,8 +758,8 @@ def initial_settings(
         "acked_step": -1,
         "wanted": 0,
         "lineage": "",
-        "gaps": "",
-        "num_gaps": 0,
+        "rollbacks": "",
+        "num_rollbacks": 0,
     }
 
 
@@ -825,11 +788,7 @@ def no_room(group_id: str, timeout_s: float, in_use: int, limit: int) -> Timeout
     )
 
 
-def _masked_below(lease: Lease) -> int | str:
-    return "" if lease.mask_below_version is None else lease.mask_below_version
-
-
-def _split_parts(parts: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
+def split_parts(parts: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:
     """The parts in calls of bounded size; one call without parts if there are none."""
     some: list[tuple[str, bytes]] = []
     num_bytes = 0

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
 
 from buffer.admission import admission_limit
-from buffer.redis.replies import is_number, setting_number, texts
+from buffer.redis.replies import Reply, is_number, setting_number
 from buffer.types import PromptRef, TrajectoryGroup
 
 
@@ -28,25 +29,24 @@ class GroupEvent:
     """s: step, v: version, r: reason, o: owner, p: prompt; those that apply."""
 
 
-def parse_events(flat: Sequence[Any]) -> list[GroupEvent]:
-    """Parses [entry id, [name, value, ...], ...]; names are g (group), e (event) and details."""
-    return [
-        _parse(entry_id, fields)
-        for entry_id, fields in zip(flat[::2], flat[1::2], strict=True)
-        if {b"g", b"e"} <= set(fields[::2])  # else we did not write the entry
-    ]
+class EventsPart(Reply):
+    """The events of one group in one part of the audit stream."""
 
+    next: str
+    """The entry to read on from; empty at the end."""
+    entries: list[tuple[str, list[str]]]
+    """Id, and names and values: g (group), e (event) and details."""
 
-def _parse(entry_id: bytes, fields: Sequence[bytes]) -> GroupEvent:
-    names = texts(fields[::2])
-    detail = dict(zip(names, texts(fields[1::2]), strict=True))
-    milliseconds = entry_id.split(b"-")[0]
-    return GroupEvent(
-        at=int(milliseconds) / 1000,
-        event=detail.pop("e"),
-        group_id=detail.pop("g"),
-        detail=detail,
-    )
+    def events(self) -> Iterator[GroupEvent]:
+        for entry_id, words in self.entries:
+            detail = dict(zip(words[::2], words[1::2], strict=True))
+            if {"g", "e"} <= detail.keys():  # else we did not write the entry
+                yield GroupEvent(
+                    at=int(entry_id.split("-")[0]) / 1000,
+                    event=detail.pop("e"),
+                    group_id=detail.pop("g"),
+                    detail=detail,
+                )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -155,7 +155,7 @@ class BufferStats:
 
     @property
     def is_conserved(self) -> bool:
-        """Whether every pushed group is in exactly one state."""
+        """Every pushed group is in exactly one state."""
         return self.pushed == self.num_placed
 
     @property
@@ -168,16 +168,32 @@ AGE_BOUNDS_S = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, inf)
 """Bounds of the histogram of ages; the same in consume_groups.lua."""
 
 
-def parse_stats(reply: list[Any]) -> BufferStats:
-    """Parses the reply of read_stats.lua. Raises DamagedRunError for an unreadable setting.
+class StatsReply(Reply):
+    """A shard's counts; settings, counters and versions are names and values in turn."""
+
+    running: int
+    ready: int
+    leased: int
+    consumed: int
+    quarantined: int
+    retries_waiting: int
+    settings: list[str]
+    counters: list[str]
+    engine_versions: list[str]
+    ready_by_version: list[tuple[int, int]]
+    oldest_ready_ms: int
+    """-1 if no group is ready."""
+    prompts_quarantined: int
+
+
+def read_stats(reply: StatsReply) -> BufferStats:
+    """Raises DamagedRunError for an unreadable setting.
 
     Counters and engine versions that are not numbers are left out: `is_conserved` reveals the
     former, and admission ignores the latter.
     """
-    running, ready, leased, consumed, quarantined, retries_waiting = map(int, reply[:6])
-    settings, counters = _pairs(reply[6]), _numbers(reply[7])
+    settings, counters = _pairs(reply.settings), _numbers(reply.counters)
     abandoned = _by_reason(counters, "abandoned:")
-    oldest_ready_ms = int(reply[10])
 
     def setting(name: str) -> float:
         return setting_number(name, settings.get(name, ""))
@@ -188,33 +204,22 @@ def parse_stats(reply: list[Any]) -> BufferStats:
     trainer_version = int(setting("trainer_version"))
     return BufferStats(
         **{name: counters.get(name, 0) for name in _COUNTERS},
-        consumed=consumed,
+        **{name: getattr(reply, name) for name in _SIZES},
+        **{name: int(setting(name)) for name in _SETTINGS},
         dropped=_by_reason(counters, "dropped:"),
-        quarantined=quarantined,
-        ready=ready,
-        leased=leased,
-        running=running,
         abandoned=sum(abandoned.values()),
         abandoned_by_reason=abandoned,
-        retries_waiting=retries_waiting,
         by_staleness={
-            trainer_version - int(version): int(number)
-            for version, number in zip(reply[9][::2], reply[9][1::2], strict=True)
+            trainer_version - version: number for version, number in reply.ready_by_version
         },
-        trainer_version=trainer_version,
-        engine_versions=_numbers(reply[8]),
-        prompts_quarantined=int(reply[11]),
+        engine_versions=_numbers(reply.engine_versions),
         oversampling=setting("oversampling"),
         engines_gone="engines_gone" in settings,
-        max_staleness=int(setting("max_staleness")),
         max_staleness_trained=counters.get("max_staleness_trained"),
-        groups_per_step=int(setting("groups_per_step")),
-        gradient_accumulation_steps=int(setting("gradient_accumulation_steps")),
         dropped_tokens=_by_reason(counters, "dropped_tokens:"),
         capacity_groups=limit("capacity_groups"),
         capacity_bytes=limit("capacity_bytes"),
-        num_shards=int(setting("num_shards")),
-        oldest_ready_age_s=None if oldest_ready_ms < 0 else oldest_ready_ms / 1000,
+        oldest_ready_age_s=None if reply.oldest_ready_ms < 0 else reply.oldest_ready_ms / 1000,
         push_blocked_s=counters.get("push_blocked_ms", 0) / 1000,
         lineage=settings.get("lineage", ""),
         trained_by_staleness={
@@ -234,9 +239,18 @@ _COUNTERS = (
     *("bytes", "bytes_consumed", "bytes_quarantined"),
 )
 """Fields of BufferStats that are counters of that name."""
+_SIZES = (
+    *("running", "ready", "leased", "consumed", "quarantined"),
+    *("retries_waiting", "prompts_quarantined"),
+)
+"""Fields of BufferStats that a script has counted."""
+_SETTINGS = (
+    *("trainer_version", "max_staleness", "num_shards"),
+    *("groups_per_step", "gradient_accumulation_steps"),
+)
 
 
-def _numbers(flat: Iterable[bytes]) -> dict[str, int]:
+def _numbers(flat: Sequence[str]) -> dict[str, int]:
     return {name: int(text) for name, text in _pairs(flat).items() if is_number(text)}
 
 
@@ -245,9 +259,8 @@ def _cumulative(by_bucket: Mapping[str, int]) -> dict[float, int]:
     return dict(zip(AGE_BOUNDS_S, totals, strict=True))
 
 
-def _pairs(flat: Iterable[bytes]) -> dict[str, str]:
-    pairs = texts(list(flat))
-    return dict(zip(pairs[::2], pairs[1::2], strict=True))
+def _pairs(flat: Sequence[str]) -> dict[str, str]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
@@ -256,6 +269,46 @@ def _by_reason(counters: Mapping[str, int], prefix: str) -> dict[str, int]:
         for name, number in counters.items()
         if name.startswith(prefix)
     }
+
+
+def sum_stats(parts: Sequence[BufferStats]) -> BufferStats:
+    """The sum over all shards; values of the whole run are the home shard's."""
+    home = parts[0]
+    summed = {
+        field.name: _summed(field.name, [getattr(part, field.name) for part in parts])
+        for field in fields(BufferStats)
+        if field.name not in _OF_THE_RUN
+    }
+    return replace(home, **summed)
+
+
+_OF_THE_RUN = {
+    "engine_versions",
+    "engines_gone",
+    "max_staleness",
+    "max_staleness_largest",
+    "groups_per_step",
+    "gradient_accumulation_steps",
+    "oversampling",
+    "num_shards",
+    "lineage",
+}
+# A trainer that died while it announced one left a version that only some shards know; it counts.
+_LARGEST = {"trainer_version", "max_staleness_trained", "oldest_ready_age_s"}
+
+
+def _summed(name: str, values: Sequence[Any]) -> Any:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if name in _LARGEST:
+        return max(known)
+    if not isinstance(known[0], Mapping):
+        return sum(known)
+    merged: Counter[Any] = Counter()
+    for mapping in known:
+        merged.update(mapping)
+    return dict(merged)
 
 
 def write_prompt(prompt: PromptRef) -> str:
@@ -281,9 +334,8 @@ def quarantined_prompt(name: str, text: str) -> QuarantinedPrompt:
     )
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Failure:
-    """What happened to the prompt of a group that could not be completed."""
+class Failure(Reply):
+    """The fate of the prompt of a group that could not be completed."""
 
     num_failures: int
     """Failed groups of the prompt so far, including this one."""
@@ -350,8 +402,7 @@ class Lease:
         return sum(group.num_tokens for group in self.groups)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Reconciled:
+class Reconciled(Reply):
     """Number of groups by what a takeover at a checkpoint did with them."""
 
     acked: int
@@ -366,12 +417,12 @@ class Reconciled:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TaskProgress:
-    """What of a task's prompts has been begun: enough to go on with an empty server."""
+    """The prompts of a task that were begun: enough to go on with an empty server."""
 
     positions: Mapping[int, int]
     """Each worker's position in its stream."""
     untrained: tuple[PromptRef, ...]
-    """Those before these positions that no step up to the checkpoint's has trained."""
+    """Prompts before these positions that no step up to the checkpoint's has trained."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import math
@@ -9,12 +10,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 from uuid import uuid4
 
+from buffer.probes import Probes
 from buffer.redis.client import BufferRedis
-from buffer.redis.connection import connect
+from buffer.redis.connection import connect_as
+from buffer.redis.deadline import Deadline
 from buffer.redis.keys import Keys
-from buffer.redis.replies import is_number, readable, setting_number
+from buffer.redis.replies import Reply, is_number, readable, setting_number
 from buffer.redis.scripts import Scripts
-from buffer.redis.wakeups import Deadline, WakeStreams
+from buffer.redis.wakeups import Wake, WakeStreams
 from configs.schema import BufferConfig
 
 T = TypeVar("T")
@@ -35,15 +38,24 @@ class MetricsEntry(NamedTuple):
     record: dict[str, float | int | str]
 
 
-class Routes(NamedTuple):
+class EngineRoutes(NamedTuple):
     """Where the engines are, and which of them may get requests."""
 
     versions: Mapping[str, int]
-    """What each live engine serves."""
+    """The version that each live engine serves."""
     draining: frozenset[str]
-    """Those of them that get no new requests."""
+    """Live engines that get no new requests."""
     urls: Mapping[str, str]
-    """Of every engine of the run, also of one that serves nothing at the moment."""
+    """Every engine of the run, also one that serves nothing at the moment."""
+
+
+class Place(Reply):
+    """The reply to an engine that wants to pause for its commit."""
+
+    is_free: bool
+    seen: Wake = ("", "")
+    """If not, what to wait for, and until when at most."""
+    until_free_ms: int = 0
 
 
 class RunState:
@@ -78,63 +90,61 @@ class RunState:
 
         `waits`: for a server that is down now, at most for `outage_timeout_s`.
         """
-        redis = await connect(
-            url,
-            tls_ca_file=settings.tls_ca_file,
-            try_for_s=settings.outage_timeout_s,
-            waits=waits,
-        )
+        redis = await connect_as(url, settings, waits=waits)
         return cls(redis, run, shards=settings.shards)
 
     # Weights: staged at receivers ------------------------------------------------------------
 
     async def register_receiver(self, name: str, url: str) -> None:
         """Records a receiver's URL; at a new URL it counts as having staged nothing."""
-        await self._scripts.run("run_state/register_receiver", name, url)
+        await self._scripts.run("run_state/register_receiver", int, receiver=name, url=url)
 
     async def forget_receiver(self, name: str) -> None:
-        await self._scripts.run("run_state/forget_receiver", name)
+        await self._scripts.run("run_state/forget_receiver", int, receiver=name)
 
     async def receivers(self) -> dict[str, str]:
         """URL of each registered receiver, by name."""
         return await self._hash("receivers")
 
     async def record_staged(self, receiver: str, version: int) -> None:
-        """Records that a receiver holds a whole version, unless it was forgotten meanwhile."""
-        await self._scripts.run("run_state/record_staged", receiver, version)
+        """Records that a receiver has a whole version, unless it was forgotten meanwhile."""
+        await self._scripts.run("run_state/record_staged", int, receiver=receiver, version=version)
 
     async def staged_versions(self) -> dict[str, int]:
         """The version that each receiver staged last; receivers without one are left out."""
         return await self._numbers("staged")
 
-    async def publish_weights(self, version: int) -> None:
-        """Allows engines to take `version`; a version below the newest changes nothing."""
-        await self._scripts.run("run_state/publish_weights", version)
+    async def mark_available(self, version: int) -> None:
+        """Records that a receiver has `version` whole; one below the newest changes nothing.
 
-    async def published_weights(self) -> int | None:
-        """The newest version of `publish_weights`; None before the first."""
-        version = await self._redis.hget(self._keys("weights"), "published")
+        Only status and metrics read it. Engines take a version when the receiver beside them has
+        released it.
+        """
+        await self._scripts.run("run_state/mark_available", int, version=version)
+
+    async def available_version(self) -> int | None:
+        """The newest version that was marked available; None before the first."""
+        version = await self._redis.hget(self._keys("weights"), "available")
         return int(version) if version is not None and is_number(version) else None
 
     # Weights: served by engines --------------------------------------------------------------
 
     async def register_engine(self, name: str, url: str) -> None:
         """Records where an engine listens, so that the workers connect to it."""
-        await self._scripts.run("run_state/register_engine", name, url)
+        await self._scripts.run("run_state/register_engine", int, engine=name, url=url)
 
     async def remove_engine(self, name: str) -> None:
         """Records that an engine has left the run for good: the workers disconnect."""
         await self.forget_engine(name)
-        await self._scripts.run("run_state/register_engine", name, "")
+        await self._scripts.run("run_state/register_engine", int, engine=name)
 
     async def record_commits(self, served_versions: Mapping[str, int]) -> None:
         """Records which version each engine serves. Admission depends on the slowest one."""
         if not served_versions:
             return
-        pairs = [part for pair in served_versions.items() for part in pair]
         # The home shard last: what `engine_versions` returns then holds in all shards.
         for scripts in (*self._others, self._scripts):
-            await scripts.run("run_state/record_commits", *pairs)
+            await scripts.run("run_state/record_commits", int, versions=served_versions)
 
     async def forget_engine(self, engine: str) -> None:
         """Records that an engine is gone, so that neither admission nor commits wait for it.
@@ -142,7 +152,7 @@ class RunState:
         When the last one is gone, nothing is admitted until one serves again.
         """
         for scripts in (*self._others, self._scripts):
-            await scripts.run("run_state/forget_engine", engine)
+            await scripts.run("run_state/forget_engine", int, engine=engine)
 
     async def forget_fleet(self) -> None:
         """Forgets all engines and receivers: those of a run that has ended."""
@@ -154,7 +164,7 @@ class RunState:
     async def drain_engine(self, engine: str) -> None:
         """Keeps new requests from an engine until `record_commits` or `forget_engine` names it. It
         still counts as serving its version; nothing happens if it serves none."""
-        await self._scripts.run("run_state/drain_engine", engine)
+        await self._scripts.run("run_state/drain_engine", int, engine=engine)
 
     async def engine_versions(self) -> dict[str, int]:
         """The version that each live engine serves, without engines that are starting or lost."""
@@ -186,16 +196,16 @@ class RunState:
         """Waits until engine_versions differs from `seen`, or for `timeout_s`; returns it."""
         return await self._engine_versions_when(lambda served: served != seen, timeout_s)
 
-    async def wait_routes_changed(self, seen: Routes, timeout_s: float) -> Routes:
-        """The same for all that Routes holds."""
+    async def wait_routes_changed(self, seen: EngineRoutes, timeout_s: float) -> EngineRoutes:
+        """The same for all that EngineRoutes holds."""
         stream = self._keys.wake("engines")
         return await self._wake.wait_until(
             stream, self._routes, lambda routes: routes != seen, timeout_s
         )
 
-    async def _routes(self) -> Routes:
+    async def _routes(self) -> EngineRoutes:
         draining = frozenset(await self._hash("draining"))
-        return Routes(await self.engine_versions(), draining, await self._hash("engine_urls"))
+        return EngineRoutes(await self.engine_versions(), draining, await self._hash("engine_urls"))
 
     async def _engine_versions_when(
         self, holds: Callable[[dict[str, int]], bool], timeout_s: float
@@ -211,24 +221,44 @@ class RunState:
         """
         deadline, ttl_ms = Deadline(timeout_s), max(1, int(1000 * ttl_s))
         while True:
-            reply = await self._scripts.run("run_state/enter_commit", engine, limit, ttl_ms)
-            if reply[0] == b"entered":
+            place = await self._scripts.run(
+                "run_state/enter_commit", Place, engine=engine, limit=limit, held_ms=ttl_ms
+            )
+            if place.is_free:
                 return True
             if not deadline.left_s:
                 return False
-            until_free_s = int(reply[2]) / 1000
-            await self._wake.wait(
-                {self._keys.wake("gate"): reply[1].decode()}, min(deadline.left_s, until_free_s)
-            )
+            await self._wake.wait([place.seen], min(deadline.left_s, place.until_free_ms / 1000))
 
     async def leave_commit(self, engine: str) -> None:
         """Frees the place of `enter_commit`, if it is still held."""
-        await self._scripts.run("run_state/leave_commit", engine)
+        await self._scripts.run("run_state/leave_commit", int, engine=engine)
+
+    async def other_weights(self, version: int, engine: str, digest: str) -> str:
+        """Records the digest of what an engine holds at `version`. Returns the first engine that
+        did so for this version, if its digest is another one; else "". Only the newest is kept."""
+        return await self._scripts.run(
+            "run_state/other_weights", str, version=version, engine=engine, digest=digest
+        )
+
+    # Whether trainer and engines agree --------------------------------------------------------
+
+    async def leave_probes(self, probes: Probes) -> None:
+        """Leaves them for the engines that commit their version, in place of the last ones."""
+        await self._scripts.run(
+            "run_state/leave_probes", int, version=probes.version, probes=probes.encode()
+        )
+
+    async def probes(self, version: int) -> Probes | None:
+        """The probes of `version`; None unless they are those that were left last."""
+        # By version, as engines ask at each commit: for most versions there is nothing to send.
+        found = await self._redis.hget(self._keys("probes"), str(version))
+        return Probes.decode(readable(cast("bytes", found))) if found else None
 
     # The trainer's version -------------------------------------------------------------------
 
     async def trainer_version(self) -> int:
-        """The version that the trainer published last; 0 before the first."""
+        """The version that the trainer announced last; 0 before the first."""
         version = await self._redis.hget(self._keys("settings"), "trainer_version")
         return int(setting_number("trainer_version", readable(cast("bytes", version or b"0"))))
 
@@ -241,13 +271,13 @@ class RunState:
         if current > version:
             return current
         raise TimeoutError(
-            f"the trainer published no version above {version} within {timeout_s:g} s"
+            f"the trainer announced no version above {version} within {timeout_s:g} s"
         )
 
     # Settings that change during the run -----------------------------------------------------
 
     async def live_settings(self, names: Collection[str]) -> dict[str, str]:
-        """Those of `names` that the run's Redis holds: others are as they were at the start."""
+        """The values of `names` in the run's Redis; a setting that is missing was never changed."""
         values = await self._redis.hmget(self._keys("settings"), list(names))
         return {
             name: readable(cast("bytes", value))
@@ -272,7 +302,7 @@ class RunState:
 
     async def waits(self) -> dict[tuple[str, str], float]:
         """Seconds by (waiter, waited_on)."""
-        waits = _readable(await self._hash("waits"), _read_float)
+        waits = _finite(await self._hash("waits"))
         parts = {name.partition(">"): seconds for name, seconds in waits.items()}
         return {(waiter, on): seconds for (waiter, _, on), seconds in parts.items()}
 
@@ -286,46 +316,62 @@ class RunState:
             await self._add("counters", amounts)
 
     async def counters(self) -> dict[str, float]:
-        return _readable(await self._hash("counters"), _read_float)
+        return _finite(await self._hash("counters"))
 
     async def _add(self, hash_name: str, amounts: Mapping[str, float]) -> None:
-        pairs = (word for name, amount in amounts.items() for word in (name, repr(float(amount))))
-        await self._scripts.run("run_state/add_numbers", uuid4().hex, hash_name, *pairs)
+        await self._scripts.run(
+            "run_state/add_numbers",
+            int,
+            token=uuid4().hex,
+            name=hash_name,
+            amounts={name: repr(float(amount)) for name, amount in amounts.items()},
+        )
 
-    async def while_moving(self, wait: Callable[[], Awaitable[T]]) -> T:
+    async def retry_while_run_moves(self, wait: Callable[[], Awaitable[T]]) -> T:
         """The result of `wait`, which is called again after each of its TimeoutErrors if any part
         of the run has moved since the call before.
 
-            lease = await state.while_moving(lambda: buffer.lease(..., timeout_s=600))
+            lease = await state.retry_while_run_moves(lambda: buffer.lease(..., timeout_s=600))
 
-        Moving are: tokens that arrive, also of a group that takes hours, pushed groups, published
-        versions, and the lease of a long step, which its trainer renews. Raises the TimeoutError of
-        a run that stands still.
+        A run has moved if tokens arrived, also those of a group that takes hours, if a group was
+        pushed or a version announced, or if the trainer renewed the lease of a long step. Raises
+        the TimeoutError of a run that stands still, at the earliest the second one.
         """
-        seen = await self._marks()
+        seen: list[object] | None = None
         while True:
             try:
                 return await wait()
             except TimeoutError:
+                # Most waits end in time, so nothing is read before the first that does not; it is
+                # repeated once, because what moved before it is unknown.
                 before, seen = seen, await self._marks()
                 if seen == before:
                     raise
 
     async def _marks(self) -> list[object]:
-        """All that changes while the run moves."""
-        marks: list[object] = [await self._redis.hget(self._keys("counters"), "tokens_arrived")]
-        for keys in self._all_keys:
-            marks.append(await self._redis.hget(keys("stats"), "pushed"))
-            marks.append(await self._redis.hget(keys("settings"), "trainer_version"))
-            marks.append(await self._redis.zrange(keys("leased"), -1, -1, withscores=True))
-        return marks
+        """All that changes while the run moves; read from all shards at the same time."""
+
+        async def of_shard(keys: Keys) -> list[object]:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.hget(keys("counters"), "tokens_arrived")  # the home shard's
+                pipe.hget(keys("stats"), "pushed")
+                pipe.hget(keys("settings"), "trainer_version")
+                pipe.zrange(keys("leased"), -1, -1, withscores=True)
+                return await pipe.execute()
+
+        return list(await asyncio.gather(*map(of_shard, self._all_keys)))
 
     # Metrics ---------------------------------------------------------------------------------
 
     async def append_metrics(self, record: Record, kind: str) -> None:
         """Appends a record to the stream, which keeps about the last METRICS_LENGTH entries."""
         await self._scripts.run(
-            "run_state/append_metrics", uuid4().hex, kind, json.dumps(record), METRICS_LENGTH
+            "run_state/append_metrics",
+            str,
+            token=uuid4().hex,
+            kind=kind,
+            record=json.dumps(record),
+            length=METRICS_LENGTH,
         )
 
     async def read_metrics(self, after_id: str, block_s: float) -> list[MetricsEntry]:
@@ -345,7 +391,7 @@ class RunState:
                 continue
             if not deadline.left_s:
                 return []
-            await self._wake.wait({stream: after_id}, deadline.left_s)
+            await self._wake.wait([(stream, after_id)], deadline.left_s)
 
     # Positions, phase ------------------------------------------------------------------------
 
@@ -363,7 +409,7 @@ class RunState:
         await self._redis.set(self._keys("phase"), phase)
 
     async def phase(self) -> str:
-        """What the run is doing; "" before the first set_phase."""
+        """The run's phase; "" before the first set_phase."""
         phase = cast("bytes | None", await self._redis.get(self._keys("phase")))
         return readable(phase) if phase else ""
 
@@ -388,20 +434,13 @@ def _metrics_entry(entry_id: bytes, fields: dict[bytes, bytes]) -> MetricsEntry 
     return MetricsEntry(id=entry_id.decode(), kind=kind, record=record)
 
 
-def _readable(found: Mapping[str, str], read: Callable[[str], T]) -> dict[str, T]:
-    """The fields that `read` can parse: one garbled field must not stop readers of all of them."""
-    values: dict[str, T] = {}
+def _finite(found: Mapping[str, str]) -> dict[str, float]:
+    """The fields that are numbers: one garbled field must not stop readers of all of them."""
+    values: dict[str, float] = {}
     for name, text in found.items():
         with contextlib.suppress(ValueError):
-            values[name] = read(text)
-    return values
-
-
-def _read_float(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(text)
-    return number
+            values[name] = float(text)
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _read_record(text: str) -> dict[str, float | int | str]:

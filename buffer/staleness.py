@@ -15,13 +15,13 @@ from buffer.types import Trajectory, TrajectoryGroup
 
 
 def is_fresh(version: int, min_version: int, max_staleness: int) -> bool:
-    """Whether a group may be trained at `version`. Later versions are only stricter."""
+    """Returns whether a group may be trained at `version`. Later versions are only stricter."""
     return version - min_version <= max_staleness
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Leash:
-    """What decides whether a token may still be trained: `max_staleness` and the rollbacks.
+    """`max_staleness` and the rollbacks, which decide whether a token may still be trained.
 
     A rollback (last, resume) goes back to the weights of version `last` and publishes them as
     `resume`. Example: after (5, 9) a token of version 4 counts as one of 8, and those of versions 6
@@ -42,13 +42,13 @@ class Leash:
         return version
 
     def is_fresh(self, version: int, sampled_by: int) -> bool:
-        """Whether a token may be trained at `version`."""
+        """Returns whether a token may be trained at `version`."""
         current = self.current(sampled_by)
         return current is not None and is_fresh(version, current, self.max_staleness)
 
 
 def parse_rollbacks(text: str) -> tuple[tuple[int, int], ...]:
-    """Reads the run's setting `gaps`: 'last:resume last:resume'."""
+    """Reads the run's setting `rollbacks`: 'last:resume last:resume'."""
     pairs = re.findall(r"(-?\d{1,16}):(\d{1,16})", text)
     return tuple((int(last), int(resume)) for last, resume in pairs)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +28,22 @@ was drawn, then -1; all -1 where the model did not sample."""
 TEMPERATURE_COLUMN = "temperature"
 """Column [T] float32 of a trajectory with tokens that were sampled at another temperature than
 their group's: that of each token, 1 where the model did not sample."""
+ROUTES_COLUMN = "routes"
+"""Column [T, layers * experts of a token] uint8 or uint16 of a trajectory of a mixture of experts:
+the experts to which the engine sent each token, by layer; all 0 where they are not known, as of the
+last token, since the experts of a token differ."""
 MAX_VERSION = 2**21 - 1
 """The highest policy version: the buffer's index orders groups by version * 2^32 + a sequence
 number, which Redis keeps as a double, exact below 2^53."""
 
 
+def digest_of(picture: bytes) -> str:
+    """SHA-256 of a picture's file, in hexadecimal digits."""
+    return sha256(picture).hexdigest()
+
+
 class Rerun(Enum):
-    """Whether the prompt of an abandoned group runs again."""
+    """The rule by which the prompt of an abandoned group runs again."""
 
     never = "never"
     as_stale = "as_stale"
@@ -70,7 +80,7 @@ class SamplingParams:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a token is drawn from a part of the vocabulary."""
+        """A token is drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
 
@@ -98,6 +108,8 @@ class Trajectory:
     counts once in the group, and share the weight of one trajectory."""
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """Further typed per-token columns, each [T] or [T, k]."""
+    pictures: tuple[str, ...] = ()
+    """Digests of the pictures whose places are among its tokens, in order: `digest_of`."""
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -153,7 +165,7 @@ class PromptRef:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether its worker runs it alone: two processes that ran it have died. If one more does,
+        """Its worker runs it alone: two processes that ran it have died. If one more does,
         it is quarantined."""
         return self.reruns >= 2
 
@@ -166,6 +178,9 @@ class TrajectoryGroup:
     prompt: PromptRef
     trajectories: tuple[Trajectory, ...]
     sampling: SamplingParams = SamplingParams()
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """The files of its trajectories' pictures by digest: each is kept once, however many
+    trajectories show it."""
 
     def __post_init__(self) -> None:
         assert self.trajectories, self.group_id
@@ -187,7 +202,11 @@ class TrajectoryGroup:
             total += t.tokens.nbytes + t.loss_mask.nbytes + t.rollout_logprobs.nbytes
             for column in t.columns.values():
                 total += column.nbytes
-        return total
+        return total + sum(map(len, self.pictures.values()))
+
+    def pictures_of(self, trajectory: Trajectory) -> tuple[bytes, ...]:
+        """The files of its pictures, in the order of their places."""
+        return tuple(self.pictures[digest] for digest in trajectory.pictures)
 
     @property
     def num_trainable_tokens(self) -> int:

@@ -1,199 +1,98 @@
 """The settings of the algorithm: loss, advantage, corrections, aggregation, and their legal
 combinations.
 
-A function is chosen by its name, or is a user's own as `file.py:function`. `AlgorithmConfig.rules`
-and `off_policy_rules` refuse combinations that would not train what they say.
+A function is chosen by its kind, or is a user's own as `file.py:function`; its settings stand in
+the file of its family. `AlgorithmConfig.rules` and `off_policy_rules` refuse combinations that
+would not train what they say.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+from configs.advantages import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    AdvantageConfig,
+    AggregationConfig,
+    Normalized,
+    OwnAdvantage,
+    OwnAggregation,
+)
 from configs.checks import (
     CODE_PATTERN,
     FINITE,
     NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
-    Bound,
+    FunctionConfig,
     Rule,
     Section,
-    at_least,
     matching,
-    within,
 )
 from configs.choices import KLPlace, Proximal, StreamTokens
+from configs.corrections import CORRECTIONS, CorrectionConfig, OwnCorrection, Truncated
+from configs.losses import (
+    LOSSES,
+    STREAM_LOSSES,
+    LossConfig,
+    OwnLoss,
+    OwnStreamLoss,
+    Ppo,
+    StreamLossConfig,
+)
 
-LOSSES = {
-    "ppo": "proximal",
-    "gspo": "proximal",
-    "cispo": "proximal",
-    "sapo": "proximal",
-    "reinforce": "rollout",
-    "importance_sampling": "rollout",
-    "dppo_tv": "rollout",
-    "dppo_kl": "rollout",
-    "supervised": None,
+
+class Family(NamedTuple):
+    """The functions from which one kind of setting chooses, as `algorithm.loss` from losses."""
+
+    kinds: Mapping[str, type[FunctionConfig]]
+    """The settings of each of ours; the first is the default."""
+    own: type[FunctionConfig]
+    """The settings of a user's function."""
+
+    def section(self, kind: str) -> type[FunctionConfig] | None:
+        """The settings that a function of this name has; None: there is none."""
+        return self.own if re.fullmatch(CODE_PATTERN, kind) else self.kinds.get(kind)
+
+
+SETTINGS_FAMILIES: Mapping[type[FunctionConfig], Family] = {
+    LossConfig: Family(LOSSES, OwnLoss),
+    StreamLossConfig: Family(STREAM_LOSSES, OwnStreamLoss),
+    AdvantageConfig: Family(ADVANTAGES, OwnAdvantage),
+    AggregationConfig: Family(AGGREGATIONS, OwnAggregation),
+    CorrectionConfig: Family(CORRECTIONS, OwnCorrection),
 }
-"""Each loss, and its anchor: the policy that its ratio compares the trained one with."""
-ADVANTAGES = (
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "batch_std",
-    "max_rl",
-    "gdpo",
-    "pass_at_k",
-)
-WEIGHTS = ("tis_token", "tis_sequence", "tis_geometric", "icepop")
-"""Corrections that weight tokens by proximal / rollout."""
-MASKS = ("geometric_mask", "product_mask", "veto", "opsm", "m2po", "kpop")
-"""Corrections that reject tokens or trajectories."""
-PARTIAL_MASKS = ("veto", "opsm")
-"""Those that leave most of what staleness does to p as it is."""
-AGGREGATIONS = (
-    "token_mean",
-    "token_sum",
-    "sequence_mean_token_mean",
-    "sequence_mean_token_sum",
-    "sequence_mean_token_sum_norm",
-    "prompt_mean",
-)
+"""Every family, by the type of a setting that chooses one of its functions."""
 KL_ESTIMATORS = ("k1", "k2", "k3", "absolute", "unbiased")
-STREAM_LOSSES = ("supervised", "teacher_kl")
+ESTIMATOR = matching(
+    rf"{'|'.join(KL_ESTIMATORS)}|{CODE_PATTERN}", f"{', '.join(KL_ESTIMATORS)} or file.py:name"
+)
 POLICY = "policy"
 """Name of the stream whose settings are `loss`, `correction` and `advantage`."""
 TEACHER_COLUMN, REFERENCE_COLUMN = "teacher_logprobs", "reference_logprobs"
 
 
-def named(names: Iterable[str]) -> Mapping[str, Bound]:
-    """Metadata of a setting that names one of our functions or a user's."""
-    return matching(rf"{'|'.join(names)}|{CODE_PATTERN}", f"{', '.join(names)} or file.py:name")
-
-
-@dataclass(kw_only=True, slots=True)
-class AdvantageConfig(Section):
-    """How rewards become advantages."""
-
-    SECTION: ClassVar[str] = "algorithm.advantage"
-
-    kind: str = field(default="grpo", metadata=named(ADVANTAGES))
-    """The function: docs/algorithms.md#advantages."""
-    ddof: int = field(default=1, metadata=within(0, 1))
-    """Standard deviations divide by the number minus this."""
-    epsilon: float = field(default=1e-6, metadata=NOT_NEGATIVE)
-    """Added to a standard deviation before it divides."""
-    part_weights: dict[str, float] = field(default_factory=dict)
-    """gdpo: the weight of each part of the reward; if empty, those of task.rewards."""
-    overlong_start: int | None = field(default=None, metadata=at_least(0))
-    """Generated tokens above which an episode loses reward; None: length costs nothing."""
-    overlong_end: int | None = field(default=None, metadata=at_least(1))
-    """Generated tokens at which it loses all of `overlong_penalty`; None is
-    rollout.max_response_tokens."""
-    overlong_penalty: float = field(default=1.0, metadata=POSITIVE)
-    """The reward that an episode can lose by its length."""
-    mask_truncated: bool = False
-    """Do not train on answers that ended at their token limit; their rewards still count in the
-    statistics of their group."""
-
-    def rules(self) -> Iterator[Rule]:
-        start, end = self.overlong_start, self.overlong_end
-        yield Rule(
-            start is None or end is None or start < end,
-            "overlong_start",
-            f"must be below algorithm.advantage.overlong_end={end}",
-        )
-        yield Rule(
-            end is None or start is not None,
-            "overlong_end",
-            "without algorithm.advantage.overlong_start length costs nothing; set both",
-        )
-        weights = self.part_weights.values()
-        yield Rule(
-            all(map(math.isfinite, weights)),
-            "part_weights",
-            "weights must be finite",
-        )
-        yield Rule(
-            self.kind != "gdpo" or not weights or any(weights),
-            "part_weights",
-            "nothing would be learnt; give one part another weight",
-        )
-
-
-@dataclass(kw_only=True, slots=True)
-class CorrectionConfig(Section):
-    """Weights and masks for tokens that another policy sampled, by p = proximal / rollout. A
-    rejected token has no gradient, but still counts in the denominator of the loss."""
-
-    SECTION: ClassVar[str] = "algorithm.correction"
-
-    kinds: list[str] = field(
-        default_factory=lambda: ["tis_token"], metadata=named((*WEIGHTS, *MASKS))
-    )
-    """All that are named apply; `[]` for none: docs/algorithms.md#corrections."""
-    tis_cap: float = field(default=2.0, metadata=within(1))
-    """tis_token, tis_sequence, tis_geometric: the largest weight, which is p itself, its product
-    over the trajectory, or its geometric mean."""
-    normalize: bool = False
-    """tis_token, tis_sequence, tis_geometric: divide the weights by their mean over the update."""
-    icepop_low: float = field(default=0.5, metadata=within(0, below=1))
-    """icepop: tokens with p below this are rejected."""
-    icepop_high: float = field(default=5.0, metadata=within(above=1))
-    """icepop: tokens with p above this are rejected; the others are weighted by p."""
-    geometric_low: float = field(default=0.999, metadata=within(0, below=1))
-    """geometric_mask: the smallest geometric mean of p over a trajectory."""
-    geometric_high: float = field(default=1.001, metadata=within(above=1))
-    """geometric_mask: the largest one; the defaults are verl's."""
-    product_low: float = field(default=0.5, metadata=within(0, below=1))
-    """product_mask: the smallest product of p over a trajectory."""
-    product_high: float = field(default=2.0, metadata=within(above=1))
-    """product_mask: the largest one."""
-    veto_below: float = field(default=1e-4, metadata=within(above=0, below=1))
-    """veto: the smallest p that any token of a trajectory may have."""
-    opsm_limit: float = field(default=0.1, metadata=POSITIVE)
-    """opsm: the largest mean of log(rollout / trainer) of a trajectory of negative advantage."""
-    m2po_limit: float = field(default=0.04, metadata=POSITIVE)
-    """m2po: the largest mean of (log p)^2 over the tokens of an update that are kept."""
-    kpop_limit: float = field(default=0.05, metadata=POSITIVE)
-    """kpop: the largest KL divergence, in nats, of the binary choice of a token or any other."""
-
-    def rules(self) -> Iterator[Rule]:
-        weights = [kind for kind in self.kinds if kind in WEIGHTS]
-        yield Rule(len(set(self.kinds)) == len(self.kinds), "kinds", "each correction applies once")
-        yield Rule(
-            len(weights) <= 1,
-            "kinds",
-            f"{' and '.join(weights)} would multiply two weights for the same ratio; keep one",
-        )
-        yield Rule(
-            not self.normalize or (bool(weights) and weights != ["icepop"]),
-            "normalize",
-            "there is no truncated weight to divide by its mean; add tis_token to "
-            "algorithm.correction.kinds, or set false",
-        )
-
-
 @dataclass(kw_only=True, slots=True)
 class KLConfig(Section):
-    """Holds the policy near a reference; each rank keeps its share of the reference's weights."""
+    """Holds the policy near a reference; each rank keeps its part of the reference's weights."""
 
     SECTION: ClassVar[str] = "algorithm.kl"
 
     weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
     """Factor of the divergence in the loss, or in the reward; 0: there is no reference."""
-    estimator: str = field(default="k3", metadata=named(KL_ESTIMATORS))
+    estimator: str = field(default="k3", metadata=ESTIMATOR)
     """The estimator of KL(trainer | reference) at each token: docs/algorithms.md#reference."""
     where: KLPlace = KLPlace.loss
-    """Whether it is a term of the loss or is subtracted from the reward."""
+    """The divergence is a term of the loss, or is subtracted from the reward."""
     reference: str | None = field(default=None, metadata=NOT_EMPTY)
-    """Folder or name of the reference model, of the same shape; None is the policy that RL begins
-    with, after its warm start."""
+    """Folder or name of the reference model, of the same config.json; None is the policy that RL
+    begins with, after its warm start."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Settings of your own estimator, by any names."""
     offload: bool = False
     """Keep its weights in pinned host memory between passes, which frees GPU memory."""
 
@@ -204,6 +103,11 @@ class KLConfig(Section):
                 name,
                 "with algorithm.kl.weight=0 there is no reference; raise it, or leave this out",
             )
+        yield Rule(
+            not self.params or ":" in self.estimator,
+            "params",
+            f"algorithm.kl.estimator={self.estimator} reads none; leave them out",
+        )
         yield Rule(
             not (self.weight and self.where is KLPlace.loss and self.estimator == "k1"),
             "estimator",
@@ -225,20 +129,20 @@ class StreamConfig(Section):
 
     SECTION: ClassVar[str] = "algorithm.streams.*"
 
-    loss: str = field(default="supervised", metadata=named(STREAM_LOSSES))
-    """The function: docs/algorithms.md#streams."""
     weight: float = field(default=1.0, metadata=POSITIVE)
     """Factor of this loss in the sum of all."""
+    loss: StreamLossConfig = field(default_factory=lambda: StreamLossConfig(kind="supervised"))
     tokens: StreamTokens = StreamTokens.answers
     """The tokens that it trains."""
-    aggregation: str = field(default="token_mean", metadata=named(AGGREGATIONS))
-    """The weights of its tokens: docs/algorithms.md#aggregation."""
+    aggregation: AggregationConfig = field(
+        default_factory=lambda: AggregationConfig(kind="token_mean")
+    )
     min_reward: float | None = field(default=None, metadata=FINITE)
     """Train only episodes with at least this reward; None: all."""
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
-            self.loss != "teacher_kl" or self.tokens is StreamTokens.answers,
+            self.loss.kind != "teacher_kl" or self.tokens is StreamTokens.answers,
             "tokens",
             "algorithm.streams.*.loss=teacher_kl compares two policies on tokens that one of them "
             "sampled; set answers",
@@ -252,81 +156,77 @@ class AlgorithmConfig(Section):
 
     SECTION: ClassVar[str] = "algorithm"
 
-    loss: str = field(default="ppo", metadata=named(LOSSES))
-    """The policy's loss of a token: docs/algorithms.md#losses."""
     proximal: Proximal = Proximal.recomputed
     """The policy that a step's ratios compare the trained one with."""
-    aggregation: str = field(default="token_mean", metadata=named(AGGREGATIONS))
-    """How the losses of tokens become that of an update: docs/algorithms.md#aggregation."""
-    aggregation_length: int | None = field(default=None, metadata=at_least(1))
-    """sequence_mean_token_sum_norm: the constant; None is rollout.max_response_tokens."""
-    clip_low: float = field(default=0.2, metadata=within(above=0, most=1))
-    """ppo, gspo, cispo: the ratio is clipped to at least 1 - clip_low."""
-    clip_high: float = field(default=0.28, metadata=POSITIVE)
-    """ppo, gspo, cispo: the ratio is clipped to at most 1 + clip_high."""
-    dual_clip: float | None = field(default=None, metadata=within(above=1))
-    """ppo, gspo: a token of negative advantage A has a loss of at most this times |A|; None: no
-    bound."""
-    sapo_good: float = field(default=1.0, metadata=POSITIVE)
-    """sapo: steepness of the gate for tokens of positive advantage."""
-    sapo_bad: float = field(default=1.05, metadata=POSITIVE)
-    """sapo: steepness of the gate for the other tokens."""
-    weight_cap: float = field(default=2.0, metadata=within(above=0))
-    """reinforce, teacher_kl: the largest importance weight, trainer / rollout."""
-    dppo_low: float = field(default=0.2, metadata=POSITIVE)
-    """dppo_tv, dppo_kl: a token of negative advantage that has diverged down by more keeps
-    only the gradient of log_ratio_penalty."""
-    dppo_high: float = field(default=0.2, metadata=POSITIVE)
-    """dppo_tv, dppo_kl: a token of positive advantage that has diverged up by more keeps
-    only the gradient of log_ratio_penalty."""
-    log_ratio_penalty: float = field(default=1e-3, metadata=NOT_NEGATIVE)
-    """dppo_tv, dppo_kl: factor of log(trainer / rollout)^2 in the loss."""
-    entropy_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
-    """Entropy bonus: this times the policy's entropy (nats) is subtracted from the loss of each
-    token; corrections do not change it."""
-    policy_weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
-    """Factor of `loss` in the sum of all streams; 0: only `streams` are trained."""
-    params: dict[str, Any] = field(default_factory=dict)
-    """Settings of your own functions, by any names."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    loss: LossConfig = field(default_factory=lambda: Ppo(kind="ppo"))
+    """The policy's loss of a token."""
+    aggregation: AggregationConfig = field(
+        default_factory=lambda: AggregationConfig(kind="token_mean")
+    )
+    """How the losses of tokens become that of an update."""
+    advantage: AdvantageConfig = field(default_factory=lambda: Normalized(kind="grpo"))
+    """How rewards become advantages."""
+    correction: list[CorrectionConfig] = field(
+        default_factory=lambda: [Truncated(kind="tis_token")]
+    )
+    """Weights and masks for tokens that another policy sampled. All that are named apply; `[]` for
+    none."""
     kl: KLConfig = field(default_factory=KLConfig)
     streams: dict[str, StreamConfig] = field(default_factory=dict)
     """Further losses by name, such as distillation from a teacher: docs/algorithms.md#streams."""
+    entropy_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Entropy bonus: this times the policy's entropy (nats) is subtracted from the loss of each
+    token; corrections do not change it."""
+    load_balancing_weight: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    """Factor of the load balancing loss of a mixture of experts, which is added to the loss of each
+    update; each step then makes one more forward pass: docs/algorithms.md#load-balancing."""
+    policy_weight: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """Factor of `loss` in the sum of all streams; 0: only `streams` are trained."""
 
     @property
-    def has_own_loss(self) -> bool:
-        """Whether the loss is a user's, whose anchor is not known."""
-        return self.loss not in LOSSES
+    def corrections(self) -> list[str]:
+        """The kinds of `correction`."""
+        return [correction.kind for correction in self.correction]
+
+    @property
+    def functions(self) -> list[FunctionConfig]:
+        """The settings of all chosen functions but the KL estimator."""
+        streams = self.streams.values()
+        return [
+            *(self.loss, self.aggregation, self.advantage, *self.correction),
+            *(one for stream in streams for one in (stream.loss, stream.aggregation)),
+        ]
 
     @property
     def is_anchored_at_rollout(self) -> bool:
-        """Whether the loss itself weights tokens by trainer / rollout."""
-        anchor = LOSSES.get(self.loss)
+        """The loss itself weights tokens by trainer / rollout."""
         uses_rollout = self.proximal is Proximal.rollout
-        return anchor == "rollout" or (anchor == "proximal" and uses_rollout)
+        return self.loss.ANCHOR == "rollout" or (self.loss.ANCHOR == "proximal" and uses_rollout)
+
+    def has_unit_ratio(self, num_minibatches: int) -> bool:
+        """The ratio of the loss is 1 for every token, because the proximal policy is that of the
+        only update's own forward pass."""
+        is_recomputed = self.proximal is Proximal.recomputed
+        return self.loss.ANCHOR == "proximal" and is_recomputed and num_minibatches == 1
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether anything reads the proximal policy's log-probabilities."""
-        is_own = self.has_own_loss or any(
-            stream.loss not in STREAM_LOSSES for stream in self.streams.values()
-        )
-        return is_own or LOSSES[self.loss] == "proximal" or bool(self.correction.kinds)
+        """A loss or a correction reads the proximal policy's log-probabilities."""
+        losses = [self.loss, *(stream.loss for stream in self.streams.values())]
+        has_own = any(loss.is_own for loss in losses)
+        return has_own or self.loss.ANCHOR == "proximal" or bool(self.correction)
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether a stream learns from a teacher's log-probabilities."""
-        return any(stream.loss == "teacher_kl" for stream in self.streams.values())
+        """A stream learns from a teacher's log-probabilities."""
+        return any(stream.loss.kind == "teacher_kl" for stream in self.streams.values())
 
     @property
     def may_read_teacher(self) -> bool:
-        """Whether anything can read a teacher's log-probabilities: a user's function may."""
-        chosen = [self.loss, self.advantage.kind, *self.correction.kinds]
-        chosen += [stream.loss for stream in self.streams.values()]
-        chosen += [self.kl.estimator] if self.kl.weight else []
-        ours = {*LOSSES, *ADVANTAGES, *WEIGHTS, *MASKS, *KL_ESTIMATORS, *STREAM_LOSSES}
-        return self.needs_teacher or not ours.issuperset(chosen)
+        """A chosen function can read a teacher's log-probabilities: any of a user's may."""
+        has_own_kl = self.kl.weight > 0 and ":" in self.kl.estimator
+        readers = [one for one in self.functions if not isinstance(one, AggregationConfig)]
+        return self.needs_teacher or has_own_kl or any(one.is_own for one in readers)
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
@@ -352,25 +252,14 @@ class AlgorithmConfig(Section):
         yield Rule(
             self.needs_proximal or self.proximal is Proximal.recomputed,
             "proximal",
-            f"algorithm.loss={self.loss} without a correction does not read it; set recomputed",
+            f"algorithm.loss={self.loss.kind} without a correction does not read it; set "
+            "recomputed",
         )
-        yield Rule(
-            self.dual_clip is None or self.loss in ("ppo", "gspo") or self.has_own_loss,
-            "dual_clip",
-            f"algorithm.loss={self.loss} has no such bound; set null, or algorithm.loss=ppo",
-        )
-        for name in ("clip_low", "clip_high"):
-            yield Rule(
-                self.loss != "gspo" or getattr(self, name) <= 0.05,
-                name,
-                "algorithm.loss=gspo clips the geometric mean over a whole trajectory, which stays "
-                "near 1; choose algorithm=gspo, which sets 3e-4 and 4e-4",
-            )
 
     def _penalty_rules(self) -> Iterator[Rule]:
         """For what is taken off rewards, which reaches the loss by advantages alone."""
         kind = self.advantage.kind
-        if self.loss == "supervised" or self.policy_weight == 0:
+        if self.loss.kind == "supervised" or self.policy_weight == 0:
             where = "loss=supervised" if self.policy_weight else "policy_weight=0"
             why = f"with algorithm.{where} no reward is learnt from, so this would do nothing"
         elif kind == "gdpo":
@@ -393,43 +282,56 @@ class AlgorithmConfig(Section):
         )
 
     def _correction_rules(self) -> Iterator[Rule]:
-        kinds, shown = self.correction.kinds, "correction.kinds"
-        weights = [kind for kind in kinds if kind in WEIGHTS]
+        kinds = self.corrections
+        weights = [one.kind for one in self.correction if one.IS_WEIGHT]
         yield Rule(
-            self.loss != "supervised" or not kinds,
-            shown,
-            "algorithm.loss=supervised imitates tokens, whichever policy sampled them; set []",
+            len(set(kinds)) == len(kinds), "correction", "each correction applies once", kinds
         )
-        where = f"algorithm.loss={self.loss}"
+        yield Rule(
+            len(weights) <= 1,
+            "correction",
+            f"{' and '.join(weights)} would multiply two weights for the same ratio; keep one",
+            kinds,
+        )
+        yield Rule(
+            self.loss.kind != "supervised" or not kinds,
+            "correction",
+            "algorithm.loss=supervised imitates tokens, whichever policy sampled them; set []",
+            kinds,
+        )
+        where = f"algorithm.loss={self.loss.kind}"
         if self.proximal is Proximal.rollout:
             where += " with algorithm.proximal=rollout"
         yield Rule(
             not (self.is_anchored_at_rollout and weights),
-            shown,
+            "correction",
             f"{where} already weights tokens by trainer / rollout, and a second weight would count "
             "staleness twice; keep only masks, or set []",
+            kinds,
         )
-        blind = [kind for kind in kinds if kind in (*WEIGHTS, *MASKS) and kind != "opsm"]
+        blind = [kind for kind in kinds if kind in CORRECTIONS and kind != "opsm"]
         yield Rule(
             not (self.proximal is Proximal.rollout and blind),
-            shown,
+            "correction",
             "with algorithm.proximal=rollout the ratio to rollout is 1 for every token, so "
             f"{' and '.join(blind)} would change nothing; set algorithm.proximal=recomputed, or []",
+            kinds,
         )
 
     def off_policy_rules(self, max_staleness: int, num_minibatches: int) -> Iterator[Rule]:
         """Rules for data of other versions, and for several updates with one batch."""
-        is_anchored_at_proximal = LOSSES.get(self.loss) == "proximal"
+        loss = self.loss
         yield Rule(
             max_staleness == 0
-            or not is_anchored_at_proximal
+            or loss.ANCHOR != "proximal"
             or self.proximal is Proximal.rollout
-            or not {*PARTIAL_MASKS}.issuperset(self.correction.kinds),
-            "correction.kinds",
-            f"with buffer.max_staleness={max_staleness} algorithm.loss={self.loss} would treat "
+            or not all(one.IS_PARTIAL for one in self.correction),
+            "correction",
+            f"with buffer.max_staleness={max_staleness} algorithm.loss={loss.kind} would treat "
             "tokens of older versions as the trained one's: its denominator is algorithm.proximal="
             f"{self.proximal.name}; add a correction such as tis_token, set "
             "algorithm.proximal=rollout, or buffer.max_staleness=0",
+            self.corrections,
         )
         yield Rule(
             self.proximal is not Proximal.log_linear or max_staleness > 1,
@@ -439,11 +341,9 @@ class AlgorithmConfig(Section):
             "without a weight",
         )
         yield Rule(
-            self.dual_clip is None
-            or num_minibatches > 1
-            or self.proximal is not Proximal.recomputed
-            or self.has_own_loss,
-            "dual_clip",
+            not (isinstance(loss, Ppo) and loss.dual_clip is not None)
+            or not self.has_unit_ratio(num_minibatches),
+            "loss.dual_clip",
             "with trainer.num_minibatches=1 the ratio to the policy at the start of the step is 1 "
             "and there is nothing to bound; set null, raise trainer.num_minibatches, or set "
             "algorithm.proximal=rollout",

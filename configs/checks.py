@@ -58,14 +58,14 @@ class Section:
     """Its name, as on the command line."""
 
     def __post_init__(self) -> None:
-        self.hold(self._bounds())
-        self.hold(self.rules())
+        self.enforce(self._bounds())
+        self.enforce(self.rules())
 
     def rules(self) -> Iterator[Rule]:
         """Constraints between its settings; each may rely on the bounds and on earlier rules."""
         return iter(())
 
-    def hold(self, rules: Iterable[Rule]) -> None:
+    def enforce(self, rules: Iterable[Rule]) -> None:
         """Raises ValueError for the first broken rule: the setting, its value, the fix."""
         prefix = f"{self.SECTION}." if self.SECTION else ""
         for rule in rules:
@@ -80,6 +80,24 @@ class Section:
             bound, value = bound_of(field), getattr(self, field.name)
             if bound is not None and value is not None:
                 yield Rule(bound.admits(value), field.name, f"must be {bound.words}")
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class FunctionConfig(Section):
+    """Base of the settings of a function that the user chooses by its kind, such as a loss.
+
+    A kind's class has the settings that its function reads. A table in the family's file, such as
+    `LOSSES`, has the class of each kind; kinds that read the same settings share one. A user's own
+    function has its family's class with `params`, as `OwnLoss`.
+    """
+
+    kind: str
+    """Its name, or a user's as `file.py:name`."""
+
+    @property
+    def is_own(self) -> bool:
+        """It is a user's function; ours have no colon."""
+        return ":" in self.kind
 
 
 S = TypeVar("S", bound=Section)
@@ -110,6 +128,12 @@ def live(bound: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
 
 def is_live(field: dataclasses.Field[Any]) -> bool:
     return _LIVE in field.metadata
+
+
+def default_of(field: dataclasses.Field[Any]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 def live_names(section: type[Section]) -> tuple[str, ...]:
@@ -193,7 +217,7 @@ def matching(pattern: str, words: str) -> Mapping[str, Bound]:
 FINITE = within()
 POSITIVE = within(above=0)
 NOT_NEGATIVE = within(0)
-SHARE = within(0, 1)
+FRACTION = within(0, 1)
 NUM_BYTES = within(1, LARGEST_SIZE)
 SECONDS = within(0.001, LONGEST_S)
 MAX_PORT = 65535

@@ -14,11 +14,29 @@ class Backend(Enum):
 
 
 class LrSchedule(Enum):
-    """What the learning rate does after its warm-up."""
+    """The course of the learning rate after its warm-up."""
 
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
+
+
+class LoraInit(Enum):
+    """How A of an adapter begins; B is always 0."""
+
+    kaiming = "kaiming"
+    gaussian = "gaussian"
+
+
+class LoraMode(Enum):
+    """How engines serve the versions of an adapter (docs/training.md#adapters-by-version compares).
+
+    `merged` makes weights of each version, which an engine loads as any others; with `versions`
+    each is an adapter of its own in the engine: requests end on theirs and nothing pauses.
+    """
+
+    merged = "merged"
+    versions = "versions"
 
 
 class Logger(Enum):
@@ -37,7 +55,7 @@ class Dtype(Enum):
 
 
 class OnStale(Enum):
-    """What happens to a group older than `max_staleness`; each case is counted by reason."""
+    """The fate of a group older than `max_staleness`; each case is counted by reason."""
 
     requeue = "requeue"  # run its prompt again, at most `max_retries` times, then drop it
     drop = "drop"
@@ -46,7 +64,7 @@ class OnStale(Enum):
 
 
 class OnFull(Enum):
-    """What a push does when the buffer is full; each case is counted."""
+    """The way of a push when the buffer is full; each case is counted."""
 
     block = "block"  # wait until there is room
     drop_stalest = "drop_stalest"
@@ -54,7 +72,7 @@ class OnFull(Enum):
 
 
 class Selector(Enum):
-    """Which of the ready groups the trainer takes first."""
+    """The ready groups that the trainer takes first."""
 
     stalest = "stalest"
     freshest = "freshest"
@@ -78,14 +96,18 @@ class AppendFsync(Enum):
 
 
 class PauseMode(Enum):
-    """What the engine does with running requests while weights change.
+    """The engine's treatment of running requests while weights change.
 
     `resubmit` ends them with their tokens so far, and they are sent again under the new weights;
     `drain` first lets them end while new ones go elsewhere, for at most
     weight_sync.drain_timeout_s, and ends the rest as `resubmit` does; `retract` keeps them and
-    recomputes their KV cache; `in_place` keeps the old KV cache too.
+    recomputes their KV cache; `in_place` keeps the old KV cache too, so that log-probabilities are
+    not those of any one version (docs/weight-sync.md has figures). `auto` is `drain` where
+    rollout.max_response_tokens is at most 32, which end sooner than they would be sent again, and
+    `resubmit` else, or where weight_sync.drain_timeout_s is too long for it.
     """
 
+    auto = "auto"
     resubmit = "resubmit"
     drain = "drain"
     retract = "retract"
@@ -93,22 +115,21 @@ class PauseMode(Enum):
 
 
 class CommitStrategy(Enum):
-    """How an engine loads a staged version; each is probed before it is used."""
+    """The way in which an engine loads a staged version; each is probed before it is used."""
 
     staged_disk = "staged_disk"  # reads the staged file with its own loader; works everywhere
     ipc = "ipc"  # from GPU memory that the receiver shares: needs a GPU and checkpoint-engine
-    direct = "direct"  # SGLang's broadcast endpoint, fed by the receiver; the baseline
 
 
 class OnLongPrompt(Enum):
-    """What happens to a prompt longer than rollout.max_prompt_tokens."""
+    """The fate of a prompt longer than rollout.max_prompt_tokens."""
 
     refuse = "refuse"  # the run ends with an error
     skip = "skip"  # it is skipped and counted
 
 
 class TaskKind(Enum):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     reasoning_gym = "reasoning_gym"  # any data set of the reasoning-gym library
     questions = "questions"  # questions with one right answer each: listed, a file or a data set
@@ -122,7 +143,7 @@ class TaskKind(Enum):
 
 
 class TailPolicy(Enum):
-    """What happens to samples that take much longer than the others."""
+    """The treatment of samples that take much longer than the others."""
 
     continue_across_versions = "continue_across_versions"  # they continue across commits
     interrupt_and_resume = "interrupt_and_resume"  # stopped at each version, resumed stalest first
@@ -130,7 +151,7 @@ class TailPolicy(Enum):
 
 
 class KLPlace(Enum):
-    """Where the divergence from the reference counts."""
+    """The place in which the divergence from the reference counts."""
 
     loss = "loss"  # its estimate is added to the loss of each token
     reward = "reward"  # its sum over an episode is subtracted from the reward
@@ -150,8 +171,9 @@ class ToolParser(Enum):
     llama3_json = "llama3_json"  # {"name": ..., "parameters": ...}
 
 
+# Each kind has a module of its name in rollout_pool/rewards.
 class RewardKind(Enum):
-    """How an episode is scored."""
+    """The score of an episode."""
 
     task = "task"  # the task's own score of the last answer
     env = "env"  # the sum of the rewards of the environment's steps

@@ -13,37 +13,43 @@ Every mistake becomes one `ConfigError` of one line: the setting, its value, and
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import math
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields
 from enum import Enum
 from functools import cache
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_type_hints
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs.algorithm_schema import SETTINGS_FAMILIES, AlgorithmConfig, StreamConfig
+from configs.checks import FunctionConfig, Section
 from configs.choices import TaskKind
-from configs.rollout_schema import TaskConfig, TaskSource
-from configs.run_files import read_text
-from configs.schema import Config
-from configs.settings import (
+from configs.corrections import CorrectionConfig
+from configs.introspection import (
     NAMED_SECTIONS,
     all_sections,
     all_settings,
+    describe_type,
     mapping_of,
     named_setting,
     named_settings,
     setting_named,
 )
+from configs.rollout_schema import TaskConfig, TaskSource
+from configs.run_files import read_text
+from configs.schema import Config
 
 CONFIG_DIR = Path(__file__).resolve().parent
 GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(folder.glob("*.yaml"))))
@@ -55,8 +61,18 @@ OF_ANY_TASK = ("chat_template", "renderer", "tool_parser", "seed")
 """Settings of a task that are kept when its kind changes: they belong to the model or the run."""
 NAMED_KINDS = (TaskKind.reasoning_gym.name, TaskKind.verifiers.name)
 """Kinds whose tasks come from a library, chosen by task.name."""
-NEW_FOR_EACH_RUN = ("run.name", "run.dir")
+TASK_IDENTITY = ("task.kind", "task.name")
+FUNCTION_SETTINGS: dict[str, type[FunctionConfig]] = {
+    f"algorithm.{name}": base
+    for name, base in get_type_hints(AlgorithmConfig).items()
+    if base in SETTINGS_FAMILIES
+}
+"""Settings that choose one function each."""
+HOW_TO = "docs/configuration.md#an-experiment-of-your-own has an example"
+OWN_FILE = "_own_file_"
+"""Hydra's name of an experiment that is not in configs/experiment."""
 END_OF_YAML = "..."
+NOT_COMPOSED = (HydraException, OmegaConfBaseException)
 _ABSENT = object()
 
 
@@ -67,8 +83,9 @@ class ConfigError(ValueError):
 def load_config(overrides: Sequence[str], experiment: str = "quickstart") -> Config:
     """Compose `experiment`, apply `overrides` (`buffer.max_staleness=4`, `model=tiny`) and check.
 
-    Values are YAML; text settings are taken literally. Relative paths are relative to the current
-    folder and become absolute, because other processes run in other folders. Raises ConfigError.
+    `experiment` is the name of a file in configs/experiment, or the path of any other. Values are
+    YAML; text settings are taken literally. Relative paths are relative to the current folder and
+    become absolute, because other processes run in other folders. Raises ConfigError.
     """
     config = _to_schema(_settings(overrides, experiment))
     _anchor_paths(config)
@@ -79,15 +96,31 @@ def _settings(overrides: Sequence[str], experiment: str) -> DictConfig:
     """The settings of the files and `overrides`, before validation."""
     pairs = [_split(override) for override in overrides]
     choices = {"experiment": experiment} | {n: text for n, text in pairs if n in GROUPS}
+    own = _read_experiment(choices["experiment"]) if _is_path(choices["experiment"]) else None
     for group, option in choices.items():
-        _check_option(group, option)
-    composed = deepcopy(_compose(tuple(choices.items())))
-    composed["experiment"] = choices["experiment"]
+        if own is None or group != "experiment":
+            _check_option(group, option)
+    composed = deepcopy(_compose(tuple(choices.items()), own))
     values = [(name, _value(name, text)) for name, text in pairs if name not in GROUPS]
     _forget_other_task(composed, values)
-    for name, value in values:
-        OmegaConf.update(composed, name, value, force_add=True)
+    _update(composed, values)
     return composed
+
+
+def _update(settings: DictConfig, values: Sequence[tuple[str, object]]) -> None:
+    """Set `values` by name, in `settings` of the files.
+
+    A function may be written as its kind alone. On the command line that also drops the settings
+    that a file has given to another kind.
+    """
+    for name in FUNCTION_SETTINGS:
+        if isinstance(kind := OmegaConf.select(settings, name), str):
+            OmegaConf.update(settings, name, {"kind": kind}, merge=False)
+    kinds = [pair for pair in values if pair[0] in FUNCTION_SETTINGS and isinstance(pair[1], str)]
+    for name, kind in kinds:
+        OmegaConf.update(settings, name, {"kind": kind}, merge=False, force_add=True)
+    for name, value in (pair for pair in values if pair not in kinds):
+        OmegaConf.update(settings, name, value, force_add=True)
 
 
 def _forget_other_task(composed: DictConfig, values: Sequence[tuple[str, object]]) -> None:
@@ -97,62 +130,85 @@ def _forget_other_task(composed: DictConfig, values: Sequence[tuple[str, object]
     """
     kept: tuple[str, ...]
     wanted = dict(values)
-    default = TaskConfig()
-    kind = composed.task.get("kind", default.kind.name)
-    name_before = composed.task.get("name", default.name)
-    if wanted.get("task.kind", kind) != kind:
+    before = _kind_and_name(composed.get("task"))
+    after = wanted.get("task.kind", before[0]), wanted.get("task.name", before[1])
+    if after[0] != before[0]:
         kept = OF_ANY_TASK
-    elif kind in NAMED_KINDS and wanted.get("task.name", name_before) != name_before:
+    elif _is_other_task(before, after):
         kept = (*OF_ANY_TASK, "kind", "python", "eval_size", "max_turns", "max_turn_tokens")
     else:
         return
-    for setting in list(composed.task):
+    task = composed.get("task")
+    for setting in list(task) if isinstance(task, DictConfig) else ():
         if setting not in kept:
-            del composed.task[setting]
+            del task[setting]
 
 
-def overrides_for(config: Config) -> list[str] | None:
-    """The overrides with which `load_config` reproduces `config` from its experiment, except for
-    run.name and run.dir; None if there are none.
+def _kind_and_name(task: Any) -> tuple[object, object]:
+    default = TaskConfig()
+    task = task if isinstance(task, DictConfig) else OmegaConf.create()
+    return task.get("kind", default.kind.name), task.get("name", default.name)
 
-    Passwords in addresses are replaced by ***.
+
+def _is_other_task(before: tuple[object, object], after: tuple[object, object]) -> bool:
+    return before[0] != after[0] or (before[0] in NAMED_KINDS and before[1] != after[1])
+
+
+def experiment_yaml(config: Config) -> str:
+    """An experiment file with which `load_config` gives `config` again, except for run.name.
+
+    It chooses no files and holds the values that differ from the schema's defaults, so that it
+    stays what it is when files of the groups change. Passwords in addresses are replaced by ***.
     """
-    if config.experiment not in options("experiment"):
-        return None
-    identity: list[str] = []
-    before = _leaves_in(_settings(identity, config.experiment))
-    for name, value in (("task.kind", config.task.kind.name), ("task.name", config.task.name)):
-        if before[name] != value:  # this removes other settings of the files
-            identity.append(f"{name}={_as_text(value)}")
-            before = _leaves_in(_settings(identity, config.experiment))
-    after = _flat(_plain(asdict(config)), "")
-    changed = [
-        f"{name}={_as_override(name, value)}"
-        for name, value in after.items()
-        if name not in NEW_FOR_EACH_RUN and before.get(name, _ABSENT) != value
-    ]
-    overrides = identity + changed
-    try:
-        again = load_config(overrides, config.experiment)
-    except ConfigError:
-        return None
-    again.run = replace(config.run)
-    if again != config:
-        return None
-    return [_without_passwords(override) for override in overrides]
+    tree = OmegaConf.to_container(_schema(Config), resolve=True, enum_to_str=True)
+    usual = _flat(tree, "")
+    usual["run.dir"] = _absolute(usual["run.dir"])
+    values = {"experiment": config.experiment}
+    for name, value in _flat(_plain(asdict(config)), "").items():
+        if name in FUNCTION_SETTINGS or name in NAMED_SECTIONS:
+            short = _without_defaults(name, value)
+            if short != _without_defaults(name, usual[name]):
+                values[name] = short
+        elif name != "run.name" and usual.get(name, _ABSENT) != value:
+            values[name] = value
+    written = OmegaConf.create()
+    for name, value in values.items():
+        OmegaConf.update(written, name, _literal(_without_passwords(value)), force_add=True)
+    return OmegaConf.to_yaml(written)
 
 
-def _without_passwords(override: str) -> str:
-    if override.startswith("buffer.url="):
-        return _without_password(override)
-    if override.startswith(("task.rewards=", "task.tasks=")):
-        return re.sub(r"\w+://[^\s'\",{}]+", lambda url: _without_password(url[0]), override)
-    return override
+def _without_defaults(name: str, value: Any) -> Any:
+    """A function, or a mapping or list of sections, without what has its default."""
+    if name in FUNCTION_SETTINGS:
+        return _short(FUNCTION_SETTINGS[name], value)
+    section = NAMED_SECTIONS[name]
+    if isinstance(value, list):
+        return [_short(section, one) for one in value]
+    usual = _plain(asdict(section()))
+    return {
+        part: {key: item for key, item in of.items() if item != usual[key]}
+        for part, of in value.items()
+    }
 
 
-def _leaves_in(settings: DictConfig) -> dict[str, Any]:
-    tree = OmegaConf.merge(OmegaConf.structured(Config), settings)
-    return _flat(OmegaConf.to_container(tree, resolve=True, enum_to_str=True), "")
+def _short(base: type, value: Mapping[str, Any]) -> Any:
+    """The kind of a function, with the settings that are not its defaults."""
+    kind = value["kind"]
+    section = SETTINGS_FAMILIES[base].section(kind)
+    assert section is not None
+    usual = _plain(asdict(section(kind=kind)))
+    changed = {key: item for key, item in value.items() if item != usual[key]}
+    return {"kind": kind, **changed} if changed else kind
+
+
+def _without_passwords(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_passwords(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_passwords(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"\w+://\S+", lambda url: _without_password(url[0]), value)
+    return value
 
 
 def _flat(tree: Any, prefix: str) -> dict[str, Any]:
@@ -160,7 +216,7 @@ def _flat(tree: Any, prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if name in all_sections() and isinstance(value, dict):
+        if name in all_sections() and name not in FUNCTION_SETTINGS and isinstance(value, dict):
             found |= _flat(value, f"{name}.")
         else:
             found[name] = value
@@ -173,25 +229,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
-
-
-def _as_override(name: str, value: Any) -> str:
-    setting = setting_named(name)
-    if setting is not None and setting.annotation is str and value is not None:
-        return _as_text(value)
-    if name in NAMED_SECTIONS:
-        usual = _plain(asdict(NAMED_SECTIONS[name]()))
-        value = {part: {k: v for k, v in of.items() if v != usual[k]} for part, of in value.items()}
-    return (
-        yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
-        .removesuffix("\n...\n")
-        .strip()
-    )
-
-
-def _as_text(value: str) -> str:
-    """Text as `_value` reads it: quoted if it would be read as something else."""
-    return f"'{value}'" if _is_quoted(value) or value == "null" else value
 
 
 def _is_quoted(text: str) -> bool:
@@ -219,8 +256,7 @@ def _without_password(url: str) -> str:
 def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read settings that `to_yaml` wrote, and apply `overrides`. Raises ConfigError."""
     settings = _settings_in(path)
-    for name, text in map(_split, overrides):
-        OmegaConf.update(settings, name, _value(name, text), force_add=True)
+    _update(settings, [(name, _value(name, text)) for name, text in map(_split, overrides)])
     try:
         config = _to_schema(settings)
     except ConfigError as error:
@@ -310,26 +346,89 @@ def _check_option(group: str, option: str) -> None:
         raise ConfigError(
             f"{group}={option}: there is no such {group};{guess} "
             f"choose one of {', '.join(known)} (the files of configs/{group}/)"
+            f"{', or give the path of a file' if group == 'experiment' else ''}"
         )
 
 
-@cache
-def _compose(choices: tuple[tuple[str, str], ...]) -> DictConfig:
-    """The YAML files of `choices` (group, file), untyped, with all variables resolved."""
+def _is_path(experiment: str) -> bool:
+    return "/" in experiment or experiment.endswith((".yaml", ".yml"))
+
+
+def _read_experiment(place: str) -> str:
+    """The text of a user's file. Raises ConfigError if it holds no settings."""
     try:
+        text = read_text(Path(place).expanduser())
+    except FileNotFoundError:
+        raise ConfigError(f"experiment={place}: there is no such file") from None
+    except ValueError as error:
+        raise ConfigError(f"experiment={place}: {error}") from None
+    settings: object = None
+    try:
+        with contextlib.suppress(OSError):  # a text or a number
+            settings = OmegaConf.load(StringIO(text))
+    except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
+        raise ConfigError(f"experiment={place}: is not YAML ({_in_one_line(error)})") from None
+    if not isinstance(settings, DictConfig) or not settings:
+        raise ConfigError(f"experiment={place}: has no settings; {HOW_TO}")
+    return text
+
+
+@cache
+def _compose(choices: tuple[tuple[str, str], ...], own: str | None) -> DictConfig:
+    """The YAML files of `choices` (group, file), untyped, with all variables resolved.
+
+    `own` is the text of an experiment that is not in configs/experiment.
+    """
+    chosen = dict(choices)
+    experiment = chosen.pop("experiment")
+    try:
+        if own is not None:
+            ConfigStore.instance().store(
+                group="experiment",
+                name=OWN_FILE,
+                node=OmegaConf.load(StringIO(own)),
+                package="_global_",
+            )
         with initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3"):
-            lines = [f"{group}={option}" for group, option in choices]
-            composed = compose("config", overrides=lines)
+            lines = [f"{group}={option}" for group, option in chosen.items()]
+            lines.append(f"experiment={experiment if own is None else OWN_FILE}")
+            composed = compose("config", overrides=lines, return_hydra_config=True)
         OmegaConf.set_struct(composed, False)
-        for group, option in choices:
-            if group != "experiment":
-                # In Hydra the experiment overrides such a file, but the user chose this one.
-                file = CONFIG_DIR / group / f"{option}.yaml"
-                composed.merge_with({group: OmegaConf.load(file)})
-        OmegaConf.resolve(composed)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"the files of {CONFIG_DIR} do not compose: {error}") from error
+        task_file = composed.pop("hydra").runtime.choices.get("task")
+        for group, option in chosen.items():
+            # In Hydra the experiment overrides such a file, but the user chose this one.
+            composed.merge_with({group: OmegaConf.load(CONFIG_DIR / group / f"{option}.yaml")})
+        # Escaped again: a text may hold what looks like a variable.
+        plain = _literal(OmegaConf.to_container(composed, resolve=True))
+        composed = cast("DictConfig", OmegaConf.create(plain))
+    except (*NOT_COMPOSED, yaml.YAMLError, ValueError, RecursionError) as error:
+        why = _in_one_line(error).replace(f"'experiment/{OWN_FILE}'", "its defaults")
+        why = why.replace("'override ", "'override /")  # without it Hydra looks beside the file
+        raise ConfigError(f"experiment={experiment}: does not compose: {why}; {HOW_TO}") from None
+    name = experiment if own is None else Path(experiment).stem
+    label = composed.get("experiment") or name
+    if isinstance(label, DictConfig):
+        raise ConfigError(
+            f"experiment={experiment}: its files in {CONFIG_DIR}/experiment must begin with the "
+            "line `# @package _global_`"
+        )
+    composed["experiment"] = re.sub(r"[^A-Za-z0-9._-]+", "-", str(label)).strip("-._") or "own"
+    if task_file is not None and isinstance(composed.get("task"), DictConfig):
+        _check_task_file(composed, task_file, experiment)
     return composed
+
+
+def _check_task_file(composed: DictConfig, task_file: str, experiment: str) -> None:
+    """Refuse a task that would keep settings of the file of another."""
+    before = _kind_and_name(OmegaConf.load(CONFIG_DIR / "task" / f"{task_file}.yaml"))
+    after = _kind_and_name(composed.task)
+    if _is_other_task(before, after):
+        place = before[0] == after[0]  # the kind, or the name
+        raise ConfigError(
+            f"experiment={experiment}: {TASK_IDENTITY[place]}={after[place]}: it would keep "
+            f"settings of configs/task/{task_file}.yaml, which has {before[place]}; add "
+            "`- override /task: null`, or the file of your task, to its defaults"
+        )
 
 
 def _to_schema(composed: DictConfig) -> Config:
@@ -337,11 +436,10 @@ def _to_schema(composed: DictConfig) -> Config:
     for name in all_sections():
         section = OmegaConf.select(composed, name)
         # OmegaConf rejects a scalar here as well, but does not say where.
-        if section is not None and not isinstance(section, DictConfig):
+        if not (section is None or isinstance(section, DictConfig) or name in FUNCTION_SETTINGS):
             raise ConfigError(f"{name}={section!r}: is a section; set its settings one by one")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), composed)
-        config = OmegaConf.to_object(merged)
+        config = OmegaConf.to_object(_merged(composed))
     except OmegaConfBaseException as error:
         raise ConfigError(_explain(error, composed)) from None
     except ValueError as error:
@@ -350,11 +448,88 @@ def _to_schema(composed: DictConfig) -> Config:
     return config
 
 
-def _explain(error: OmegaConfBaseException, composed: DictConfig) -> str:
-    name = error.full_key or ""
+def _merged(settings: DictConfig) -> DictConfig:
+    """`settings` over the defaults of the schema."""
+    schema, settings = _schema(Config), deepcopy(settings)
+    if "algorithm" in settings:
+        schema.algorithm = _with_functions(AlgorithmConfig, settings.algorithm, "algorithm.")
+    merged = OmegaConf.unsafe_merge(schema, settings)  # both are copies
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _schema(section: type) -> DictConfig:
+    """The defaults of a section. Making them takes eight times as long as copying them."""
+    return deepcopy(_schema_of(section))
+
+
+@cache
+def _schema_of(section: type) -> DictConfig:
+    return cast("DictConfig", OmegaConf.structured(section))
+
+
+def _with_functions(section: type[Section], settings: DictConfig, prefix: str) -> DictConfig:
+    """The schema of a section, with each function's settings as `settings` give them.
+
+    They are moved out of `settings`, which OmegaConf then merges into the rest.
+    """
+    schema = _schema(section)
+    for name, annotation in get_type_hints(section).items():
+        if name not in settings:
+            continue
+        given, place = settings[name], f"{prefix}{name}"
+        if annotation in SETTINGS_FAMILIES:
+            schema[name] = _function(annotation, settings.pop(name), place)
+        elif annotation == list[CorrectionConfig]:
+            if not isinstance(given, ListConfig):
+                raise ConfigError(
+                    f"{place}={given!r}: expected a list, as "
+                    "[veto, {kind: tis_token, tis_cap: 2}]"
+                )
+            every = enumerate(settings.pop(name))
+            schema[name] = [_function(CorrectionConfig, one, f"{place}.{i}") for i, one in every]
+        elif annotation == dict[str, StreamConfig] and isinstance(given, DictConfig):
+            for key, one in given.items():
+                stream = f"{place}.{key!s}"
+                if not isinstance(one, DictConfig):
+                    raise ConfigError(f"{stream}={one!r}: expected a mapping")
+                schema[name][key] = _with_functions(StreamConfig, one, f"{stream}.")
+    return schema
+
+
+def _function(base: type[FunctionConfig], given: object, place: str) -> DictConfig:
+    """One function's settings over the defaults of its kind.
+
+    `given` is the kind or a mapping of settings, in which the kind may be missing: then it is the
+    family's first. Raises ConfigError that begins with `place`, the setting's name.
+    """
+    family = SETTINGS_FAMILIES[base]
+    kinds = [*family.kinds]
+    settings = OmegaConf.create({"kind": given}) if isinstance(given, str) else given
+    if not isinstance(settings, DictConfig):
+        raise ConfigError(f"{place}={given!r}: expected {describe_type(base)}")
+    kind = str(settings.setdefault("kind", kinds[0]))
+    section = family.section(kind)
+    if section is None:
+        raise ConfigError(f"{place}={kind!r}: must be {', '.join(kinds)} or file.py:name")
+    known = [field.name for field in fields(section) if field.name != "kind"]
+    for name in settings:
+        if name not in (*known, "kind"):
+            raise ConfigError(
+                f"{place}.{name!s}: {kind} has no such setting; it has {', '.join(known) or 'none'}"
+            )
+    try:
+        return cast("DictConfig", OmegaConf.merge(_schema(section), settings))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error, settings, f"{place}.")) from None
+
+
+def _explain(error: OmegaConfBaseException, composed: DictConfig, prefix: str = "") -> str:
+    name = f"{prefix}{error.full_key or ''}"
     setting = setting_named(name) or named_setting(name)
     if setting is not None:
-        return f"{name}={OmegaConf.select(composed, name)!r}: expected {setting.expected}"
+        value = OmegaConf.select(composed, name.removeprefix(prefix))
+        return f"{name}={value!r}: expected {setting.expected}"
     if name in all_sections():
         return f"{name}: expected a mapping of its settings"
     return f"{name}: {_unknown(name)}"
@@ -368,15 +543,12 @@ def _anchor_paths(config: Config) -> None:
     config.task.agent = config.task.agent and _absolute_code(config.task.agent)
     for task in (config.task, *config.task.tasks.values()):
         _anchor_task(task)
-    algorithm.loss = _absolute_code(algorithm.loss)
-    algorithm.aggregation = _absolute_code(algorithm.aggregation)
-    algorithm.advantage.kind = _absolute_code(algorithm.advantage.kind)
     algorithm.kl.estimator = _absolute_code(algorithm.kl.estimator)
-    algorithm.correction.kinds = [_absolute_code(kind) for kind in algorithm.correction.kinds]
-    for stream in algorithm.streams.values():
-        stream.loss = _absolute_code(stream.loss)
-        stream.aggregation = _absolute_code(stream.aggregation)
+    for function in algorithm.functions:
+        function.kind = _absolute_code(function.kind)
     model.path = model.path and _absolute_or_hub(model.path)
+    if model.lora is not None and model.lora.resume_from is not None:
+        model.lora.resume_from = _absolute(model.lora.resume_from)
     algorithm.kl.reference = algorithm.kl.reference and _absolute_or_hub(algorithm.kl.reference)
 
 
@@ -447,11 +619,18 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     leaf = name.split(".")[-1]
     same_leaf = [other for other in known if other.split(".")[-1] == leaf]
-    close = same_leaf[:2] or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    close = [*dict.fromkeys(same_leaf)][:2] or difflib.get_close_matches(
+        name, known, n=1, cutoff=0.75
+    )
     if not close:
         leaves = {other.split(".")[-1]: other for other in known}
         close = [leaves[x] for x in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
     return f" did you mean {' or '.join(close)}?" if close else ""
+
+
+def _in_one_line(error: Exception) -> str:
+    """The message of Hydra or a YAML parser, without the list of folders in which it looked."""
+    return " ".join(str(error).partition("Config search path")[0].split())
 
 
 def _first_line(error: Exception) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
-from configs.load import GROUPS, options
-from configs.settings import (
+from configs.introspection import (
     Setting,
     all_sections,
     all_settings,
@@ -19,6 +18,7 @@ from configs.settings import (
     named_settings,
     section_doc,
 )
+from configs.load import GROUPS, options
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 
@@ -26,12 +26,13 @@ INTRODUCTION = """\
 # Configuration
 
 Every setting of a run, its type and its default. `make docs` generates this page from
-`configs/schema.py`, `configs/algorithm_schema.py` and `configs/rollout_schema.py`; edit those
-instead.
+`configs/schema.py`, `configs/rollout_schema.py`, `configs/algorithm_schema.py` and the files of the
+functions' families beside it; edit those instead.
 
     make launch ARGS="buffer.max_staleness=4 rollout.num_engines=2"   # settings by name
     make launch ARGS="weight_sync=in_place"                           # a file of a group
     make launch EXPERIMENT=gsm8k-smoke                                # a file of configs/experiment
+    make launch EXPERIMENT=../mine.yaml                               # a file of your own
     make dry-run ARGS="trainer.num_ranks=4"                           # see what that would start
 
 The command line overrides the experiment, which overrides the files that it chooses, which
@@ -40,8 +41,32 @@ the files' settings of their own task are dropped. Unknown names and wrong types
 the nearest valid name. The type column includes the bounds; times are in seconds, and a count is at
 most 10^9. Values are written as YAML, and text literally; quote what the shell would interpret:
 `ARGS="task.prompt_pattern='([0-9]+)'"`. `make tune ARGS="rollout.oversampling=1.5"` changes
-settings marked **live** in a running job. Relative paths are relative to the current folder. To add
-an experiment, add a file to `configs/experiment/`.
+settings marked **live** in a running job. Relative paths are relative to the current folder.
+
+## An experiment of your own
+
+`EXPERIMENT` is also the path of a YAML file anywhere (with a `/`, or ending in `.yaml`). It may be
+built on an experiment of `configs/experiment/` and choose other files of the groups below:
+
+```yaml
+defaults:
+  - quickstart                # all that it sets; leave it out to begin with the defaults below
+  - override /task: chain_sum # instead of its task. `null`: no file, `task:` below says all
+  - override /algorithm: gspo
+  - _self_                    # what follows wins
+trainer:
+  num_steps: 100
+```
+
+What the other experiment sets by itself, as `rollout.eval_every`, wins over files that yours
+chooses: write below what is to be another. A task of another `task.kind` than that of its file, or
+of another `task.name` of a library, needs its own `override /task`: settings that it would keep are
+refused. The name in `experiment:`, otherwise that of the file, begins the name of the run.
+
+Every run leaves such a file in its folder. It chooses no files and holds what differs from the
+defaults below, without the passwords of addresses.
+
+    make launch EXPERIMENT=runs/NAME/experiment.yaml                  # the same again
 """
 
 
@@ -62,8 +87,8 @@ def _group_tables() -> Iterator[str]:
 
 def _section_tables() -> Iterator[str]:
     by_section = {
-        name: [s for s in all_settings() if s.section is section]
-        for name, section in all_sections().items()
+        name: [s for s in all_settings() if s.name.rpartition(".")[0] == name]
+        for name in all_sections()
     }
     for name, settings in {**by_section, **named_settings()}.items():
         section = settings[0].section
@@ -76,7 +101,11 @@ def _section_tables() -> Iterator[str]:
 
 
 def _row(setting: Setting) -> str:
-    meaning = f"{_cell(setting.doc)} **Live.**" if setting.is_live else _cell(setting.doc)
+    meaning = _cell(setting.doc)
+    if setting.kinds:
+        meaning = f"{', '.join(setting.kinds)}: {meaning[0].lower()}{meaning[1:]}"
+    if setting.is_live:
+        meaning += " **Live.**"
     return (
         f"| `{setting.name}` | {_cell(setting.expected)} | `{_value(setting.default)}` "
         f"| {meaning.strip()} |"

@@ -11,6 +11,7 @@ from configs.checks import (
     CODE,
     CODE_PATTERN,
     FINITE,
+    FRACTION,
     LARGEST_COUNT,
     LARGEST_SIZE,
     MAX_PORT,
@@ -20,7 +21,6 @@ from configs.checks import (
     POSITIVE,
     SECONDS,
     SEED,
-    SHARE,
     Rule,
     Section,
     at_least,
@@ -54,7 +54,7 @@ class SamplingConfig(Section):
     top_k: int = field(default=-1, metadata=within(2, 1024, also=-1))
     """Draw each token from so many most likely ones. Their ids travel with the token, so that the
     trainer computes the same distribution: docs/algorithms.md#truncated-sampling."""
-    min_p: float = field(default=0.0, metadata=SHARE)
+    min_p: float = field(default=0.0, metadata=FRACTION)
     """Draw no token that is less than this times as likely as the most likely one."""
     frequency_penalty: float = field(default=0.0, metadata=FINITE)
     presence_penalty: float = field(default=0.0, metadata=FINITE)
@@ -78,7 +78,7 @@ class SamplingConfig(Section):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a token is drawn from a part of the vocabulary."""
+        """A token is drawn from a part of the vocabulary."""
         return self.top_k != -1  # top_p and min_p need it
 
 
@@ -97,8 +97,8 @@ class EvalConfig(Section):
     full_score: float = field(default=1.0, metadata=FINITE)
     """The lowest reward of an answer that counts as right."""
     pinned: bool = True
-    """Reserve one of several engines for the evaluation and keep it at the version; with a single
-    engine, answers come from that version or later ones, as recorded."""
+    """Reserve one of several engines for the evaluation and keep it at one version; with a single
+    engine, answers come from the version or later ones, as recorded."""
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
@@ -115,7 +115,7 @@ class OpenAIConfig(Section):
     SECTION: ClassVar[str] = "rollout.openai"
 
     port: int | None = field(default=None, metadata=PORT)
-    """Of worker 0; worker 1 listens on the next one, and so on. 0 takes free ports (written to
+    """Worker 0's; worker 1 listens on the next one, and so on. 0 takes free ports (written to
     the run's folder); None starts none unless an agent needs one."""
     session_timeout_s: float = field(default=3600.0, metadata=SECONDS)
     """A session without a request for this long is closed."""
@@ -148,14 +148,17 @@ class EngineConfig(Section):
     max_total_tokens: int | None = field(default=None, metadata=at_least(1))
     """Tokens of KV cache; None lets SGLang choose by `mem_fraction` (65536 on a CPU)."""
     mem_fraction: float | None = field(default=None, metadata=within(above=0, below=1))
-    """Share of a GPU's memory for weights and KV cache. None lets SGLang choose (more than 0.8 of
-    80 GB), or is less on a GPU that the engine shares with a trainer rank."""
+    """Fraction of a GPU's memory for weights and KV cache. None lets SGLang choose (more than 0.8
+    of 80 GB), or is less on a GPU that the engine shares with a trainer rank."""
     radix_cache: bool = True
     """Reuse KV of shared prefixes, never that of older weights. weight_sync.pause_mode=retract
     needs it off."""
     deterministic: bool = False
     """SGLang's deterministic inference: log-probabilities do not depend on which requests share the
     batch. Needs a GPU, and costs throughput."""
+    routing_replay: bool = False
+    """In a mixture of experts the trainer sends each token to the experts that the engine has
+    chosen. They take a byte for each layer and expert of a token in the buffer."""
     start_timeout_s: float = field(default=600.0, metadata=SECONDS)
     request_timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one request may take."""
@@ -179,6 +182,36 @@ class EngineConfig(Section):
         for what, size in (("--dp-size", self.dp_size), ("--ep-size", _size(given, _EP_SIZE))):
             fix = f"{what} {size} must divide rollout.engine.tp_size={self.tp_size}"
             yield Rule(size > 0 and self.tp_size % size == 0, "extra_args", fix)
+        silent = [flag for flag in given if flag.startswith(_WITHOUT_ROUTES)]
+        if given.get("--moe-runner-backend") == "triton_kernel":
+            silent.append("--moe-runner-backend triton_kernel")
+        yield Rule(
+            not (self.routing_replay and silent),
+            "routing_replay",
+            f"with {', '.join(silent)} engines do not say which experts they have chosen for each "
+            "token, or say wrong ones; leave it out of extra_args, or set false",
+        )
+
+    @property
+    def rounds_weights(self) -> bool:
+        """A server holds weights in another dtype than `dtype`, in which they are sent."""
+        return "--dtype" in _flags(self.extra_args)
+
+    @property
+    def quantizes_cache(self) -> bool:
+        """A server rounds the keys and values of earlier tokens."""
+        return _CACHE_DTYPE in _flags(self.extra_args)
+
+    @property
+    def quantizes(self) -> list[str]:
+        """The `extra_args` by which the server computes in another precision than `dtype`."""
+        return [flag for flag in _flags(self.extra_args) if flag in ("--dtype", _CACHE_DTYPE)]
+
+    @property
+    def splitting_args(self) -> list[str]:
+        """The `extra_args` by which a server is more than one process or group of requests."""
+        splitting = (*_DP_SIZE, "--enable-dp-attention", "--tokenizer-worker-num")
+        return [flag for flag in _flags(self.extra_args) if flag in splitting]
 
     @property
     def dp_size(self) -> int:
@@ -188,6 +221,13 @@ class EngineConfig(Section):
 
 _DP_SIZE = ("--dp-size", "--data-parallel-size", "--dp")
 _EP_SIZE = ("--ep-size", "--expert-parallel-size", "--ep")
+_CACHE_DTYPE = "--kv-cache-dtype"
+_WITHOUT_ROUTES = (
+    "--speculative-algorithm",
+    "--enable-hierarchical-cache",  # a prefix that comes back has the experts of other tokens
+    "--enable-lmcache",
+    "--disaggregation-mode",
+)
 _NOT_EXTRA = (
     (
         ("--tp-size", "--tensor-parallel-size", "--tp"),
@@ -205,6 +245,15 @@ _NOT_EXTRA = (
     (
         ("--enable-deterministic-inference", "--rl-on-policy-target"),
         "set rollout.engine.deterministic=true, which also gives each sample its own seed",
+    ),
+    (
+        ("--quantization", "--modelopt-quant", "--rl-quant-profile", "--torchao-config"),
+        "SGLang loads a new version into weights that it has quantized, and ends at the first "
+        "commit; engines compute in rollout.engine.dtype: docs/weight-sync.md#quantized-engines",
+    ),
+    (
+        ("--enable-return-routed-experts",),
+        "set rollout.engine.routing_replay=true, which also makes the trainer use them",
     ),
 )
 
@@ -265,8 +314,9 @@ class RolloutConfig(Section):
     reward_processes: int = field(default=1, metadata=at_least(1))
     """Scoring processes per reward actor, or per worker if there are none."""
     reward_timeout_s: float = field(default=30.0, metadata=SECONDS)
-    log_rate: float = field(default=0.01, metadata=SHARE)
-    """Share of the groups whose trajectories are written to the run's folder, for `make show`."""
+    log_rate: float = field(default=0.01, metadata=FRACTION)
+    """Fraction of the groups whose trajectories are written to the run's folder, for `make show`.
+    """
     trace_endpoint: str | None = field(
         default=None,
         metadata=matching(
@@ -274,7 +324,7 @@ class RolloutConfig(Section):
             "an address as http://host:4318/v1/traces, without a password",
         ),
     )
-    """Where workers send OpenTelemetry spans of episodes and requests, by OTLP over HTTP (None: no
+    """Address for OpenTelemetry spans of episodes and requests, by OTLP over HTTP (None: no
     spans). Needs the extra leash-rl[tracing]."""
     eval_every: int = field(default=25, metadata=at_least(0))
     """Policy versions between two evaluations on held-out prompts (0: only first and last)."""
@@ -282,6 +332,11 @@ class RolloutConfig(Section):
     eval: EvalConfig = field(default_factory=EvalConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+
+    @property
+    def longest_trajectory(self) -> int:
+        """Tokens that a trajectory may have: the first prompt and all that follows it."""
+        return self.max_prompt_tokens + self.max_response_tokens
 
     def rules(self) -> Iterator[Rule]:
         if (port := self.openai.port) is not None:
@@ -319,7 +374,7 @@ class RolloutConfig(Section):
             "SGLang has no such sampling with the seeds that rollout.engine.deterministic=true "
             "gives each request; set 0",
         )
-        num_tokens = self.group_size * (self.max_prompt_tokens + self.max_response_tokens)
+        num_tokens = self.group_size * self.longest_trajectory
         size = 4 * num_tokens * self.sampling.top_k / 2**30
         yield Rule(
             size <= 1,
@@ -349,8 +404,7 @@ class RewardConfig(Section):
     without /v1 that of an SGLang server. code_tests: a sandbox service (`make sandbox`, or
     SandboxFusion) that runs the programs; None: this run's own machines."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """teacher: instead of `url`, the folder of a model that the run serves itself; only on a single
-    machine without GPUs."""
+    """teacher: instead of `url`, the folder of a model that the run serves itself."""
     model: str | None = field(default=None, metadata=NOT_EMPTY)
     """judge, teacher: name of the model there; an SGLang server needs none."""
     api_key_env: str | None = field(default=None, metadata=VARIABLE)
@@ -366,7 +420,7 @@ class RewardConfig(Section):
     max_per_second: float | None = field(default=None, metadata=POSITIVE)
     """For `url`: the most requests per second from one worker; None for no limit."""
     all_or_nothing: bool = False
-    """code_tests: 1 if all tests of a prompt pass, else 0, instead of the share that passes; the
+    """code_tests: 1 if all tests of a prompt pass, else 0, instead of the fraction that passes; the
     tests after a failed one are skipped."""
     cpu_time_s: int = field(default=5, metadata=within(1, 3600))
     """code_tests: the most seconds of CPU of one test, all threads together. A service at `url` has
@@ -391,14 +445,29 @@ class RewardConfig(Section):
     """code_tests: how an answer may call the language of `command` after the backquotes, as
     [javascript, js]. With `url` the first is what the service calls it."""
 
+    @property
+    def gives_reward(self) -> bool:
+        """Whether it adds to the reward: a teacher's log-probabilities become a column instead."""
+        return self.kind is not RewardKind.teacher
+
+    @property
+    def runs_tests(self) -> bool:
+        """Whether it runs programs of the model: here, or at a service if it has a `url`."""
+        return self.kind is RewardKind.code_tests
+
     def rules(self) -> Iterator[Rule]:
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
-        is_teacher = kind is RewardKind.teacher
+        is_teacher = not self.gives_reward
         needs_url = is_teacher or kind in (RewardKind.judge, RewardKind.http)
         yield Rule(
             bool(self.url or self.path) or not needs_url,
             "url",
             f"{name} needs the address of the service",
+        )
+        yield Rule(
+            self.url is None or ":***@" not in self.url,
+            "url",
+            "the file was written without the password of this address; put it back",
         )
         yield Rule(
             self.path is None or (is_teacher and self.url is None),
@@ -427,7 +496,7 @@ class RewardConfig(Section):
         )
         yield Rule(
             bool(self.languages) == bool(self.command)
-            or (kind is RewardKind.code_tests and self.url is not None),
+            or (self.runs_tests and self.url is not None),
             "languages",
             "names the language of task.rewards.*.command, as it follows the backquotes of a "
             "program: set both or neither",
@@ -439,7 +508,7 @@ class RewardConfig(Section):
         )
         yield from self._compile_rules()
         for setting in fields(self):
-            if setting.name in _OF_CODE_TESTS and kind is not RewardKind.code_tests:
+            if setting.name in _OF_CODE_TESTS and not self.runs_tests:
                 is_default = getattr(self, setting.name) in (setting.default, [])
                 yield Rule(is_default, setting.name, f"{name} runs no tests of programs: leave out")
 
@@ -456,7 +525,7 @@ class RewardConfig(Section):
             "its arguments must hold {file}, the path of the program, and {output}, that of what "
             'it makes, as in [gcc, -x, c, "{file}", -o, "{output}"]',
         )
-        if self.kind is RewardKind.code_tests and self.url is not None:
+        if self.runs_tests and self.url is not None:
             for setting in ("python", "command", "compile"):
                 yield Rule(
                     not getattr(self, setting),
@@ -484,20 +553,20 @@ _OF_CODE_TESTS = (
     "compile",
     "compile_time_s",
 )
-SHARE_OF_TESTS = 0.8
-"""Share of `rollout.reward_timeout_s` for running all tests of an answer, before it is cut off."""
+TEST_TIME_FRACTION = 0.8
+"""Fraction of `rollout.reward_timeout_s` for running all tests of a completion, before the end."""
 
 
 DEFAULT_NAME = "chain_sum"
 MAX_ROUND = 1000
-"""Prompts of a mixture among which each task has exactly its share."""
+"""Prompts of a mixture among which each task has exactly its part."""
 HUB_KINDS = (TaskKind.questions, TaskKind.gsm8k, TaskKind.math)
 """Kinds of task whose prompts may come from the Hugging Face hub."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TaskSource(Section):
-    """Where the prompts of a task come from, and how its episodes go and are scored."""
+    """The source of a task's prompts, and the course and score of its episodes."""
 
     SECTION: ClassVar[str] = "task"
 
@@ -508,7 +577,7 @@ class TaskSource(Section):
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; free for a custom task."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """questions, gsm8k, math, code: a JSONL file, whose lines docs/tasks.md describes, or a Parquet
+    """questions, gsm8k, math, code: a JSONL file, whose lines docs/data.md describes, or a Parquet
     file of such rows. verifiers: a folder with the environment's package, if that is not installed.
     """
     python: str | None = field(default=None, metadata=NOT_EMPTY)
@@ -535,10 +604,15 @@ class TaskSource(Section):
 
     @property
     def is_from_hub(self) -> bool:
-        """Whether the prompts come from the Hugging Face data set `name`."""
+        """The prompts come from the Hugging Face data set `name`."""
         # Questions may be listed in `params` instead; then nobody has named a data set.
         is_named = self.kind is not TaskKind.questions or self.name != DEFAULT_NAME
         return self.kind in HUB_KINDS and self.path is None and is_named
+
+    @property
+    def teachers(self) -> list[str]:
+        """Names of the parts of `rewards` that give no reward but a column."""
+        return [name for name, reward in self.rewards.items() if not reward.gives_reward]
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
@@ -571,12 +645,11 @@ class MixedTask(TaskSource):
             "kind",
             "a mixture has no mixtures in it; name their tasks one by one",
         )
-        teachers = [n for n, reward in self.rewards.items() if reward.kind is RewardKind.teacher]
         yield Rule(
-            not teachers,
+            not self.teachers,
             "rewards",
             "every trajectory of a run has a teacher or none has: put it into task.rewards",
-            teachers,
+            self.teachers,
         )
 
 
@@ -589,14 +662,15 @@ class TaskConfig(TaskSource):
     `task.rewards`, which every task has."""
     curriculum: float | None = field(default=None, metadata=within(above=0, most=1))
     """mixture: prompts of a task are passed over while few of its groups have rewards that differ,
-    but never so many that less than this share of its prompts is left. None passes none over."""
+    but never so many that less than this fraction of its prompts is left. None passes none over."""
     chat_template: bool = False
     """Format the conversation with the tokenizer's chat template; otherwise texts are concatenated.
     """
     renderer: str | None = field(default=None, metadata=RENDERER)
     """The model family's renderer of the renderers library, as qwen3 or glm-5, which then writes
-    conversations and reads tool calls: docs/tasks.md#renderers. `auto`: by model.path, if that is a
-    name on the hub that the library knows. None: the tokenizer's chat template and tool_parser."""
+    conversations and reads tool calls: docs/environments.md#renderers. `auto`: by model.path, if
+    that is a name on the hub that the library knows. None: the tokenizer's chat template and
+    tool_parser."""
     system_prompt: str | None = None
     """First message of every conversation."""
     agent: str | None = field(default=None, metadata=CODE)
@@ -611,7 +685,7 @@ class TaskConfig(TaskSource):
     """Texts that end an answer, special tokens by their text included; the answer keeps them. An
     agent's request may name others."""
     grammar: str | None = field(default=None, metadata=STOPS)
-    """What every answer must be, in Lark: docs/rollouts.md#answers-of-a-form. An agent's request
+    """The form of every answer, in Lark: docs/rollouts.md#answers-of-a-form. An agent's request
     may ask for another form."""
     min_turn_tokens: int = field(default=0, metadata=at_least(0))
     """The model's end is not sampled before so many tokens of an answer."""
@@ -638,6 +712,11 @@ class TaskConfig(TaskSource):
             )
             for name, task in self.tasks.items()
         }
+
+    @property
+    def served_teacher(self) -> tuple[str, RewardConfig] | None:
+        """The reward's part whose teacher the run serves, with its name; None without one."""
+        return next(((n, r) for n, r in self.rewards.items() if r.path is not None), None)
 
     def rules(self) -> Iterator[Rule]:
         yield from TaskSource.rules(self)

@@ -8,12 +8,14 @@ value raises ValueError naming the field, its value and the fix.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 from urllib.parse import urlsplit
 
+from configs.advantages import AggregationConfig, Gdpo, OwnAdvantage, SequenceMeanTokenSumNorm
 from configs.algorithm_schema import AlgorithmConfig
 from configs.checks import (
+    FRACTION,
     NOT_EMPTY,
     NOT_NEGATIVE,
     NUM_BYTES,
@@ -21,7 +23,6 @@ from configs.checks import (
     POSITIVE,
     SECONDS,
     SEED,
-    SHARE,
     Rule,
     Section,
     at_least,
@@ -35,24 +36,29 @@ from configs.choices import (
     CommitStrategy,
     Dtype,
     Logger,
+    LoraInit,
+    LoraMode,
     LrSchedule,
     OnFull,
     OnStale,
     PauseMode,
-    RewardKind,
     Selector,
     StreamTokens,
     TailPolicy,
     TaskKind,
 )
-from configs.rollout_schema import SHARE_OF_TESTS, RolloutConfig, TaskConfig
+from configs.rollout_schema import TEST_TIME_FRACTION, RolloutConfig, TaskConfig
 
 RUN_NAME = matching(
     "[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
     "up to 100 letters, digits, '.', '_', '-' (it names a folder and Redis keys)",
 )
 HOST = matching("[A-Za-z0-9:][A-Za-z0-9:._%-]*", "an IP address or the name of a host")
+SHORT_RESPONSE = 32
+"""Tokens that an engine samples in about the time that it takes to end a request, and to compute
+its prompt again."""
 STAGE_DIR = matching("(?s)/.*", "an absolute path: it means the same folder on every node")
+LAYERS = matching(r"[A-Za-z0-9_-]+", "last names of layers, as [q_proj, v_proj], or [all-linear]")
 RAY_ADDRESS = matching(r"auto|(ray://)?[^\s/]+:\d{1,5}", "auto or HOST:PORT")
 
 
@@ -76,6 +82,38 @@ class ScratchModelConfig(Section):
         yield Rule(self.head_dim % 2 == 0, "head_dim", "must be even: RoPE rotates pairs of it")
 
 
+ALL_LINEAR = "all-linear"
+"""A target of adapters: every linear layer but the output head; of experts, attention alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoraConfig(Section):
+    """A low-rank adapter is trained instead of all weights, and it alone is sent to the engines."""
+
+    SECTION: ClassVar[str] = "model.lora"
+
+    rank: int = field(default=16, metadata=within(1, 1024))
+    alpha: int = field(default=32, metadata=at_least(1))
+    """The adapter's part of the output is multiplied by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR], metadata=LAYERS)
+    """The last names of the linear layers that get one, such as q_proj; all-linear: all but the
+    output head, in a mixture of experts those of attention."""
+    init: LoraInit = LoraInit.kaiming
+    mode: LoraMode = LoraMode.merged
+    resume_from: str | None = field(default=None, metadata=NOT_EMPTY)
+    """A folder with an adapter as peft writes it, with which training begins."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def rules(self) -> Iterator[Rule]:
+        fix = "name at least one, each once, or all-linear alone"
+        is_set = 0 < len({*self.targets}) == len(self.targets)
+        is_whole = self.targets == [ALL_LINEAR] or ALL_LINEAR not in self.targets
+        yield Rule(is_set and is_whole, "targets", fix)
+
+
 @dataclass(kw_only=True, slots=True)
 class ModelConfig(Section):
     """The initial policy: exactly one of `path` and `scratch`."""
@@ -86,6 +124,8 @@ class ModelConfig(Section):
     """Hugging Face name or a local folder."""
     scratch: ScratchModelConfig | None = None
     trust_remote_code: bool = False
+    lora: LoraConfig | None = None
+    """None: all weights are trained."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,8 +137,8 @@ class WarmStartConfig(Section):
     num_steps: int = field(default=0, metadata=at_least(0))
     batch_size: int = field(default=64, metadata=at_least(1))
     learning_rate: float = field(default=1e-3, metadata=POSITIVE)
-    echo_fraction: float = field(default=0.0, metadata=SHARE)
-    """Share of the demonstrations whose last answer repeats the question instead: an unreliable
+    echo_fraction: float = field(default=0.0, metadata=FRACTION)
+    """Fraction of the demonstrations whose last answer repeats the question instead: an unreliable
     teacher, so that RL has something to improve."""
 
 
@@ -107,7 +147,8 @@ class TrainerConfig(Section):
     SECTION: ClassVar[str] = "trainer"
 
     num_ranks: int | None = field(default=None, metadata=at_least(1))
-    """ZeRO-3 ranks. None is 2, or 1 if there are too few GPUs."""
+    """ZeRO-3 ranks. None is 2, or 1 if there are too few GPUs, or without GPUs fewer than 4 cores.
+    """
     num_steps: int = field(default=100, metadata=at_least(1))
     groups_per_step: int = field(default=16, metadata=at_least(1))
     """Prompt groups in one global batch, balanced over the ranks by their passes' cost.
@@ -118,7 +159,7 @@ class TrainerConfig(Section):
     batch_timeout_s: float = field(default=60.0, metadata=live(SECONDS))
     """How long a step waits for a full batch if `min_groups_per_step` is set."""
     num_minibatches: int = field(default=1, metadata=at_least(1))
-    """Optimizer steps per batch. If more than one, proximal log-probabilities are computed first.
+    """Updates with each batch. If more than one, proximal log-probabilities are computed first.
     """
     gradient_accumulation_steps: int = field(default=1, metadata=at_least(1))
     """Steps, each with a batch of its own, whose gradients add up to one update and one policy
@@ -126,7 +167,11 @@ class TrainerConfig(Section):
     publish_every: int = field(default=1, metadata=at_least(1))
     """Every so many policy versions the engines get the weights; the last ones always."""
     micro_batch_tokens: int = field(default=16384, metadata=at_least(1))
-    """Most tokens in one forward pass of one rank: trajectories laid end to end."""
+    """Most tokens in one forward pass of one rank: trajectories laid end to end. Ranks that split
+    them have `sequence_parallel_size` times fewer each."""
+    sequence_parallel_size: int = field(default=1, metadata=at_least(1))
+    """Ranks that split the tokens of each forward pass, for long trajectories: a number that
+    divides `num_ranks` and the model's attention heads."""
     share_prefixes: bool = False
     """Compute the tokens that trajectories of one forward pass begin with, such as the prompt of a
     group, once for all of them."""
@@ -136,17 +181,19 @@ class TrainerConfig(Section):
     lr_schedule: LrSchedule = LrSchedule.constant
     """The course of the learning rate after the warm-up, until `num_steps`."""
     lr_min_ratio: float = field(default=0.0, metadata=within(0, 1))
-    """The last step's learning rate as a share of `learning_rate`; unused by a constant one."""
+    """The last step's learning rate as a fraction of `learning_rate`; unused by a constant one."""
     weight_decay: float = field(default=0.0, metadata=NOT_NEGATIVE)
     adam_beta1: float = field(default=0.9, metadata=within(0, below=1))
     adam_beta2: float = field(default=0.95, metadata=within(0, below=1))
     adam_epsilon: float = field(default=1e-8, metadata=POSITIVE)
     max_grad_norm: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    max_grad_value: float | None = field(default=None, metadata=POSITIVE)
+    """Clip each element of the gradient to so much, after its norm; None: do not."""
     max_grad_spike: float | None = field(default=100.0, metadata=within(above=1))
     """Skip an update whose gradient norm is more than so many times the median of the last 20;
     None: make it."""
     min_ess: float = field(default=0.0, metadata=within(0, below=1))
-    """Skip an update whose effective sample size is less than this share of its tokens: a few of
+    """Skip an update whose effective sample size is less than this fraction of its tokens: a few of
     them carry it, since policies too far away sampled the others."""
     max_skipped_updates: int | None = field(default=10, metadata=at_least(1))
     """End the run when so many updates in a row were skipped for these reasons, or because a
@@ -155,6 +202,9 @@ class TrainerConfig(Section):
     """Peak of a rank's GPU in dense bfloat16, in TFLOP/s, for `mfu`; None: that of NVIDIA's A100,
     H100, H200, B200 and L40S is known."""
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
+    """Hold the inputs of layers, which is what gradient_checkpointing keeps, in pinned host memory
+    until the backward pass."""
     offload_optimizer: bool = False
     """Hold the float32 weights and Adam's moments in pinned host memory, and update there."""
     offload_parameters: bool = False
@@ -173,7 +223,7 @@ class TrainerConfig(Section):
     """Steps between copies of the training state in the host memory of two machines, for ranks that
     start again after one has died; None: they go on from the last checkpoint on disk."""
     checkpoint_groups: bool = True
-    """Whether checkpoints hold the buffer's groups, for a resume whose Redis has lost them; without
+    """Checkpoints hold the buffer's groups, for a resume whose Redis has lost them; without
     them, or if this is off at the resume, their prompts are sampled again."""
     max_restarts: int = field(default=3, metadata=at_least(0))
     """How often the ranks start again from the last checkpoint after one of them has died."""
@@ -182,21 +232,31 @@ class TrainerConfig(Section):
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def rules(self) -> Iterator[Rule]:
-        fix = f"every rank needs a group: at least trainer.num_ranks={self.ranks}"
-        yield Rule(self.groups_per_step >= self.ranks, "groups_per_step", fix)
+        size, parts = self.sequence_parallel_size, "trainer.num_ranks"
+        if size > 1:
+            fix = f"must be a multiple of trainer.sequence_parallel_size={size}"
+            is_whole = self.num_ranks is not None and self.num_ranks % size == 0
+            yield Rule(is_whole, "num_ranks", fix)
+            parts = "(trainer.num_ranks / trainer.sequence_parallel_size)"
+        fix = f"every rank needs a group: at least {parts}={self.dp_size}"
+        yield Rule(self.groups_per_step >= self.dp_size, "groups_per_step", fix)
         least = self.min_groups_per_step
         fix = (
-            f"every rank needs a group: trainer.num_ranks={self.ranks} to "
+            f"every rank needs a group: {parts}={self.dp_size} to "
             f"trainer.groups_per_step={self.groups_per_step}"
         )
-        is_possible = least is None or self.ranks <= least <= self.groups_per_step
+        is_possible = least is None or self.dp_size <= least <= self.groups_per_step
         yield Rule(is_possible, "min_groups_per_step", fix)
-        most = self.groups_per_step // self.ranks
-        fix = f"at most trainer.groups_per_step // trainer.num_ranks = {most}"
+        most = self.groups_per_step // self.dp_size
+        fix = f"at most trainer.groups_per_step // {parts} = {most}"
         yield Rule(self.num_minibatches <= most, "num_minibatches", fix)
         is_constant = self.lr_schedule is LrSchedule.constant
         fix = f"less than trainer.num_steps={self.num_steps}, or trainer.lr_schedule=constant"
         yield Rule(is_constant or self.lr_warmup_steps < self.num_steps, "lr_warmup_steps", fix)
+        fix = "it offloads what trainer.gradient_checkpointing=true keeps: set that too, or false"
+        yield Rule(
+            self.gradient_checkpointing or not self.offload_activations, "offload_activations", fix
+        )
         yield from self._accumulation_rules()
 
     def _accumulation_rules(self) -> Iterator[Rule]:
@@ -221,6 +281,11 @@ class TrainerConfig(Section):
     def ranks(self) -> int:
         """`num_ranks`; if that is None, the most that the run will have."""
         return 2 if self.num_ranks is None else self.num_ranks
+
+    @property
+    def dp_size(self) -> int:
+        """Parts of a batch: ranks, or groups of ranks that split the same rows."""
+        return self.ranks // self.sequence_parallel_size
 
 
 @dataclass(kw_only=True, slots=True)
@@ -311,7 +376,7 @@ class WeightSyncConfig(Section):
     stage_dir: str | None = field(default=None, metadata=STAGE_DIR)
     """Folder of the staged versions, on every node; None is /dev/shm."""
     commit: CommitStrategy = CommitStrategy.staged_disk
-    pause_mode: PauseMode = PauseMode.resubmit
+    pause_mode: PauseMode = PauseMode.auto
     max_concurrent_commits: int = field(default=1, metadata=at_least(1))
     """Engines that may pause for a commit at the same time."""
     commit_timeout_s: float = field(default=120.0, metadata=SECONDS)
@@ -322,7 +387,7 @@ class WeightSyncConfig(Section):
     full_every: int = field(default=1, metadata=at_least(1))
     """Publishes from one full version to the next; those between send only what changed."""
     max_delta_density: float = field(default=0.25, metadata=within(0, 0.5))
-    """If a larger share of elements changed, everything is sent. Above 0.5 a delta of 2-byte
+    """If a larger fraction of elements changed, everything is sent. Above 0.5 a delta of 2-byte
     weights would be larger than the weights."""
     timeout_s: float = field(default=30.0, metadata=SECONDS)
     """Longest silence of a member, beyond what its bytes need at `min_bandwidth`."""
@@ -379,7 +444,7 @@ class RunConfig(Section):
     panel: bool = True
     """Draw the live panel; without a terminal each step prints a line."""
     loggers: list[Logger] = field(default_factory=list)
-    """What also gets the metrics: tensorboard (event files in the run's folder, needs the extra
+    """Other readers of the metrics: tensorboard (event files in the run's folder, needs the extra
     leash-rl[tensorboard]), wandb (Weights & Biases, needs leash-rl[wandb])."""
     prometheus_port: int | None = field(default=None, metadata=PORT)
     """Port on cluster.host where Prometheus can read metrics; 0 takes a free one, None disables it.
@@ -391,6 +456,7 @@ class Config(Section):
     """A whole run."""
 
     experiment: str = "quickstart"
+    """Name of its file, or what a file of your own says here. Begins the name of the run."""
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -404,6 +470,7 @@ class Config(Section):
     def rules(self) -> Iterator[Rule]:
         """Constraints between settings of several sections."""
         yield from self._model_rules()
+        yield from self._adapter_rules()
         yield from self._weight_rules()
         yield from self._version_rules()
         yield from self._tail_rules()
@@ -438,7 +505,7 @@ class Config(Section):
             "model.path",
             "model.scratch would build another model; add model=pretrained to disable it",
         )
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        longest = self.rollout.longest_trajectory
         yield Rule(
             longest <= self.trainer.micro_batch_tokens,
             "trainer.micro_batch_tokens",
@@ -461,6 +528,48 @@ class Config(Section):
                 longest,
             )
 
+    def _adapter_rules(self) -> Iterator[Rule]:
+        """Rules for engines that serve versions of an adapter beside each other."""
+        lora, engine, sync = self.model.lora, self.rollout.engine, self.weight_sync
+        if lora is None or lora.mode is not LoraMode.versions:
+            return
+        fix = (
+            "with model.lora.mode=versions an engine must be one process with one group of GPUs: "
+            f"remove {', '.join(engine.splitting_args)} and set rollout.num_engines, or choose "
+            "model.lora.mode=merged"
+        )
+        yield Rule(not engine.splitting_args, "rollout.engine.extra_args", fix)
+        yield Rule(
+            self.pause_mode is PauseMode.resubmit,
+            "weight_sync.pause_mode",
+            "with model.lora.mode=versions no engine pauses: leave it at auto; requests end "
+            "only of the oldest version, where all slots are in use",
+        )
+        yield Rule(
+            sync.commit is CommitStrategy.staged_disk,
+            "weight_sync.commit",
+            "with model.lora.mode=versions an engine reads adapters from their files: choose "
+            "staged_disk",
+        )
+        yield Rule(
+            sync.commit_timeout_s >= 30,
+            "weight_sync.commit_timeout_s",
+            "with model.lora.mode=versions a load may wait 20 s until requests of the oldest "
+            "version have ended: set at least 30",
+        )
+        yield Rule(
+            self.rollout.tail is not TailPolicy.interrupt_and_resume,
+            "rollout.tail",
+            "it stops each request at each version, as model.lora.mode=versions is to avoid: "
+            "choose another, or model.lora.mode=merged",
+        )
+        yield Rule(
+            not engine.deterministic,
+            "rollout.engine.deterministic",
+            "SGLang's kernels for adapters are not known to be batch-invariant: set false, "
+            "or choose model.lora.mode=merged",
+        )
+
     def _weight_rules(self) -> Iterator[Rule]:
         engine, sync = self.rollout.engine, self.weight_sync
         yield Rule(
@@ -469,26 +578,56 @@ class Config(Section):
             "with weight_sync.pause_mode=retract a request would find its old prefix in the cache; "
             "set weight_sync.pause_mode=resubmit or rollout.engine.radix_cache=false",
         )
+        algorithm = self.algorithm
+        is_weighted = algorithm.is_anchored_at_rollout or any(
+            one.IS_WEIGHT or one.is_own for one in algorithm.correction
+        )
+        reads_ratio = algorithm.loss.ANCHOR == "proximal" and algorithm.policy_weight > 0
+        yield Rule(
+            is_weighted or not (reads_ratio and engine.quantizes_cache),
+            "algorithm.correction",
+            "with --kv-cache-dtype in rollout.engine.extra_args engines sample from another policy "
+            "than the one that is trained: weight their tokens, as by [{kind: tis_token}]",
+            algorithm.corrections,
+        )
         yield Rule(
             sync.commit_timeout_s < engine.request_timeout_s,
             "weight_sync.commit_timeout_s",
             "a request that waits for a commit must not time out first: set less than "
             f"rollout.engine.request_timeout_s={engine.request_timeout_s:g}",
         )
-        ends_all = sync.pause_mode in (PauseMode.resubmit, PauseMode.drain)
+        keeps = sync.pause_mode in (PauseMode.retract, PauseMode.in_place)
         yield Rule(
-            not (ends_all and engine.dp_size > 1),
+            keeps or engine.dp_size == 1,
             "weight_sync.pause_mode",
             "with --dp-size SGLang only reports whether its first part has ended all requests; set "
             "in_place, or retract with rollout.engine.radix_cache=false",
         )
-        longest_s = self.buffer.wait_timeout_s - sync.commit_timeout_s
         yield Rule(
-            sync.pause_mode is not PauseMode.drain or sync.drain_timeout_s < longest_s,
+            sync.pause_mode is not PauseMode.drain or self._can_drain,
             "weight_sync.drain_timeout_s",
             "a sample may wait for the only engine while it drains and commits: set less than "
-            f"buffer.wait_timeout_s - weight_sync.commit_timeout_s = {longest_s:g}",
+            f"buffer.wait_timeout_s - weight_sync.commit_timeout_s = {self._longest_drain_s:g}",
         )
+
+    @property
+    def pause_mode(self) -> PauseMode:
+        """`weight_sync.pause_mode`, with `auto` resolved. A run's settings keep `auto`: what it
+        depends on may change when the run is resumed."""
+        if self.weight_sync.pause_mode is not PauseMode.auto:
+            return self.weight_sync.pause_mode
+        is_short = self.rollout.max_response_tokens <= SHORT_RESPONSE
+        pauses = self.model.lora is None or self.model.lora.mode is not LoraMode.versions
+        drains = is_short and pauses and self._can_drain
+        return PauseMode.drain if drains else PauseMode.resubmit
+
+    @property
+    def _can_drain(self) -> bool:
+        return self.weight_sync.drain_timeout_s < self._longest_drain_s
+
+    @property
+    def _longest_drain_s(self) -> float:
+        return self.buffer.wait_timeout_s - self.weight_sync.commit_timeout_s
 
     def _version_rules(self) -> Iterator[Rule]:
         trainer, most = self.trainer, self.buffer.max_staleness + 1
@@ -510,6 +649,14 @@ class Config(Section):
             "trainer.gradient_accumulation_steps",
             "each of algorithm.streams has a denominator of its own, which is not known before the "
             "last step; set 1, or remove the streams",
+        )
+        is_sum = self.algorithm.aggregation.kind == "token_sum"
+        yield Rule(
+            trainer.gradient_accumulation_steps == 1
+            or not (is_sum and self.algorithm.load_balancing_weight),
+            "trainer.gradient_accumulation_steps",
+            "with algorithm.aggregation=token_sum the load balancing losses of all steps would add "
+            "up; set 1, or algorithm.load_balancing_weight=0",
         )
 
     def _tail_rules(self) -> Iterator[Rule]:
@@ -547,22 +694,20 @@ class Config(Section):
             section = f"task.tasks.{name}" if name else "task"
             for rule in self._rules_of_task(task, section):
                 yield rule._replace(setting=f"{section}.{rule.setting}")
-        teachers = [n for n, r in self.task.rewards.items() if r.kind is RewardKind.teacher]
         yield Rule(
-            len(teachers) <= 1,
+            len(self.task.teachers) <= 1,
             "task.rewards",
             "a trajectory has one column of teacher log-probabilities; keep one part with "
             "kind=teacher",
-            teachers,
+            self.task.teachers,
         )
 
     def _rules_of_task(self, task: TaskConfig, section: str) -> Iterator[Rule]:
-        kinds = [reward.kind for reward in task.rewards.values()]
-        shown = [kind.name for kind in kinds]
-        parts = [r for r in task.rewards.values() if r.kind is not RewardKind.teacher]
+        shown = [reward.kind.name for reward in task.rewards.values()]
+        parts = [reward for reward in task.rewards.values() if reward.gives_reward]
         # Streams may learn without any reward.
         algorithm = self.algorithm
-        learns_from_rewards = algorithm.policy_weight > 0 and algorithm.loss != "supervised"
+        learns_from_rewards = algorithm.policy_weight > 0 and algorithm.loss.kind != "supervised"
         yield Rule(
             not task.rewards or bool(parts) or not learns_from_rewards,
             "rewards",
@@ -579,7 +724,7 @@ class Config(Section):
         )
         brings_rewards = task.env is not None or task.agent is not None
         yield Rule(
-            task.kind is not TaskKind.code or RewardKind.code_tests in kinds or brings_rewards,
+            task.kind is not TaskKind.code or any(r.runs_tests for r in parts) or brings_rewards,
             "rewards",
             "an answer of task.kind=code is scored by running its tests; set "
             f"{section}.rewards={{tests: {{kind: code_tests}}}}, or give rewards in {section}.env "
@@ -588,14 +733,14 @@ class Config(Section):
         )
         timeout_s = self.rollout.reward_timeout_s
         for reward in parts:
-            if reward.kind is not RewardKind.code_tests or reward.url is not None:
+            if not reward.runs_tests or reward.url is not None:
                 continue
             compile_s = reward.compile_time_s if reward.compile else 0.0
             after = f" (after compile_time_s={compile_s:g})" if compile_s else ""
             yield Rule(
-                compile_s + reward.wall_time_s <= SHARE_OF_TESTS * timeout_s,
+                compile_s + reward.wall_time_s <= TEST_TIME_FRACTION * timeout_s,
                 "rewards.*.wall_time_s",
-                f"all tests of an answer{after} must end within {SHARE_OF_TESTS:g} of "
+                f"all tests of an answer{after} must end within {TEST_TIME_FRACTION:g} of "
                 f"rollout.reward_timeout_s={timeout_s:g}, so that one would never get as long; "
                 "give it less, or raise rollout.reward_timeout_s",
                 reward.wall_time_s,
@@ -626,40 +771,41 @@ class Config(Section):
 
     def _algorithm_rules(self) -> Iterator[Rule]:
         algorithm, advantage = self.algorithm, self.algorithm.advantage
-        for rule in algorithm.off_policy_rules(
+        off_policy = algorithm.off_policy_rules(
             self.buffer.max_staleness, self.trainer.num_minibatches
-        ):
+        )
+        for rule in off_policy:
             yield rule._replace(setting=f"algorithm.{rule.setting}")
         yield Rule(
-            advantage.kind != "gdpo" or bool(self.full_algorithm.advantage.part_weights),
+            not isinstance(advantage, Gdpo) or bool(self._part_weights(advantage)),
             "algorithm.advantage.kind",
             "it needs named parts of the reward; set task.rewards, or, for the parts of an "
             "environment, algorithm.advantage.part_weights",
         )
-        kinds = [reward.kind for reward in self.task.rewards.values()]
-        shown = [kind.name for kind in kinds]
+        has_teacher = bool(self.task.teachers)
+        shown = [reward.kind.name for reward in self.task.rewards.values()]
         yield Rule(
-            RewardKind.teacher in kinds or not algorithm.needs_teacher,
+            has_teacher or not algorithm.needs_teacher,
             "task.rewards",
             "a stream with loss=teacher_kl learns from a teacher's log-probabilities; add one, as "
             "task.rewards.teacher={kind: teacher, url: http://host:port/v1, model: NAME}",
             shown,
         )
         yield Rule(
-            RewardKind.teacher not in kinds or algorithm.may_read_teacher,
+            not has_teacher or algorithm.may_read_teacher,
             "task.rewards",
             "nothing would read the teacher's log-probabilities; set "
             "algorithm.streams.teacher.loss=teacher_kl, or remove the teacher",
             shown,
         )
         imitates = any(
-            stream.loss == "supervised" and stream.tokens is StreamTokens.answers
+            stream.loss.kind == "supervised" and stream.tokens is StreamTokens.answers
             for stream in algorithm.streams.values()
         )
         for what, has in {
             "algorithm.kl.weight above 0": algorithm.kl.weight > 0,
-            "a teacher in task.rewards": RewardKind.teacher in kinds,
-            "algorithm.loss=supervised": algorithm.loss == "supervised",
+            "a teacher in task.rewards": has_teacher,
+            "algorithm.loss=supervised": algorithm.loss.kind == "supervised",
             "algorithm.streams.*.loss=supervised with tokens=answers": imitates,
         }.items():
             yield Rule(
@@ -671,7 +817,7 @@ class Config(Section):
             )
         teaches_at_equal_rewards = {
             "policy_weight=0": algorithm.policy_weight == 0,
-            "loss=supervised": algorithm.loss == "supervised",
+            "loss=supervised": algorithm.loss.kind == "supervised",
             f"advantage.kind={advantage.kind}": advantage.kind in ("reinforce_pp", "gdpo"),
             "streams.*.loss=teacher_kl": algorithm.needs_teacher,
         }
@@ -692,28 +838,70 @@ class Config(Section):
         )
 
     @property
-    def full_algorithm(self) -> AlgorithmConfig:
-        """`algorithm`, with what other sections say where it says nothing."""
-        algorithm, longest = self.algorithm, self.rollout.max_response_tokens
-        advantage = algorithm.advantage
-        end = None if advantage.overlong_start is None else advantage.overlong_end or longest
-        weights = {
-            name: reward.weight
-            for name, reward in self.task.rewards.items()
-            if reward.kind is not RewardKind.teacher
-        }
-        return replace(
-            algorithm,
-            aggregation_length=algorithm.aggregation_length or longest,
-            advantage=replace(
-                advantage,
-                part_weights=advantage.part_weights or weights,
-                overlong_end=end,
-            ),
+    def idle_settings(self) -> str:
+        """A sentence about settings of the loss that were changed and have no effect; "" for none.
+
+        They are not refused, because files of configs/algorithm set them.
+        """
+        loss = self.algorithm.loss
+        usual = asdict(type(loss)(kind=loss.kind))
+        changed = [
+            f"algorithm.loss.{name}={value}"
+            for name, value in asdict(loss).items()
+            if value != usual[name]
+        ]
+        if not (changed and self.algorithm.has_unit_ratio(self.trainer.num_minibatches)):
+            return ""
+        return (
+            f"{' and '.join(changed)} will change no gradient: with trainer.num_minibatches=1 and "
+            "algorithm.proximal=recomputed the ratio that a loss bounds is 1. Raise "
+            "trainer.num_minibatches, or set algorithm.proximal=rollout and algorithm.correction=[]"
         )
 
+    @property
+    def full_algorithm(self) -> AlgorithmConfig:
+        """`algorithm` with each length that it leaves open, which is then
+        rollout.max_response_tokens, and with the weights of the parts of the reward."""
+        algorithm, longest = self.algorithm, self.rollout.max_response_tokens
+
+        def filled(aggregation: AggregationConfig) -> AggregationConfig:
+            if not isinstance(aggregation, SequenceMeanTokenSumNorm):
+                return aggregation
+            length = aggregation.aggregation_length or longest
+            return replace(aggregation, aggregation_length=length)
+
+        advantage = algorithm.advantage
+        if advantage.overlong_start is not None:
+            advantage = replace(advantage, overlong_end=advantage.overlong_end or longest)
+        if isinstance(advantage, Gdpo | OwnAdvantage):
+            advantage = replace(advantage, part_weights=self._part_weights(advantage))
+        return replace(
+            algorithm,
+            aggregation=filled(algorithm.aggregation),
+            streams={
+                name: replace(stream, aggregation=filled(stream.aggregation))
+                for name, stream in algorithm.streams.items()
+            },
+            advantage=advantage,
+        )
+
+    def _part_weights(self, advantage: Gdpo | OwnAdvantage) -> dict[str, float]:
+        rewards = self.task.rewards.items()
+        kept = {name: reward.weight for name, reward in rewards if reward.gives_reward}
+        return advantage.part_weights or kept
+
+    @property
+    def keeps_first_policy(self) -> bool:
+        """Whether the reference of algorithm.kl is the policy that RL begins with, and no folder
+        that the settings name has its weights."""
+        model, kl = self.model, self.full_algorithm.kl
+        is_changed = self.trainer.warm_start.num_steps > 0 or (
+            model.lora is not None and model.lora.resume_from is not None
+        )
+        return kl.weight > 0 and kl.reference is None and is_changed
+
     def rules_without_gpus(self, why: str) -> Iterator[Rule]:
-        """Rules for a run without GPUs, to be passed to `hold`; `why` says why it has none."""
+        """Rules for a run without GPUs, to be passed to `enforce`; `why` says why it has none."""
         yield Rule(
             self.weight_sync.commit is not CommitStrategy.ipc,
             "weight_sync.commit",

@@ -17,11 +17,10 @@ from buffer.redis.connection import (
     DiskFullError,
     MemoryFullError,
     NotAllowedError,
-    connect,
+    connect_as,
 )
 from buffer.redis.server import EmbeddedServer
 from buffer.run_state import RunState
-from configs.load import read_config
 from configs.schema import BufferConfig
 from controller.ray_environment import LOOPBACK
 from controller.run_dir import RunDir, RunDirError
@@ -43,7 +42,7 @@ class BufferAddress:
 
 
 def impatient(settings: BufferConfig) -> BufferConfig:
-    """Those of a command: somebody waits for its answer."""
+    """The settings with a short outage: somebody waits for the command."""
     return replace(settings, outage_timeout_s=ANSWER_TIMEOUT_S)
 
 
@@ -54,13 +53,17 @@ def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAd
     If a finished run had its own server, one is started on its data for the duration of the block.
     Raises RunDirError if the address is unknown, and ConnectionError for errors of the server.
     """
-    settings = impatient(read_config(run_dir.path / "config.yaml").buffer)
-    known = _known_url(run_dir, settings) if url is None else _given_url(url, settings)
-    server = None if known is not None else _serve(run_dir, settings)
+    settings = impatient(run_dir.read_config().buffer)
+    if url is None:
+        known = _known_url(run_dir, settings)
+    else:
+        known = with_password(url, None if has_password(url) else settings.password_file)
+    server = None
+    if known is None:
+        server = _serve(run_dir, settings)
+        known = server.url
     try:
-        where = server.url if server is not None else known
-        assert where is not None
-        yield BufferAddress(url=where, run=run_dir.name, settings=settings)
+        yield BufferAddress(url=known, run=run_dir.name, settings=settings)
     except (NotAllowedError, MemoryFullError, DiskFullError, DamagedRunError) as error:
         raise ConnectionError(str(error)) from error
     finally:
@@ -77,10 +80,6 @@ def _serve(run_dir: RunDir, settings: BufferConfig) -> EmbeddedServer:
             "address of its buffer with --url"
         )
     return EmbeddedServer.start(folder, settings, LOOPBACK, run_dir.log_of("redis"))
-
-
-def _given_url(url: str, settings: BufferConfig) -> str:
-    return with_password(url, None if has_password(url) else settings.password_file)
 
 
 def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
@@ -107,9 +106,14 @@ async def open_buffer(address: BufferAddress) -> Buffer:
     return await connect_buffer(address.url, address.run, address.settings)
 
 
-async def open_state(address: BufferAddress) -> RunState:
-    """A client of the run's other state in Redis; close it. Raises BufferConnectionError."""
-    return await RunState.connect(address.url, address.run, address.settings)
+@asynccontextmanager
+async def opened_state(address: BufferAddress) -> AsyncIterator[RunState]:
+    """A client of the run's other state in Redis, closed at the end of the block."""
+    state = await RunState.connect(address.url, address.run, address.settings)
+    try:
+        yield state
+    finally:
+        await state.close()
 
 
 @asynccontextmanager
@@ -125,7 +129,7 @@ async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
 @asynccontextmanager
 async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
     """A client of its Redis, for reads that the buffer does not offer."""
-    redis = await connect(address.url, tls_ca_file=address.settings.tls_ca_file)
+    redis = await connect_as(address.url, address.settings)
     try:
         yield redis
     finally:

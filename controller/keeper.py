@@ -15,15 +15,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
 from configs.environment import FORK_SERVERS_VARIABLE
-from configs.load import read_config
+from controller import no_agent
 from controller.run_dir import RunDir
 from controller.start import ray_worker
 from controller.start.ray_keeper import RECORD
@@ -59,17 +60,26 @@ def main(folder: str, options: str) -> None:
 
 
 def _start_less() -> None:
-    """Ray on one machine without its autoscaler, the copier of logs and the dashboard: each is a
-    process that imports for seconds, and none has anything to do here. No option leaves them out.
+    """Ray on one machine without its autoscaler, the copier of logs, the dashboard and its agent:
+    each is a process that imports for seconds, and none has anything to do here. No option leaves
+    them out.
     """
     RayParams.no_monitor = property(lambda _self: True, lambda _self, _value: None)
     RayParams.include_log_monitor = property(lambda _self: False, lambda _self, _value: None)
     Node.start_api_server = lambda _self, **_options: None
+    python = services._build_python_executable_command_memory_profileable
+
+    def build_command(component: str, *others: Any, **options: Any) -> list[str]:
+        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT:
+            return [sys.executable, "-I", "-S", no_agent.__file__]
+        return list(python(component, *others, **options))
+
+    services._build_python_executable_command_memory_profileable = build_command
 
 
 def _watch(run_dir: RunDir, is_asked: threading.Event) -> None:
     """Returns when the run has ended, or the keeper is asked to end."""
-    timeout_s = read_config(run_dir.path / "config.yaml").run.attach_timeout_s
+    timeout_s = run_dir.read_config().run.attach_timeout_s
     seen_at = time.monotonic()
     while not is_asked.wait(POLL_S):
         record = run_dir.read_record()

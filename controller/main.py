@@ -1,5 +1,5 @@
-"""The command line: `leash launch | resume | attach | dry-run | try | sandbox | status | stop |
-report | export | tune | timeline`, and for a run's buffer `leash depth | trace | show |
+"""The command line: `leash launch | resume | attach | dry-run | simulate | try | sandbox | status |
+stop | report | export | tune | timeline`, and for a run's buffer `leash depth | trace | show |
 quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.environment import asked_directly
-from configs.printable import printable
 from controller.signals import (
     EXIT_FAILED,
     EXIT_RAY_LOST,
@@ -35,6 +34,7 @@ from controller.signals import (
     StopRequest,
     run_guarded,
 )
+from host.printable import printable
 
 if TYPE_CHECKING:
     from configs.schema import Config
@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 
 EXIT_BAD_INPUT = 2
 EXIT_NOT_ATTACHED = 3
-"""Of a controller whose guard then starts another, which resumes the run."""
+"""The controller could not attach: its guard starts another, which resumes the run."""
+
+
+WRITING = ("stop", "report", "timeline", "export")
+"""Commands that write into the run's folder."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,29 +54,29 @@ def _parser() -> argparse.ArgumentParser:
         prog="leash", description="Start RL post-training, watch it, change it, and go on with it."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb, what in (
-        ("launch", "train"),
-        ("dry-run", "print config and plan, start nothing"),
-        ("try", "run a few episodes of a task with any model, without training"),
-        ("sandbox", "run programs for rewards of runs on other machines"),
-    ):
-        sub = verbs.add_parser(verb, help=what)
+
+    def command(verb: str, what: str, function: str) -> argparse.ArgumentParser:
+        """A command that calls `function` with its arguments, by their names."""
+        sub = verbs.add_parser(verb, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        sub.set_defaults(function=function)
+        return sub
+
+    def on_settings(verb: str, what: str, function: str) -> argparse.ArgumentParser:
+        sub = command(verb, what, function)
         sub.add_argument(
             "--experiment",
             default="quickstart",
-            help="a file of configs/experiment (default: %(default)s)",
+            help="a file of configs/experiment, or the path of your own (default: %(default)s)",
         )
         sub.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=4")
-
-    _add_options_of_try(verbs.choices["try"])
-    _add_options_of_sandbox(verbs.choices["sandbox"])
+        return sub
 
     def on_run(verb: str, what: str, function: str) -> argparse.ArgumentParser:
-        """A command on an existing run; `function` gets its folder and the other arguments."""
-        sub = verbs.add_parser(verb, help=what)
+        """A command on an existing run, whose folder it gets as `run_dir`."""
+        sub = command(verb, what, function)
         sub.add_argument("--run", help="name of the run (default: the newest)")
-        sub.add_argument("--dir", default="runs", help="folder that holds the runs")
-        sub.set_defaults(function=function)
+        where = "folder that holds the runs (default: %(default)s)"
+        sub.add_argument("--dir", default="runs", help=where)
         return sub
 
     def on_buffer(verb: str, what: str, function: str) -> argparse.ArgumentParser:
@@ -81,63 +85,91 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--url", help="Redis of the buffer, if the run's folder does not name it")
         return sub
 
-    resume = on_run("resume", "continue a run that has ended, from its last checkpoint", "")
-    resume.add_argument("overrides", nargs="*", help="settings to change, as trainer.num_steps=200")
-    on_run("attach", "be the controller of a run whose own one was killed", "")
-    on_run("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
-    on_run("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
-    on_run("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
-    export = on_run(
-        "export", "write the model of a checkpoint for transformers", "commands.export:export_model"
-    )
-    export.add_argument("--step", type=int, help="default: the newest checkpoint's")
-    export.add_argument("--to", type=Path, help="folder (default: in the run's)")
-    tune = on_run("tune", "change settings of a running job", "commands.tune:tune")
-    tune.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=1")
-    timeline = on_run(
-        "timeline", "draw how a version reached the engines", "report.timeline:draw_timeline"
-    )
-    timeline.add_argument("--version", type=int, help="default: the newest that all engines took")
-    depth = on_buffer("depth", "what the buffer holds, in one line", "commands.depth:print_depth")
-    depth.add_argument("--watch", action="store_true", help="redraw it until Ctrl-C")
-    trace = on_buffer("trace", "the life of one group", "commands.trace:print_trace")
-    trace.add_argument("group_id", metavar="group", help="id of the group")
-    show = on_buffer("show", "what a group says, token by token", "commands.show:print_group")
-    show.add_argument(
-        "group_id", metavar="group", nargs="?", help="id of the group (default: the last recorded)"
-    )
-    quarantine = on_buffer(
-        "quarantine", "groups that are kept but not trained", "commands.quarantine:quarantine"
-    )
-    choice = quarantine.add_mutually_exclusive_group()
-    choice.add_argument("--release", metavar="ID", help="let this group be trained again")
-    choice.add_argument("--discard", metavar="ID", help="drop this group")
-    dump = on_buffer(
-        "buffer-dump", "write the buffer's groups to a file", "commands.dump:dump_to_file"
-    )
-    dump.add_argument("file", type=Path, help="the file to write")
-    load = on_buffer("buffer-load", "push the groups of a dump", "commands.dump:load_from_file")
-    load.add_argument("file", type=Path, help="a file that buffer-dump wrote")
+    _add_commands_on_settings(on_settings)
+    _add_commands_on_runs(on_run)
+    _add_commands_on_buffers(on_buffer)
     return parser
 
 
-def _add_options_of_try(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--url",
-        help="OpenAI-compatible, as http://host/v1 (default: an SGLang server is started here)",
-    )
-    parser.add_argument(
-        "--model",
-        help="name of the model there; without a URL a folder to serve (default: the launch's)",
-    )
-    parser.add_argument("--key-env", help="environment variable of the key (OPENAI_API_KEY)")
-    parser.add_argument("--episodes", type=int, default=4, help="how many (default: %(default)s)")
+Add = Callable[[str, str, str], argparse.ArgumentParser]
 
 
-def _add_options_of_sandbox(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="to listen at (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8080, help="(default: %(default)s)")
-    parser.add_argument("--key-env", help="environment variable of the key (default: no key)")
+def _add_commands_on_settings(add: Add) -> None:
+    add("launch", "train", "")
+    add("dry-run", "print config and plan, start nothing", "start.preflight:dry_run")
+    words = "how many GPUs for each pool, and which max_staleness, before any is rented"
+    simulating = add("simulate", words, "commands.simulate:simulate_run")
+    for name, kind, usual, what in (
+        ("gpus", int, 16, "GPUs in all"),
+        ("gpu", str, "H100", "their kind: A100, H100, H200, B200 or L40S"),
+        ("lengths", str, "1000,8000", "median and 99th percentile of the answers' tokens"),
+        ("lengths-of", Path, None, "folder of a run whose recorded answers give the lengths"),
+        ("prompt", int, 256, "tokens of a prompt"),
+        ("parameters", float, None, "of the model (default: as the settings name it)"),
+        ("active", float, None, "parameters of a token, in a mixture of experts"),
+        ("kv", float, None, "elements that a token adds to the KV cache"),
+        ("mfu", float, 0.4, "share of the GPUs' peak that training reaches"),
+        ("wire", float, 10.0, "GB/s at which a machine takes new weights"),
+        ("switch-s", float, 10.0, "seconds of a step in which a colocated loop changes phases"),
+        ("reward-s", float, 0.0, "seconds of a group's reward"),
+        ("price", float, 0.0, "of a GPU-hour"),
+        ("steps", int, 40, "steps to simulate"),
+        ("plot", Path, None, "file for a picture"),
+    ):
+        described = what if usual is None else f"{what} (default: %(default)s)"
+        simulating.add_argument(f"--{name}", type=kind, default=usual, help=described)
+    words = "run a few episodes of a task with any model, without training"
+    trying = add("try", words, "commands.try_task:try_task")
+    words = "OpenAI-compatible, as http://host/v1 (default: an SGLang server is started here)"
+    trying.add_argument("--url", help=words)
+    words = "name of the model there; without a URL a folder to serve (default: the launch's)"
+    trying.add_argument("--model", help=words)
+    trying.add_argument("--key-env", help="environment variable of the key (OPENAI_API_KEY)")
+    trying.add_argument("--episodes", type=int, default=4, help="how many (default: %(default)s)")
+    words = "run programs for rewards of runs on other machines"
+    sandbox = add("sandbox", words, "commands.sandbox:serve_sandbox")
+    words = "to listen at (default: %(default)s)"
+    sandbox.add_argument("--host", default="127.0.0.1", help=words)
+    sandbox.add_argument("--port", type=int, default=8080, help=words)
+    sandbox.add_argument("--key-env", help="environment variable of the key (default: no key)")
+
+
+def _add_commands_on_runs(add: Add) -> None:
+    resume = add("resume", "continue a run that has ended, from its last checkpoint", "")
+    resume.add_argument("overrides", nargs="*", help="settings to change, as trainer.num_steps=200")
+    add("attach", "be the controller of a run whose own one was killed", "")
+    add("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
+    add("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
+    add("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
+    words = "write the model of a checkpoint for transformers"
+    export = add("export", words, "commands.export:export_model")
+    export.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
+    export.add_argument("--to", type=Path, help="folder (default: in the run's)")
+    tune = add("tune", "change settings of a running job", "commands.tune:tune")
+    tune.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=1")
+    words = "draw how a version reached the engines"
+    timeline = add("timeline", words, "report.timeline:draw_timeline")
+    words = "policy version (default: the newest that all engines took)"
+    timeline.add_argument("--version", type=int, help=words)
+
+
+def _add_commands_on_buffers(add: Add) -> None:
+    depth = add("depth", "what the buffer holds, in one line", "commands.depth:print_depth")
+    depth.add_argument("--watch", action="store_true", help="redraw it until Ctrl-C")
+    trace = add("trace", "the life of one group", "commands.trace:print_trace")
+    trace.add_argument("group_id", metavar="group", help="id of the group")
+    show = add("show", "what a group says, token by token", "commands.show:print_group")
+    words = "id of the group (default: the last recorded)"
+    show.add_argument("group_id", metavar="group", nargs="?", help=words)
+    words = "groups that are kept but not trained"
+    quarantine = add("quarantine", words, "commands.quarantine:quarantine")
+    choice = quarantine.add_mutually_exclusive_group()
+    choice.add_argument("--release", metavar="ID", help="let this group be trained again")
+    choice.add_argument("--discard", metavar="ID", help="drop this group")
+    dump = add("buffer-dump", "write the buffer's groups to a file", "commands.dump:dump_to_file")
+    dump.add_argument("file", type=Path, help="the file to write")
+    load = add("buffer-load", "push the groups of a dump", "commands.dump:load_from_file")
+    load.add_argument("file", type=Path, help="a file that buffer-dump wrote")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,7 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     os.environ.update(asked_directly(["127.0.0.1", "::1", "localhost"]))
-    return _reporting(lambda: _dispatch(_parse(argv)))
+    words = sys.argv[1:] if argv is None else argv
+    return _reporting(lambda: _dispatch(_parse(words), words))
 
 
 def _reporting(what: Callable[[], int]) -> int:
@@ -164,7 +197,7 @@ def _reporting(what: Callable[[], int]) -> int:
         return EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Accepts settings before and after options, which argparse alone rejects."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -176,97 +209,89 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _dispatch(arguments: argparse.Namespace) -> int:
+def _dispatch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
     if arguments.verb in ("launch", "resume", "attach"):
+        from controller.forked import launcher_descriptor, run_forked
+
+        if arguments.verb != "attach":
+            code = run_forked(words, _config_of(arguments))
+            if code is not None:
+                return code
         return run_guarded(
-            lambda stop, tell: _reporting(lambda: _launch(arguments, stop, tell)), _Finish()
+            lambda stop, tell: _reporting(lambda: _launch(arguments, stop, tell)),
+            _Finish(),
+            launcher_descriptor(),
         )
-    if arguments.verb == "dry-run":
-        from configs.load import load_config
+    given = vars(arguments)
+    verb, function = given.pop("verb"), given.pop("function")
+    if "run" in given:
+        from controller.run_dir import RunDir
 
-        return _dry_run(load_config(arguments.overrides, arguments.experiment))
-    if arguments.verb == "try":
+        given["run_dir"] = run_dir = RunDir.find(given.pop("dir"), given.pop("run"))
+        if verb in WRITING:
+            os.umask(run_dir.umask)
+    if verb == "try":
         _prepare_deepspeed()
-        from controller.commands.try_task import try_task
+    module, _, name = function.partition(":")
+    getattr(import_module(f"controller.{module}"), name)(**given)
+    return 0
 
-        try_task(
-            arguments.overrides,
-            arguments.experiment,
-            url=arguments.url,
-            model=arguments.model,
-            key_env=arguments.key_env,
-            num_episodes=arguments.episodes,
-        )
-        return 0
-    if arguments.verb == "sandbox":
-        from controller.commands.sandbox import serve_sandbox
 
-        serve_sandbox(
-            arguments.overrides,
-            arguments.experiment,
-            host=arguments.host,
-            port=arguments.port,
-            key_env=arguments.key_env,
-        )
-        return 0
-    return _on_existing_run(arguments)
+def _config_of(arguments: argparse.Namespace) -> Config:
+    from configs.load import load_config
+    from controller.run_dir import RunDir
+
+    if arguments.verb == "launch":
+        return load_config(arguments.overrides, arguments.experiment)
+    return RunDir.find(arguments.dir, arguments.run).read_config(arguments.overrides)
 
 
 def _launch(
     arguments: argparse.Namespace, stop: StopRequest, announce_folder: Callable[[str], None]
 ) -> int:
     with contextlib.ExitStack() as servers:
-        return _launch_with(servers, arguments, stop, announce_folder)
+        with stop.interrupting():  # nothing has been started yet
+            from buffer.redis.address import password_of_environment
+            from configs.load import load_config
+            from controller.ray_environment import prepare_environment
+            from controller.run_dir import RunDir
+            from controller.start.fork_servers import fork_servers
+            from controller.start.resume import find_resumption
 
+            if arguments.verb == "launch":
+                config = load_config(arguments.overrides, arguments.experiment)
+            elif arguments.verb == "attach":
+                run_dir = RunDir.find(arguments.dir, arguments.run)
+                run_dir.check_alone()
+                announce_folder(run_dir.run_id)
+                config = run_dir.read_config()
+            else:
+                run_dir = RunDir.find(arguments.dir, arguments.run)
+                # Before anything is ended: a typo must not cost a run whose processes go on. Until
+                # those have ended they may complete another checkpoint: `resume` looks again.
+                config = find_resumption(run_dir, arguments.overrides).config
+                run_dir.check_ended()
+                _end_dead(run_dir)
+            password_of_environment()  # removes it: no child process may inherit it
+            prepare_environment(config.cluster)
+            if arguments.verb != "attach" and config.cluster.ray_address is None:
+                servers.enter_context(fork_servers())
+            _prepare_deepspeed()
+            from controller.run import attach, launch, resume
+            from controller.start.attach import NotAttachableError, find_attachment
 
-def _launch_with(
-    servers: contextlib.ExitStack,
-    arguments: argparse.Namespace,
-    stop: StopRequest,
-    announce_folder: Callable[[str], None],
-) -> int:
-    with stop.interrupting():  # nothing has been started yet
-        from buffer.redis.address import password_of_environment
-        from configs.load import load_config, read_config
-        from controller.ray_environment import prepare_environment
-        from controller.run_dir import RunDir
-        from controller.start.fork_servers import fork_servers
-        from controller.start.resume import find_resumption
-
+            if arguments.verb == "attach":
+                try:
+                    attachment = find_attachment(run_dir, config)
+                except NotAttachableError as error:
+                    print(f"leash: {printable(str(error))}", file=sys.stderr)
+                    return EXIT_NOT_ATTACHED
         if arguments.verb == "launch":
-            config = load_config(arguments.overrides, arguments.experiment)
+            launch(config, stop, announce_folder)
         elif arguments.verb == "attach":
-            run_dir = RunDir.find(arguments.dir, arguments.run)
-            run_dir.check_alone()
-            announce_folder(run_dir.run_id)
-            config = read_config(run_dir.path / "config.yaml")
+            attach(run_dir, attachment, stop)
         else:
-            run_dir = RunDir.find(arguments.dir, arguments.run)
-            # Before anything is ended: a typo must not cost a run whose processes go on. The ranks
-            # may complete another checkpoint until they have ended.
-            config = find_resumption(run_dir, arguments.overrides).config
-            run_dir.check_ended()
-            _end_dead(run_dir)
-        password_of_environment()  # removes it: no child process may inherit it
-        prepare_environment(config.cluster)
-        if arguments.verb != "attach" and config.cluster.ray_address is None:
-            servers.enter_context(fork_servers())
-        _prepare_deepspeed()
-        from controller.run import attach, launch, resume
-        from controller.start.attach import NotAttachableError, find_attachment
-
-        if arguments.verb == "attach":
-            try:
-                attachment = find_attachment(run_dir, config)
-            except NotAttachableError as error:
-                print(f"leash: {printable(str(error))}", file=sys.stderr)
-                return EXIT_NOT_ATTACHED
-    if arguments.verb == "launch":
-        launch(config, stop, announce_folder)
-    elif arguments.verb == "attach":
-        attach(run_dir, attachment, stop)
-    else:
-        resume(run_dir, arguments.overrides, stop, announce_folder)
+            resume(run_dir, config, arguments.overrides, stop, announce_folder)
     return 0
 
 
@@ -290,17 +315,18 @@ def _end_dead(run_dir: RunDir) -> None:
 
 
 class _Finish:
-    """What the guard does when the controller has ended.
+    """The guard's next action when the controller has ended.
 
-    One that died before its run had ended, killed by a signal or by a library that exits the
-    process, is followed by another, up to run.max_restarts times. That attaches to what goes on;
-    if it cannot, a further one resumes the run. So does one that follows the death of Ray.
+    A controller that died before its run is followed by another, up to run.max_restarts times. The
+    next one attaches to what goes on; if it cannot, or if Ray has died, one resumes the run.
+
+    finish = _Finish()
+    finish("runs/night", False, -9)     # killed: returns the function of the next controller
+    finish("runs/night", False, 0)      # the run has ended: returns 0, the exit code
     """
 
-    def __init__(self) -> None:
-        self._num_restarts = 0
-        self._run_dir: RunDir | None = None
-        """Of the controllers that have ended so far."""
+    _num_restarts = 0
+    _run_dir: RunDir | None = None
 
     def __call__(self, folder: str | None, was_asked: bool, exit_code: int) -> int | Run:
         from controller.run_dir import RunDir
@@ -313,8 +339,10 @@ class _Finish:
         from controller.commands.stop import clear_up
 
         os.umask(run_dir.umask)
-        is_ray = exit_code == EXIT_RAY_LOST
-        died = "Ray died" if is_ray else f"the controller died (exit code {exit_code})"
+        was_asked = was_asked or exit_code == EXIT_STOPPED  # by `make stop`
+        died = {EXIT_RAY_LOST: "Ray died", EXIT_STOPPED: "the controller stopped early"}.get(
+            exit_code, f"the controller died (exit code {exit_code})"
+        )
         verb = None if was_asked else self._next_verb(run_dir, exit_code)
         if verb is not None:
             run_dir.adopt()
@@ -328,13 +356,12 @@ class _Finish:
         return EXIT_STOPPED if was_asked else EXIT_FAILED
 
     def _next_verb(self, run_dir: RunDir, exit_code: int) -> str | None:
-        from configs.load import read_config
         from controller.start.ray_keeper import RayKeeper
 
         can_resume = run_dir.resume_command is not None
         if exit_code == EXIT_NOT_ATTACHED:
             return "resume" if can_resume else None
-        if self._num_restarts >= read_config(run_dir.path / "config.yaml").run.max_restarts:
+        if self._num_restarts >= run_dir.read_config().run.max_restarts:
             return None
         if exit_code != EXIT_RAY_LOST and RayKeeper.find(run_dir) is not None:
             return "attach"
@@ -342,45 +369,11 @@ class _Finish:
 
 
 def _is_orphaned(run_dir: RunDir) -> bool:
-    """Whether the run has not ended, and nobody has resumed it since its controller died."""
+    """Returns whether the run goes on without any controller."""
     with run_dir.ending():  # `make stop` may be killing the controller
         record = run_dir.read_record()
         has_controller = record.is_alive and record.pid != os.getpid()
         return record.state == "running" and not has_controller
-
-
-def _dry_run(config: Config) -> int:
-    from rich.console import Console
-
-    from configs.load import to_yaml
-    from controller.start.preflight import check_plan, plan_here
-
-    skipped = check_plan(config)
-    console = Console()
-    console.print(to_yaml(config), highlight=False, markup=False)
-    console.print(plan_here(config).render())
-    if skipped:
-        note = f"Not checked before a launch: {', '.join(skipped)}"
-        console.print(note, highlight=False, markup=False)
-    return 0
-
-
-def _on_existing_run(arguments: argparse.Namespace) -> int:
-    from controller.run_dir import RunDir
-
-    run_dir = RunDir.find(arguments.dir, arguments.run)
-    if arguments.verb in (
-        "stop",
-        "report",
-        "timeline",
-        "export",
-    ):  # they write into the run's folder
-        os.umask(run_dir.umask)
-    module, _, function = arguments.function.partition(":")
-    common = ("verb", "run", "dir", "function")
-    further = {name: value for name, value in vars(arguments).items() if name not in common}
-    getattr(import_module(f"controller.{module}"), function)(run_dir, **further)
-    return 0
 
 
 if __name__ == "__main__":

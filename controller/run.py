@@ -22,50 +22,61 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ray.util.placement_group import PlacementGroup
 
-from buffer.export import restore_buffer
+from buffer.dump.load import restore_buffer
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
 from buffer.results import TaskProgress
 from configs.checks import with_live
-from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
-from configs.load import to_yaml
+from configs.choices import LoraMode
+from configs.environment import RUN_VARIABLE
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, open_state, opened, raw_client
+from controller.buffer_access import BufferAddress, opened, opened_state, raw_client
+from controller.metrics.history import Record
 from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
 from controller.report.panel import Panel
-from controller.report.result import result_line
-from controller.report.summary import write_report
+from controller.report.summary import draw_plots, report_end
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.start.attach import Attachment
+from controller.start.gpus import resolved
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
-from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan, max_logprob_diff
-from controller.start.preflight import check_inputs, gpu_memory
+from controller.start.plan import (
+    DEFAULT_STAGE_DIR,
+    UNKNOWN_DIFF,
+    Plan,
+    explained_diff,
+    make_plan,
+    max_logprob_diff,
+)
+from controller.start.preflight import check_inputs, gpu_memory, probe_text
 from controller.start.resume import Resumption, find_resumption
-from controller.start.teacher import NAME as TEACHER
-from controller.start.teacher import ServedTeacher, served_teacher
+from controller.start.teacher import with_url
 from controller.start.warm_start import supervised_examples
-from controller.training import Pools, Training
+from controller.training import REDIS_DIED, Pools, Training
 from controller.units import format_number_of
 from controller.watch import supervise
 from controller.watch.fleet import SETTING
 from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
 from processes.tree import shared_memory_files
-from rollout_pool.pool import RolloutPool, clear_other_hosts
+from rollout_pool.pool import RolloutPool, clear_other_hosts, place_teacher
 from rollout_pool.tasks.registry import check_data, data_of
-from rollout_pool.types import RolloutSpec
+from rollout_pool.types import AdapterSpec, RolloutSpec
+from trainer_pool.model.checkpoint_names import model_without_weights
+from trainer_pool.model.lora import adapted_layers, last_names
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import GROUPS_FILE
 from trainer_pool.types import TrainerSpec
+from weight_sync.types import MergeSpec
 
 
 def launch(config: Config, stop: StopRequest, announce_folder: Callable[[str], None]) -> None:
@@ -75,26 +86,34 @@ def launch(config: Config, stop: StopRequest, announce_folder: Callable[[str], N
     set. In every case no process of the run is left on this machine.
     """
     panel = Panel(config.run.panel)
-    with panel.step("task and model"), stop.interrupting():
-        data = data_of(check_inputs(config))
+    with panel.progress("task and model"), stop.interrupting():
+        task = check_inputs(config)
+        data, text = data_of(task), probe_text(config, task)
     run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment, config.run.group)
     run_dir.write_data(data)
-    _see_through(Run(config, run_dir, panel, stop), announce_folder)
+    run_dir.write_experiment(config)
+    _see_through(Run(config, run_dir, panel, stop, probe_text=text), announce_folder)
 
 
 def resume(
     run_dir: RunDir,
+    config: Config,
     overrides: Sequence[str],
     stop: StopRequest,
     announce_folder: Callable[[str], None],
 ) -> None:
-    """Continue a run that has ended, from its last checkpoint. Otherwise like `launch`."""
-    config = find_resumption(run_dir, overrides).config
+    """Continue a run that has ended, from its last checkpoint. Otherwise like `launch`.
+
+    `config`: its settings with `overrides`.
+    """
     panel = Panel(config.run.panel)
-    with panel.step("task and model"), stop.interrupting():
-        check_data(config.task, check_inputs(config), run_dir.read_data())
+    with panel.progress("task and model"), stop.interrupting():
+        task = check_inputs(config, is_resumed=True)
+        check_data(config.task, task, run_dir.read_data())
+        text = probe_text(config, task)
     resumption = run_dir.reopen(lambda: find_resumption(run_dir, overrides))
-    _see_through(Run(config, run_dir, panel, stop, resumption), announce_folder)
+    run = Run(resumption.config, run_dir, panel, stop, resumption, probe_text=text)
+    _see_through(run, announce_folder)
 
 
 def attach(run_dir: RunDir, attachment: Attachment, stop: StopRequest) -> None:
@@ -127,68 +146,53 @@ def _see_through(run: Run, announce_folder: Callable[[str], None]) -> None:
     finally:
         run_dir.end(state, error)
         run_dir.forget_redis_url()
-        _report(run_dir, panel)
+        report_end(run_dir, panel.say, run.drawing)
 
 
-def _report(run_dir: RunDir, panel: Panel) -> None:
-    """Write summary and plots, however the run ended; print the result of one that finished."""
-    try:
-        result = write_report(run_dir)
-    except Exception as error:  # a failing report must not hide how the run ended
-        panel.say(f"no summary: {error}; `make report RUN={run_dir.name}` tries again")
-        return
-    if result.state == "finished":
-        print(result_line(result))
-        return
-    panel.say(f"{run_dir.path / 'summary.md'} says how far the run got")
-    if (command := run_dir.resume_command) is not None:
-        panel.say(f"{command} continues it")
-
-
+@dataclass(eq=False)
 class Run:
     """One run in execution; `execute` is called once."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: RunDir,
-        panel: Panel,
-        stop: StopRequest,
-        resumption: Resumption | None = None,
-        attachment: Attachment | None = None,
-    ) -> None:
-        """`resumption`: where a run goes on that has ended. `attachment`: what goes on of one that
-        has not."""
-        self.config = config
-        self.dir = run_dir
-        self.panel = panel
-        self.stop = stop
-        self._resumption = resumption
-        self._attachment = attachment
-        self._started = run_dir.read_record().started
-        self._start_timeout_s = config.cluster.start_timeout_s
+    config: Config
+    dir: RunDir
+    panel: Panel
+    stop: StopRequest
+    resumption: Resumption | None = None
+    """Where a run goes on that has ended."""
+    attachment: Attachment | None = None
+    """The parts that go on of a run that has not ended."""
+    probe_text: tuple[int, ...] = field(default=(), kw_only=True)
+    """Tokens by which its engines and trainer are compared."""
+
+    def __post_init__(self) -> None:
+        self._started = self.dir.read_record().started
+        self._start_timeout_s = self.config.cluster.start_timeout_s
+        self._stop_timeout_s = self.config.cluster.stop_timeout_s
+        self._is_local = self.config.cluster.ray_address is None
+        """Only then it outlives its controller: a Ray that was running before would keep lost
+        actors for ever."""
+        self.drawing: Future[list[Record]] | None = None
+        """The plots, once the run has trained."""
         self._server: EmbeddedServer | None = None
         self._redis_url = ""
-        is_local = config.cluster.ray_address is None
-        self._host = config.cluster.host or (LOOPBACK if is_local else "")
+        self._host = self.config.cluster.host or (LOOPBACK if self._is_local else "")
         """Address on which this machine's servers listen; "" until Ray is known."""
         self._shared_memory: frozenset[Path] = frozenset()
         self._is_gpu_shared = False
-        self._teacher: ServedTeacher | None = None
         self._weights_key = secrets.token_urlsafe(32)
         """Shared by trainer, receivers and engines; new for each run."""
 
     def execute(self) -> None:
         """Run from the first server to the last evaluation; ends all that it started."""
         os.environ[RUN_VARIABLE] = self.dir.run_id
-        if self._resumption is None and self._attachment is None:
-            self._write_config()
+        if self.resumption is None and self.attachment is None:
+            self.dir.write_config(self.config)
         with contextlib.ExitStack() as cleanup, self.panel:
             cleanup.callback(self._leave_nothing)
-            if self._attachment is None:
+            if self.attachment is None:
                 cluster, pools = self._start_up(cleanup)
             else:
-                cluster, pools = self._attachment.cluster, self._attach(self._attachment, cleanup)
+                cluster, pools = self.attachment.cluster, self._attach(self.attachment, cleanup)
             training = Training(
                 config=self.config,
                 run_dir=self.dir,
@@ -196,25 +200,29 @@ class Run:
                 address=self._address,
                 server=self._server,
                 ray_processes=cluster.processes(),
-                teacher=self._teacher,
                 panel=self.panel,
                 started=self._started,
-                resumed_step=self._resumption.state.step if self._resumption else None,
+                resumed_step=self.resumption.state.step if self.resumption else None,
                 stop=self.stop,
-                is_attached=self._attachment is not None,
+                is_attached=self.attachment is not None,
             )
-            asyncio.run(training.run())
+            try:
+                asyncio.run(training.run())
+            finally:  # nothing more is recorded: drawn beside the end of the pools and of Ray
+                drawer = ThreadPoolExecutor(1, thread_name_prefix="plots")
+                self.drawing = drawer.submit(draw_plots, self.dir)
 
     def _attach(self, found: Attachment, cleanup: contextlib.ExitStack) -> Pools:
         self._redis_url, self._server = found.redis_url, found.server
         if found.server is not None:
-            cleanup.callback(found.server.stop, self.config.cluster.stop_timeout_s)
+            cleanup.callback(found.server.stop, self._stop_timeout_s)
         cleanup.callback(found.cluster.stop, self.dir.logs)
         pools = self._pools(found.rollout, found.trainer, found.trainer_spec, found.ranks)
         cleanup.callback(self._stop_pools, pools)
         self.stop.listen()  # Ray has installed its own handler for SIGTERM
         self._start_prometheus(cleanup)
-        with self._step("attached") as say:
+        self._look()
+        with self._progress("attached") as say:
             say("engines, workers and trainer ranks have gone on")
         return pools
 
@@ -228,32 +236,29 @@ class Run:
 
         return Pools(rollout=rollout, trainer=trainer, new_trainer=new_trainer)
 
-    def _write_config(self) -> None:
-        self.dir.write_config(to_yaml(self.config))
-
-    @property
-    def _outlives_controller(self) -> bool:
-        """Only on one machine: a Ray that was running before would keep lost actors for ever."""
-        return self.config.cluster.ray_address is None
-
     @property
     def _address(self) -> BufferAddress:
         settings = self.config.buffer
         return BufferAddress(url=self._redis_url, run=self.dir.name, settings=settings)
 
-    # Start-up, each step named and timed ---------------------------------------------------------
+    # Start-up, each part named and timed ---------------------------------------------------------
 
     @contextlib.contextmanager
-    def _step(self, name: str) -> Iterator[Callable[[str], None]]:
-        """A named step of the start; a stop request takes effect before or after it."""
+    def _progress(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A named part of the start; a stop request takes effect before or after it."""
         self.stop.check()
-        with self.panel.step(name) as say:
+        with self.panel.progress(name) as say:
             yield say
         self.stop.check()
 
     def _start_up(self, cleanup: contextlib.ExitStack) -> tuple[RayCluster, Pools]:
+        if self.config.idle_settings:
+            self.panel.say(self.config.idle_settings)
         cluster = self._start_servers(cleanup)
-        self._prepare_model()
+        scratch = self.config.model.scratch
+        if scratch is not None and self.resumption is None:
+            with self._progress("model from scratch"):
+                build_scratch_model(scratch, self.dir.model, self.config.run.seed)
         pools = self._place(cluster, cleanup)
         self._start_pools(pools)
         self._give_first_weights(pools)
@@ -267,23 +272,22 @@ class Run:
             self._host = cluster.host
         self._start_redis(cleanup)
         self._start_prometheus(cleanup)
-        self._start_teacher(cleanup)
         return cluster or self._start_ray(cleanup)
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
         buffer = self.config.buffer
-        with self._step("Redis") as say:
+        with self._progress("Redis") as say:
             if buffer.url is None:
                 log = self.dir.log_of("redis")
-                folder, outlives = self.dir.path / "redis", self._outlives_controller
+                folder, outlives = self.dir.path / "redis", self._is_local
                 server = EmbeddedServer.start(folder, buffer, self._host, log, outlives=outlives)
-                cleanup.callback(server.stop, self.config.cluster.stop_timeout_s)
+                cleanup.callback(server.stop, self._stop_timeout_s)
                 self._server, self._redis_url = server, server.url
                 say("started here")
             else:
                 self._redis_url = with_password(buffer.url, buffer.password_file)
                 is_masked = any(f"{sign}{MASK}" in self._redis_url for sign in (":", "password="))
-                if self._resumption is not None and is_masked:
+                if self.resumption is not None and is_masked:
                     raise ValueError(
                         "buffer.url: the run's folder does not keep its password; set "
                         f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
@@ -292,8 +296,10 @@ class Run:
             is_known = asyncio.run(self._open_buffer())
             # Of a run that goes on not before: after a failed start the next one would not see
             # that a setting was changed, and leave the old one in Redis.
-            self._write_config()
-            if not is_known and (resumption := self._resumption) is not None:
+            self.dir.write_config(self.config)
+            if self.resumption is not None and self.resumption.overridden:
+                self.dir.write_experiment(self.config)
+            if not is_known and (resumption := self.resumption) is not None:
                 num_groups = asyncio.run(self._restore_buffer(resumption))
                 num_prompts = len(resumption.state.untrained_prompts) - num_groups
                 groups = format_number_of(num_groups, "group")
@@ -301,19 +307,9 @@ class Run:
                 say(f"it has lost the run: the checkpoint has {groups}, and {prompts} to run again")
             self.dir.write_redis_url(self._redis_url)
 
-    def _start_teacher(self, cleanup: contextlib.ExitStack) -> None:
-        """Before Ray, whose workers get its key from the environment."""
-        if served_teacher(self.config) is None:
-            return
-        with self._step("teacher") as say:
-            log = self.dir.log_of(TEACHER)
-            self._teacher = ServedTeacher(self.config, self.dir.path, log)
-            cleanup.callback(self._teacher.stop)
-            say("served here")
-
     async def _open_buffer(self) -> bool:
         """Returns whether it holds groups of this run, which then goes on with them."""
-        config, resumption = self.config, self._resumption
+        config, resumption = self.config, self.resumption
         overridden = resumption.overridden if resumption else ()
         async with opened(self._address) as buffer:
             if resumption is None:
@@ -353,50 +349,33 @@ class Run:
 
     async def _take_over(self) -> None:
         """The fleet of a run that goes on: none of it is left, but its size is what it was."""
-        state = await open_state(self._address)
-        try:
+        async with opened_state(self._address) as state:
             await state.forget_fleet()
             size = await state.live_settings([SETTING])
-        finally:
-            await state.close()
         self.config = replace(self.config, rollout=with_live(self.config.rollout, size))
 
     def _start_prometheus(self, cleanup: contextlib.ExitStack) -> None:
         port, host = self.config.run.prometheus_port, self._host
         if port is None:
             return
-        with self._step("Prometheus") as say:
+        with self._progress("Prometheus") as say:
             server = MetricsServer(self._address, host, port)
             cleanup.callback(server.close)
             say(server.url)
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
-        environment = {RUN_VARIABLE: self.dir.run_id, LOG_DIR_VARIABLE: str(self.dir.logs)}
-        with self._step("Ray") as say:
-            is_local = self.config.cluster.ray_address is None
+        with self._progress("Ray") as say:
             try:
-                cluster = start_ray(
-                    self.config,
-                    environment,
-                    supervise.SETUP_HOOK,
-                    self.dir,
-                    self.dir.log_of("ray"),
-                )
+                cluster = start_ray(self.config, self.dir)
             except SystemExit:  # from Ray's handler, for a SIGTERM that bypassed the guard
                 self.stop.set()
                 raise Stopped from None
             finally:
                 self.stop.listen()  # Ray has installed its own handler for SIGTERM
             cleanup.callback(cluster.stop, self.dir.logs)
-            cpus = "this machine" if is_local else f"{cluster.num_cpus:g} CPUs"
+            cpus = "this machine" if self._is_local else f"{cluster.num_cpus:g} CPUs"
             say(f"{cpus}, {cluster.num_gpus:g} GPUs")
         return cluster
-
-    def _prepare_model(self) -> None:
-        model = self.config.model
-        if model.scratch is not None and self._resumption is None:
-            with self._step("model from scratch"):
-                build_scratch_model(model.scratch, self.dir.model, self.config.run.seed)
 
     @property
     def _model_path(self) -> str:
@@ -410,13 +389,13 @@ class Run:
         plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
         self.config = config = plan.config
         self._is_gpu_shared = plan.devices.is_shared
-        self._write_config()
+        self.dir.write_config(self.config)
         cluster.check_cpus(num_cpus_needed(config))
         cluster.check_engine(plan.devices.engine_gpus)
         rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}
         engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.engine_gpus}
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
-        with self._step("placement") as say:
+        with self._progress("placement") as say:
             say(plan.devices.why)
             # Each engine has a group of its own: it may leave the run alone.
             groups = {
@@ -424,17 +403,29 @@ class Run:
                 "engines": [[engine]] * config.rollout.num_engines,
                 "workers": [[worker] * config.rollout.num_workers],
             }
+            if config.task.served_teacher is not None:
+                groups["teacher"] = [[engine]]
             # Most GPUs first: processes of one GPU might leave too few on every machine.
             by_size = sorted(groups, key=lambda name: -groups[name][0][0].get("GPU", 0.0))
             reserved = {
                 name: cluster.reserve(groups[name], self._start_timeout_s, self.stop)
                 for name in by_size
             }
-            (ranks,), engines, (workers,) = (reserved[name] for name in groups)
-            spec = self._trainer_spec(plan)
-            rollout = RolloutPool.create(self._rollout_spec(plan), engines, workers)
-            pools = self._pools(rollout, TrainerPool.create(spec, ranks), spec, ranks)
-            cleanup.callback(self._stop_pools, pools)  # here: the end of the step may raise Stopped
+            (ranks,), (workers,) = reserved["ranks"], reserved["workers"]
+        spec, teacher = self._rollout_spec(plan), None
+        if spec.task.served_teacher is not None:  # before the workers, which get its address
+            name, reward = spec.task.served_teacher
+            setting = f"task.rewards.{name}.path={reward.path!r}"
+            with self._progress("teacher") as say:
+                (group,) = reserved["teacher"]
+                teacher, ready = place_teacher(spec, group, setting, str(reward.path))
+                (url,) = self._wait({teacher.name: ready}, "starting").values()
+                say("served by the run")
+            spec = replace(spec, task=with_url(spec.task, url))
+        rollout = RolloutPool.create(spec, reserved["engines"], workers, teacher)
+        trainer = self._trainer_spec(plan)
+        pools = self._pools(rollout, TrainerPool.create(trainer, ranks), trainer, ranks)
+        cleanup.callback(self._stop_pools, pools)
         return pools
 
     def _trainer_spec(self, plan: Plan) -> TrainerSpec:
@@ -446,6 +437,7 @@ class Run:
             buffer=config.buffer,
             model_path=self._model_path,
             trust_remote_code=config.model.trust_remote_code,
+            lora=config.model.lora,
             redis_url=self._redis_url,
             run=self.dir.name,
             run_dir=str(self.dir.path),
@@ -456,10 +448,12 @@ class Run:
             gpu_share=plan.devices.gpu_share,
             serving_dtype=plan.serving_dtype,
             max_logprob_diff=max_logprob_diff(plan.config, plan.devices.rank_gpus > 0),
+            probe_text=self.probe_text,
+            max_probe_diff=explained_diff(plan.config, plan.devices.rank_gpus > 0),
             weights_key=self._weights_key,
-            resume_from=str(self._resumption.checkpoint) if self._resumption else None,
-            newest_version=self._resumption.newest_version if self._resumption else 0,
-            outlives_controller=self._outlives_controller,
+            resume_from=str(self.resumption.checkpoint) if self.resumption else None,
+            newest_version=self.resumption.newest_version if self.resumption else 0,
+            outlives_controller=self._is_local,
             copies_dir=f"{DEFAULT_STAGE_DIR}/leash-copies-{self.dir.name}-{secrets.token_hex(4)}",
         )
 
@@ -467,9 +461,9 @@ class Run:
         config = self.config
         return RolloutSpec(
             config=config.rollout,
-            task=config.task if self._teacher is None else self._teacher.task,
+            task=config.task,
             data=self.dir.read_data(),
-            weight_sync=config.weight_sync,
+            weight_sync=replace(config.weight_sync, pause_mode=config.pause_mode),
             buffer=config.buffer,
             model_path=self._model_path,
             trust_remote_code=config.model.trust_remote_code,
@@ -483,11 +477,33 @@ class Run:
             seed=config.run.seed,
             engine_key=secrets.token_urlsafe(32),
             weights_key=self._weights_key,
-            outlives_controller=self._outlives_controller,
+            outlives_controller=self._is_local,
+            merge=self._merge_spec(plan),
+            adapter=self._adapter_spec(),
+        )
+
+    def _merge_spec(self, plan: Plan) -> MergeSpec | None:
+        lora = self.config.model.lora
+        if lora is None or lora.mode is not LoraMode.merged:
+            return None
+        dtype = resolved(self.config.trainer.dtype, plan.uses_gpu)
+        return MergeSpec(model_path=self._model_path, scale=lora.scale, dtype=dtype)
+
+    def _adapter_spec(self) -> AdapterSpec | None:
+        lora = self.config.model.lora
+        if lora is None or lora.mode is not LoraMode.versions:
+            return None
+        trust = self.config.model.trust_remote_code
+        model = model_without_weights(self._model_path, trust_remote_code=trust)
+        return AdapterSpec(
+            rank=lora.rank,
+            alpha=lora.alpha,
+            layers=last_names(adapted_layers(model, lora, self._model_path)),
+            num_slots=self.config.buffer.max_staleness + 2,
         )
 
     def _start_pools(self, pools: Pools) -> None:
-        with self._step("receivers, engines, workers, trainer ranks") as say:
+        with self._progress("receivers, engines, workers, trainer ranks") as say:
             began, ready = time.monotonic(), list[str]()
 
             def on_ready(name: str) -> None:
@@ -505,17 +521,35 @@ class Run:
 
     def _give_first_weights(self, pools: Pools) -> None:
         config = self.config
-        if config.trainer.warm_start.num_steps and self._resumption is None:
-            with self._step("warm start") as say:
+        if config.trainer.warm_start.num_steps and self.resumption is None:
+            with self._progress("warm start") as say:
                 examples = supervised_examples(config, self._model_path)
                 reports = self._wait(pools.trainer.warm_start(examples), "warming up")
                 report = next(iter(reports.values()))
                 say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
-        with self._step("checkpoint engine"):
+        with self._progress("checkpoint engine"):
             self._wait(pools.trainer.connect(), "connecting")
-        which = "version 0" if self._resumption is None else f"step {self._resumption.state.step}"
-        with self._step(f"{which} to the engines"):
+        which = "version 0" if self.resumption is None else f"step {self.resumption.state.step}"
+        with self._progress(f"{which} to the engines"):
             self._wait(pools.trainer.publish_initial(), f"publishing {which}")
+        if self.probe_text:
+            self._compare(pools.rollout)
+
+    def _compare(self, rollout: RolloutPool) -> None:
+        """Raises ValueError if engines and trainer compute different policies."""
+        with self._progress("engines and trainer agree") as say:
+            found = self._wait(rollout.compare(), "comparing").values()
+            for agreement in found:
+                if agreement.problem is not None:
+                    raise ValueError(agreement.problem)
+            mean = max(agreement.mean for agreement in found)
+            words = f"{mean:.1g} nats apart, in texts of up to {len(self.probe_text)} tokens"
+            if flags := self.config.rollout.engine.quantizes:
+                words += (
+                    f"; how much {' '.join(flags)} explains is unknown (rollout.engine."
+                    f"extra_args), so only more than {UNKNOWN_DIFF:g} would be an error"
+                )
+            say(words)
 
     def _wait(
         self,
@@ -524,25 +558,28 @@ class Run:
         on_ready: Callable[[str], None] = lambda name: None,
     ) -> dict[str, T]:
         return supervise.wait_for_all(
-            refs, self.dir.log_of, self._start_timeout_s, doing, on_ready, self.stop
+            refs, self.dir.log_of, self._start_timeout_s, doing, on_ready, self._look
         )
+
+    def _look(self) -> None:
+        """While pools start: whether to stop, and whether Redis, for which they wait, lives."""
+        self.stop.check()
+        if self._server is not None and self._server.wait(0) is not None:
+            self.panel.say(REDIS_DIED)
+            self._server.restart()
 
     # The end -------------------------------------------------------------------------------------
 
     def _stop_pools(self, pools: Pools) -> None:
         self._shared_memory = shared_memory_files(run_processes(self.dir.run_id))
-        pools.rollout.close(self.config.cluster.stop_timeout_s)
-        pools.trainer.close(self.config.cluster.stop_timeout_s)
-        clear_other_hosts(self.dir.path, self.config.cluster.stop_timeout_s)
+        pools.rollout.close(self._stop_timeout_s)
+        pools.trainer.close(self._stop_timeout_s)
+        clear_other_hosts(self.dir.path, self._stop_timeout_s)
 
     def _leave_nothing(self) -> None:
         """Kill what is left of the run after pools, Ray and Redis, and remove their leftovers."""
-        killed = end_processes(
-            self.dir.run_id,
-            self.config.cluster.stop_timeout_s,
-            self._shared_memory,
-            self.dir.temporary,
-        )
+        limit_s, temporary = self._stop_timeout_s, self.dir.temporary
+        killed = end_processes(self.dir.run_id, limit_s, self._shared_memory, temporary)
         self.dir.remove_temporary()
         if killed:
             self.panel.say(f"had to kill: {', '.join(killed)}")

@@ -4,6 +4,7 @@ runs/<name>/
     run.json        name, pid, start time, state (running, finished, failed, stopped), the error
     redis.url       address of its Redis with the password; readable only by the owner
     config.yaml     the resolved settings
+    experiment.yaml the same as an experiment, with which another run repeats it
     data.json       number and digest of the problems of each task that has a file or a data set
     metrics.jsonl   one line per step, evaluation and buffer sample
     logs/           one file per process
@@ -32,11 +33,11 @@ import shutil
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import psutil
 from msgspec import Meta
@@ -44,8 +45,12 @@ from msgspec import Meta
 from configs.run_files import read_json, read_text
 from processes.leftovers import hosts_with_leftovers, remove_leftovers
 
+if TYPE_CHECKING:
+    from configs.schema import Config
+
 T = TypeVar("T")
 
+EXPERIMENT_FILE = "experiment.yaml"
 _PRIVATE = "/tmp/leash-ray-"
 
 
@@ -67,22 +72,17 @@ class RunRecord:
     resumed: float | None = None
     """When it last went on."""
     host: str = ""
-    """Of `pid`."""
     error: str | None = None
-    """Why the run failed."""
-
-    @property
-    def last_start(self) -> float:
-        return self.resumed or self.started
+    """Why the run failed, or is being ended."""
 
     @property
     def is_here(self) -> bool:
-        """Whether the controller runs, or ran, on this machine."""
+        """True if the controller runs, or ran, on this machine."""
         return self.host in ("", socket.gethostname())
 
     @property
     def is_alive(self) -> bool:
-        """Whether the controller lives; for one on another machine, what its record says."""
+        """True if the controller lives; for one on another machine, its record decides."""
         if not self.is_here:
             return self.state == "running"
         try:
@@ -94,18 +94,25 @@ class RunRecord:
 
     @property
     def is_of_parent(self) -> bool:
-        """Whether this process's guard has adopted the run."""
+        """True if this process's guard has adopted the run."""
         return self.is_alive and self.is_here and self.pid == os.getppid()
 
     @property
     def is_running(self) -> bool:
-        """Whether the run continues; false if its controller was killed, despite the record."""
+        """True if the run continues; false if its controller was killed, despite the record."""
         return self.state == "running" and self.is_alive
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunDir:
-    """Paths of one run."""
+    """The folder of one run.
+
+    run_dir = RunDir.create("runs", "night", "quickstart")   # runs/night, with a run.json
+    run_dir.write_config(config)
+    run_dir.read_record().is_running                         # True while this process lives
+    run_dir.end("finished")
+    RunDir.find("runs", None) == run_dir                     # the newest
+    """
 
     path: Path
 
@@ -162,7 +169,8 @@ class RunDir:
                 "can be written with run.dir=..."
             ) from error
         run_dir = cls(path=path)
-        run_dir.write_record(_record_of_this_process(name, started=time.time()))
+        record = RunRecord(name=name, started=time.time(), state="running", **_this_process())
+        run_dir.write_record(record)
         return run_dir
 
     def reopen(self, look: Callable[[], T]) -> T:
@@ -177,7 +185,7 @@ class RunDir:
                 raise self._is_controlled(record)
             found = look()
             self.remove_temporary()  # nobody has, if its machine was lost
-            again = _record_of_this_process(self.name, started=record.started)
+            again = replace(record, state="running", ended=None, error=None, **_this_process())
             self.write_record(replace(again, resumed=time.time()))
             return found
 
@@ -188,24 +196,22 @@ class RunDir:
             raise self._is_controlled(record)
 
     def _is_controlled(self, record: RunRecord) -> RunDirError:
-        stop = f"`{self.command('stop')}`"
-        where, fix = "this machine", f"{stop} ends it, or what it left"
-        if not record.is_here:
-            where, fix = record.host, f"{stop} there ends it. "
-            fix += f'Is that machine gone? Then write "failed" for "running" in {self.path}'
-            fix += "/run.json"
-        return RunDirError(
-            f"RUN={self.name!r}: its controller is process {record.pid} on {where}; {fix}"
-        )
+        stop, what = f"`{self.command('stop')}`", f"its controller is process {record.pid} on"
+        if record.is_here:
+            words = f"{what} this machine; {stop} ends it, or what it left"
+        else:
+            words = (
+                f"{what} {record.host}; {stop} there ends it. Is that machine gone? Then write "
+                f'"failed" for "running" in {self.path}/run.json'
+            )
+        return RunDirError(f"RUN={self.name!r}: {words}")
 
     def take_over(self) -> None:
         """Make this process the controller of a run that goes on without one. Raises RunDirError as
         `check_alone` does."""
         with self.ending():
             self.check_alone()
-            self.write_record(
-                _record_of_this_process(self.name, started=self.read_record().started)
-            )
+            self.write_record(replace(self.read_record(), **_this_process()))
 
     def check_alone(self) -> None:
         """Raises RunDirError unless the run goes on without a controller, or its guard has adopted
@@ -226,36 +232,29 @@ class RunDir:
         """Make this process, a guard whose controller died, the run's controller until the next one
         reopens it: who wants to stop the run finds somebody to ask."""
         with self.ending():
-            record = self.read_record()
-            self.write_record(_record_of_this_process(self.name, started=record.started))
+            self.write_record(replace(self.read_record(), **_this_process()))
 
     @classmethod
     def find(cls, root: str, name: str | None) -> RunDir:
         """The run called `name`, or the newest one."""
+        folders = sorted(file.parent.absolute() for file in Path(root).glob("*/run.json"))
+        runs = [cls(path=folder) for folder in folders]
         if name is not None:
             found = cls(path=(Path(root) / name).absolute())
             if not (found.path / "run.json").is_file():
-                known = ", ".join(d.name for d in cls._all(root)) or "none"
+                known = ", ".join(run.name for run in runs) or "none"
                 raise RunDirError(f"RUN={name!r}: no such run below {root}/ (there are: {known})")
             return found
-        runs = cls._all(root)
         if not runs:
             raise RunDirError(f"no run below {root}/ yet: start one with `make launch`")
         try:
-            return max(runs, key=lambda run: run.read_record().last_start)
+            records = [(run.read_record(), run) for run in runs]
         except RunDirError as error:
             raise RunDirError(f"{error}; or name another run by RUN=...") from error
-
-    @classmethod
-    def _all(cls, root: str) -> list[RunDir]:
-        return sorted(
-            (cls(path=p.parent.absolute()) for p in Path(root).glob("*/run.json")),
-            key=lambda run: run.name,
-        )
+        return max(records, key=lambda found: found[0].resumed or found[0].started)[1]
 
     def write_record(self, record: RunRecord) -> None:
-        text = json.dumps(asdict(record), indent=1) + "\n"
-        self._write("run.json", text, mode=0o666 & ~self.umask)
+        self._write("run.json", json.dumps(asdict(record), indent=1) + "\n")
 
     def read_record(self) -> RunRecord:
         """Raises RunDirError if it is damaged."""
@@ -266,7 +265,7 @@ class RunDir:
             raise RunDirError(f"{error}; restore it, or remove the folder") from error
 
     def write_data(self, data: Mapping[str, str]) -> None:
-        self._write("data.json", json.dumps(data, indent=1) + "\n", mode=0o666 & ~self.umask)
+        self._write("data.json", json.dumps(data, indent=1) + "\n")
 
     def read_data(self) -> dict[str, str]:
         """The data of `write_data`; {} if there are none."""
@@ -281,10 +280,14 @@ class RunDir:
             ) from error
 
     def end(self, state: str, error: str | None = None) -> None:
+        self.note_error(error)
+        self.write_record(replace(self.read_record(), state=state, ended=time.time()))
+
+    def note_error(self, error: str | None) -> None:
+        """Why the run is being ended, for another controller, should this one be killed."""
         if error is not None:  # it may quote half of a surrogate pair, which is not JSON
             error = error.encode(errors="replace").decode()
-        record = replace(self.read_record(), state=state, ended=time.time(), error=error)
-        self.write_record(record)
+        self.write_record(replace(self.read_record(), error=error))
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
@@ -296,11 +299,26 @@ class RunDir:
         finally:
             os.close(folder)
 
-    def write_config(self, text: str) -> None:
-        self._write("config.yaml", text, mode=0o666 & ~self.umask)
+    def write_config(self, config: Config) -> None:
+        from configs.load import to_yaml
+
+        self._write("config.yaml", to_yaml(config))
+
+    def read_config(self, overrides: Sequence[str] = ()) -> Config:
+        """Its settings with `overrides`. Raises ConfigError."""
+        # Not at the top: each of Ray's workers imports this module, and the loader is slow.
+        from configs.load import read_config
+
+        return read_config(self.path / "config.yaml", overrides)
+
+    def write_experiment(self, config: Config) -> None:
+        """The same as an experiment, which repeats the run."""
+        from configs.load import experiment_yaml
+
+        self._write(EXPERIMENT_FILE, experiment_yaml(config))
 
     def write_redis_url(self, url: str) -> None:
-        self._write("redis.url", url + "\n")
+        self._write("redis.url", url + "\n", mode=0o600)
 
     def read_redis_url(self) -> str | None:
         try:
@@ -329,7 +347,7 @@ class RunDir:
 
     @property
     def gone_words(self) -> str:
-        """What to do about a controller that is gone."""
+        """Says that the controller is gone, and what can be done."""
         attach = f"`{self.command('attach')}` gives it another one, if its processes go on"
         stop = f"`{self.command('stop')}` ends what is left"
         end = f"{stop}: it has no checkpoint yet, so launch it again"
@@ -369,10 +387,9 @@ class RunDir:
 
         The files are in that host's memory and /tmp, so only that host can remove them.
         """
-        stop = f"`{self.command('stop')}`"
         return [
-            f"{host} may still hold files of the run: {stop} there removes them, and so does the "
-            "next launch with this run.dir that starts an engine there"
+            f"{host} may still hold files of the run: `{self.command('stop')}` there removes them, "
+            "and so does the next launch with this run.dir that starts an engine there"
             for host in hosts_with_leftovers(self.path)
         ]
 
@@ -380,25 +397,20 @@ class RunDir:
     def umask(self) -> int:
         return umask_like(self.path)
 
-    def _write(self, name: str, text: str, mode: int = 0o600) -> None:
-        """Replace the file atomically."""
+    def _write(self, name: str, text: str, mode: int | None = None) -> None:
+        """Replace the file atomically; without `mode` it is as private as the folder."""
         part = self.path / f".{name}.part"
         with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            os.fchmod(file.fileno(), mode)
+            os.fchmod(file.fileno(), 0o666 & ~self.umask if mode is None else mode)
             file.write(text)
         part.replace(self.path / name)
 
 
-def _record_of_this_process(name: str, started: float) -> RunRecord:
-    process = psutil.Process()
-    return RunRecord(
-        name=name,
-        pid=process.pid,
-        process_started=process.create_time(),
-        started=started,
-        state="running",
-        host=socket.gethostname(),
-    )
+def _this_process() -> dict[str, Any]:
+    """Its part of a record."""
+    here = psutil.Process()
+    started = here.create_time()
+    return {"pid": here.pid, "process_started": started, "host": socket.gethostname()}
 
 
 def umask_like(folder: Path) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +32,8 @@ EXIT_FAILED = 1
 EXIT_STOPPED = 130
 EXIT_RAY_LOST = 4
 """A controller exits with it when its own Ray has died: the guard resumes the run."""
-_POLL_S = 1.0
+_SIGNAL_BYTES = 128
+"""Size of a struct signalfd_siginfo, which begins with the number."""
 
 
 class Stopped(Exception):
@@ -39,7 +41,12 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether the run was asked to stop; `listen` installs signal handlers that set it.
+    """The request to stop a run; `listen` installs signal handlers that set it.
+
+    stop = StopRequest()
+    stop.listen()
+    stop.check()                # raises Stopped after the first signal
+    await stop.wait()           # or waits for it
 
     A signal raises only inside `interrupting`: an exception in the middle of Ray's start, or in a
     callback that swallows it, would leave processes behind.
@@ -54,24 +61,22 @@ class StopRequest:
 
     def listen(self) -> None:
         """Install the handlers; call it again after a library has replaced them."""
-        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+        # Once Ray has started, descriptor 2 is not that of sys.stderr.
+        self._terminals = [fd for fd in (1, 2, sys.stderr.fileno()) if os.isatty(fd)]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self._leave_terminal()
+            # The terminal is gone, and stopping must not fail on a line that cannot be printed.
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            for fd in self._terminals:
+                os.dup2(nothing, fd)
+            os.close(nothing)
         is_first = not self.is_set
         self.set()
         if is_first and self._may_raise:
             raise KeyboardInterrupt
-
-    def _leave_terminal(self) -> None:
-        # The terminal is gone, and stopping must not fail on a line that cannot be printed.
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        for fd in self._terminals:
-            os.dup2(nothing, fd)
-        os.close(nothing)
 
     def set(self) -> None:
         self.is_set = True
@@ -122,15 +127,18 @@ Run = Callable[[StopRequest, Callable[[str], None]], int]
 Finish = Callable[[str | None, bool, int], int | Run]
 
 
-def run_guarded(run: Run, finish: Finish) -> int:
+def run_guarded(run: Run, finish: Finish, launcher: int | None = None) -> int:
     """Call `run` in a separate process and session, and forward signals to it.
+
+    `launcher`: a descriptor that can be read when the process has ended that stands for this one in
+    the shell's job, which is as good as a signal (forked.py).
 
     `run` calls its second argument with the run's folder once it exists. `finish` cleans up after a
     process that could not, and returns the exit code, or what to call next in the same way; no
     signal interrupts it. Its arguments: the folder, whether a signal was forwarded, and the exit
     code of the process, or minus the number of the signal that killed it.
     """
-    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
+    signals = {signal.SIGINT, signal.SIGTERM}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
         signals.add(signal.SIGHUP)
     for stream in (sys.stdout, sys.stderr):
@@ -139,7 +147,7 @@ def run_guarded(run: Run, finish: Finish) -> int:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         while True:
-            ended = finish(*_run_once(run, signals, mask))
+            ended = finish(*_run_once(run, signals, mask, launcher))
             if isinstance(ended, int):
                 return ended
             run = ended
@@ -148,7 +156,10 @@ def run_guarded(run: Run, finish: Finish) -> int:
 
 
 def _run_once(
-    run: Run, signals: set[signal.Signals], mask: set[int | signal.Signals]
+    run: Run,
+    signals: set[signal.Signals],
+    mask: set[int | signal.Signals],
+    launcher: int | None,
 ) -> tuple[str | None, bool, int]:
     """Returns the arguments of `finish`."""
     folder, writing_end = os.pipe()
@@ -158,26 +169,45 @@ def _run_once(
         _become_controller(run, guard, writing_end, mask)
     os.close(writing_end)
     try:
-        was_asked, exit_code = _watch(controller, signals)
+        was_asked, exit_code = _watch(controller, signals, launcher)
         return os.read(folder, 4096).decode() or None, was_asked, exit_code
     finally:
         os.close(folder)
 
 
-def _watch(controller: int, signals: set[signal.Signals]) -> tuple[bool, int]:
+def _watch(controller: int, signals: set[signal.Signals], launcher: int | None) -> tuple[bool, int]:
     """Forward signals until the process ends; returns whether there were any, and its exit code."""
     was_asked = False
-    while True:
-        pid, status = os.waitpid(controller, os.WNOHANG)
-        if pid == controller:
-            return was_asked, os.waitstatus_to_exitcode(status)
-        # SIGCHLD ends the wait at once; the timeout is for one that another thread received.
-        received = signal.sigtimedwait(signals, _POLL_S)
-        if received is None or received.si_signo == signal.SIGCHLD:
-            continue
-        was_asked = True
-        # Not SIGTERM: Ray has its own handler for it while it starts.
-        os.kill(controller, signal.SIGHUP if received.si_signo == signal.SIGHUP else signal.SIGINT)
+    # Not signal.sigtimedwait: if this process is stopped and continued after the time-out, Python
+    # 3.11 returns a signal that nobody sent, from memory that nothing has filled in.
+    arrived, ended = _signal_descriptor(signals), os.pidfd_open(controller)
+    watched = [arrived, ended] if launcher is None else [arrived, ended, launcher]
+    try:
+        while True:
+            ready, _, _ = select.select(watched, [], [])
+            if arrived in ready:  # first: a job manager may have killed the controller, too
+                number = int.from_bytes(os.read(arrived, _SIGNAL_BYTES)[:4], sys.byteorder)
+                was_asked = True
+                # Not SIGTERM: Ray has its own handler for it while it starts.
+                os.kill(controller, signal.SIGHUP if number == signal.SIGHUP else signal.SIGINT)
+            elif launcher in ready:
+                was_asked = True
+                watched.remove(launcher)
+                os.kill(controller, signal.SIGINT)
+            elif ended in ready:
+                _, status = os.waitpid(controller, 0)
+                return was_asked, os.waitstatus_to_exitcode(status)
+    finally:
+        os.close(arrived)
+        os.close(ended)
+
+
+def _signal_descriptor(signals: set[signal.Signals]) -> int:
+    """Can be read when one of these signals, which are blocked, has arrived: signalfd(2)."""
+    import ctypes
+
+    words = (ctypes.c_uint64 * 16)(sum(1 << (number - 1) for number in signals))  # a sigset_t
+    return int(ctypes.CDLL(None).signalfd(-1, words, os.O_CLOEXEC))
 
 
 def _become_controller(

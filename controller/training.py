@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.records import (
+from controller.buffer_access import BufferAddress, opened, opened_state
+from controller.history_writer import HistoryWriter
+from controller.metrics.history import (
     EVAL_FAILED,
     MetricsLog,
     Record,
@@ -30,18 +33,16 @@ from controller.metrics.records import (
     read_metrics,
 )
 from controller.metrics.sinks import SinkThread, openers
-from controller.recorder import Recorder
 from controller.report.panel import Panel
-from controller.report.state import RunView
+from controller.report.run_view import RunView
 from controller.run_dir import RunDir
-from controller.signals import EXIT_RAY_LOST, Stopped, StopRequest
+from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
-from controller.start.teacher import ServedTeacher
 from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import Fleet
 from controller.watch.remarks import checkpoint_failed_words, eval_failed_words
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
-from processes.child import exit_of
+from processes.child import exit_of, has_ended
 from processes.pending import Pending, T, value
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
@@ -49,10 +50,11 @@ from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.types import FINAL_MODEL, TrainReport
 
 FINAL_SAMPLE_S = 5.0
-"""For the last records and numbers from Redis, which may be what died."""
+"""Longest wait for the last records and numbers from Redis, which may be what died."""
 ANSWER_S = 10.0
 """A rank answers at once, also in the middle of a step."""
 SAVING = "saving the model"
+REDIS_DIED = "redis died: it starts again with its data"
 DEATH_GRACE_S = 3.0
 """How long a failure waits for the report of a death that may have caused it."""
 
@@ -65,123 +67,109 @@ class Pools:
     """Ranks that go on from a checkpoint, in the place of those of `trainer`, which are gone."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Training:
-    """From version 0 to the last evaluation; `run` is called once."""
+    """The way from version 0 to the last evaluation; `run` is called once."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        run_dir: RunDir,
-        pools: Pools,
-        address: BufferAddress,
-        server: EmbeddedServer | None,
-        ray_processes: Mapping[str, int],
-        panel: Panel,
-        started: float,
-        stop: StopRequest,
-        teacher: ServedTeacher | None = None,
-        resumed_step: int | None = None,
-        is_attached: bool = False,
-    ) -> None:
-        """`server`, `teacher`, `ray_processes` (ids by name): what was started for the run.
-        `resumed_step`: completed steps of a run that goes on. `is_attached`: the pools have gone
-        on meanwhile."""
-        self._config = config
-        self._dir = run_dir
-        self._pools = pools
-        self._address = address
-        self._server = server
-        self._ray_processes = ray_processes
-        self._teacher = teacher
-        self._panel = panel
-        self._started = started
-        self._stop = stop
-        self._resumed_step = resumed_step
-        self._is_attached = is_attached
+    config: Config
+    run_dir: RunDir
+    pools: Pools
+    address: BufferAddress
+    server: EmbeddedServer | None
+    """The Redis that was started for the run."""
+    ray_processes: Mapping[str, int]
+    """Process ids, by name, of the Ray that was started for it."""
+    panel: Panel
+    started: float
+    stop: StopRequest
+    resumed_step: int | None = None
+    """Completed steps of a run that goes on."""
+    is_attached: bool = False
+    """The pools have gone on meanwhile."""
+
+    def __post_init__(self) -> None:
         self._training: dict[str, Pending[TrainReport]] = {}
         """Result of each rank's training, once it has started."""
         self._deaths: list[asyncio.Task[RunFailed]] = []
         """Each ends the run."""
         self._trainer_deaths: list[asyncio.Task[RunFailed]] = []
+        self._disagreements = asyncio.Queue[str]()
+        """Errors of engines that compute another policy than the trainer."""
         self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
         self._copy_error: Scalar | None = None
-        """Of the last step: why it has no copy in host memory."""
+        """Why the last step has no copy in host memory."""
 
     async def run(self) -> None:
         """Train to the last step. Raises Stopped, and RunFailed naming the first dead process."""
         async with AsyncExitStack() as cleanup:
             await self._open(cleanup)
-            self._deaths = self._watch(self._pools.rollout.worker_deaths())
-            self._deaths.append(asyncio.create_task(self._keep_engines()))
-            if self._server is not None:
-                self._deaths.append(asyncio.create_task(self._keep_redis(self._server)))
-            if self._teacher is not None:
-                self._deaths.append(asyncio.create_task(self._teacher.death()))
-            self._trainer_deaths = self._watch(self._pools.trainer.deaths())
+            self._deaths = self._watch(self.pools.rollout.deaths())
+            log_of, say = self.run_dir.log_of, self.panel.say
+            fleet = Fleet(self.pools.rollout, self._state, self.config, log_of=log_of, say=say)
+            self._deaths.append(asyncio.create_task(fleet.run()))
+            self._deaths.append(asyncio.create_task(self._disagreement()))
+            if self.server is not None:
+                self._deaths.append(asyncio.create_task(self._keep_redis(self.server)))
+            self._trainer_deaths = self._watch(self.pools.trainer.deaths())
             cleanup.callback(lambda: _cancel([*self._deaths, *self._trainer_deaths]))
+            # In threads, and also while the run ends: without Ray a call of it blocks for a minute.
+            is_over = threading.Event()
+            cleanup.callback(is_over.set)
+            for name, pid in self.ray_processes.items():
+                watch = partial(self._leave_when_it_ends, name, pid, is_over)
+                threading.Thread(target=watch, daemon=True).start()
             try:
                 async with asyncio.TaskGroup() as tasks:
                     background = [
-                        tasks.create_task(self._recorder.follow_metrics()),
-                        tasks.create_task(self._recorder.sample_buffer()),
+                        tasks.create_task(self._history.follow_metrics()),
+                        tasks.create_task(self._history.sample_buffer()),
                         tasks.create_task(self._raise_first_death()),
                         tasks.create_task(self._raise_when_stopped()),
-                        *(
-                            tasks.create_task(self._leave_when_it_ends(name, pid))
-                            for name, pid in self._ray_processes.items()
-                        ),
                     ]
                     await self._phases(tasks)
                     _cancel(background)
             except BaseExceptionGroup as group:
                 self._may_evaluate = False
                 cause = await self._root_cause(group)
+                if not isinstance(cause, Stopped):
+                    with suppress(OSError):  # a full disk
+                        self.run_dir.note_error(str(cause))
                 await self._save_model()
                 raise cause from None
             finally:
                 await self._take_final_sample()
 
     async def _open(self, cleanup: AsyncExitStack) -> None:
-        self._buffer = await open_buffer(self._address)
-        cleanup.push_async_callback(self._buffer.close)
-        self._state = await open_state(self._address)
-        cleanup.push_async_callback(self._state.close)
-        view = RunView.of_run(self._dir.name, self._config, self._started)
-        history = read_metrics(self._dir.metrics)
+        buffer = await cleanup.enter_async_context(opened(self.address))
+        self._state = await cleanup.enter_async_context(opened_state(self.address))
+        view = RunView.of_run(self.run_dir.name, self.config, self.started)
+        history = read_metrics(self.run_dir.metrics)
         last = max((record.count("step") for record in of_kind(history, "step")), default=0)
-        sinks = [
-            cleanup.enter_context(SinkThread(name, opener, step=last, say=self._panel.say))
-            for name, opener in openers(self._config.run.loggers, self._dir).items()
+        hand_on = [
+            cleanup.enter_context(SinkThread(name, opener, step=last, say=self.panel.say)).write
+            for name, opener in openers(self.config.run.loggers, self.run_dir).items()
         ]
-        hand_on = [sink.write for sink in sinks]
-        log = cleanup.enter_context(MetricsLog(self._dir.metrics, hand_on))
-        self._recorder = Recorder(
-            self._buffer,
-            self._state,
-            log,
-            self._panel.show,
-            view,
-            self._react,
-            history,
-            say=self._panel.say,
+        log = cleanup.enter_context(MetricsLog(self.run_dir.metrics, hand_on))
+        panel = self.panel
+        self._history = HistoryWriter(
+            buffer, self._state, log, view, history, self._react, panel.show, panel.say
         )
-        if self._resumed_step is not None:
-            await self._recorder.resume(self._resumed_step)
-        if self._is_attached:
-            await self._recorder.attach()
+        if self.resumed_step is not None:
+            await self._history.resume(self.resumed_step)
+        if self.is_attached:
+            await self._history.attach()
 
     async def _phases(self, tasks: asyncio.TaskGroup) -> None:
-        pools = self._pools
+        pools = self.pools
         self._tasks = tasks
-        if self._resumed_step is None and not self._is_attached:
+        if self.resumed_step is None and not self.is_attached:
             await self._enter_phase("evaluating the start")
             # A failure here, before training, ends the run: it has cost only minutes.
             wait = self._await_result
             start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
-            self._recorder.record("eval", start)
+            self._history.record("eval", start)
         await self._enter_phase(TRAINING)
         self._may_evaluate = True
         generating = [
@@ -189,13 +177,13 @@ class Training:
         ]
         report = await self._train()
         await self._enter_phase(EVALUATING_RESULT)
-        await asyncio.gather(*(self._await_result(n, r) for n, r in pools.rollout.stop().items()))
+        await self._results(pools.rollout.stop())
         await asyncio.gather(*generating)
-        await self._recorder.drain_metrics(block_s=0)
+        await self._history.drain_metrics(block_s=0)
         if self._evaluation is not None:
             await self._evaluation
         await self._evaluate(report.version)
-        self._recorder.record("phase", {"phase": SAVING})
+        self._history.record("phase", {"phase": SAVING})
         try:
             await self._export()
         except (RayTaskError, RayActorError) as error:  # it costs the model alone
@@ -205,25 +193,26 @@ class Training:
     async def _train(self) -> TrainReport:
         """Train to the last step. If a rank dies or hangs, all start again from the last
         checkpoint, up to trainer.max_restarts times; generation goes on within its credits."""
-        store = CheckpointStore(self._dir.path / "checkpoints")
+        store = CheckpointStore(self.run_dir.path / "checkpoints")
         lost: RunFailed | None = None
-        for restarts_left in range(self._config.trainer.max_restarts, -1, -1):
+        for restarts_left in range(self.config.trainer.max_restarts, -1, -1):
             try:
                 if lost is not None:
                     await self._restart_trainer(store, lost)
-                self._training = self._pools.trainer.train()
+                self._training = self.pools.trainer.train()
                 report = (await self._results(self._training))[0]
                 if report.was_stopped:  # for a controller that was killed while it ended the run
-                    self._panel.say(
+                    self.panel.say(
                         f"the ranks stopped after step {report.num_steps}: "
                         "an earlier controller had asked them to"
                     )
-                    raise Stopped
-                await self._results(self._pools.trainer.publish_last())
+                    why = self.run_dir.read_record().error
+                    raise Stopped if why is None else RuntimeError(why)
+                await self._results(self.pools.trainer.publish_last())
                 return report
             except RunFailed:
                 # The others fail in a collective, maybe before the death is reported.
-                lost = await self._first_of(self._trainer_deaths, DEATH_GRACE_S)
+                lost = await _first_of(self._trainer_deaths, DEATH_GRACE_S)
                 lost = lost or await self._hanging_rank()
                 if lost is None:
                     raise
@@ -233,25 +222,20 @@ class Training:
 
     async def _hanging_rank(self) -> RunFailed | None:
         """A rank that does not answer: its process is stopped or stuck, or its machine is away."""
-        asked = {
-            asyncio.ensure_future(value(ref)): name
-            for name, ref in self._pools.trainer.pids().items()
-        }
+        pids = self.pools.trainer.pids()
+        asked = {asyncio.ensure_future(value(ref)): name for name, ref in pids.items()}
         _, silent = await asyncio.wait(asked, timeout=ANSWER_S)
-        for asking in silent:
-            asking.cancel()
-        names = sorted(asked[asking] for asking in silent)
-        if not names:
+        _cancel(silent)
+        if not silent:
             return None
-        return failure(
-            names[0], f"does not answer within {ANSWER_S:g} s", self._dir.log_of(names[0])
-        )
+        name = min(asked[asking] for asking in silent)
+        return failure(name, f"does not answer within {ANSWER_S:g} s", self.run_dir.log_of(name))
 
     async def _restart_trainer(self, store: CheckpointStore, lost: RunFailed) -> None:
         await self._enter_phase("restarting the trainer")
         self._training = {}
         # The others may hang in a collective.
-        await asyncio.to_thread(self._pools.trainer.close, 0.0)
+        await asyncio.to_thread(self.pools.trainer.close, 0.0)
         await asyncio.wait(self._trainer_deaths, timeout=DEATH_GRACE_S)
         _cancel(self._trainer_deaths)
         # Only now: until its end rank 0 may have completed a checkpoint, and acknowledged groups
@@ -259,11 +243,11 @@ class Training:
         found = store.latest()
         assert found is not None
         folder, _ = found
-        self._panel.say(f"{str(lost).partition(';')[0]}: the ranks start again")
+        self.panel.say(f"{str(lost).partition(';')[0]}: the ranks start again")
         began = time.monotonic()
-        pool = self._pools.trainer = self._pools.new_trainer(folder)
+        pool = self.pools.trainer = self.pools.new_trainer(folder)
         self._trainer_deaths = self._watch(pool.deaths())
-        limit_s = self._config.cluster.start_timeout_s
+        limit_s = self.config.cluster.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 (rendezvous,) = await self._results(pool.open_rendezvous())
@@ -278,10 +262,10 @@ class Training:
             ) from None
         source = "memory" if restored.from_memory else "disk"
         seconds = time.monotonic() - began
-        self._panel.say(
+        self.panel.say(
             f"the ranks go on from step {restored.step} ({source}), after {seconds:.0f} s"
         )
-        await self._recorder.resume(restored.step, source)
+        await self._history.resume(restored.step, source)
         await self._enter_phase(TRAINING)
 
     async def _results(self, pending: Mapping[str, Pending[T]]) -> list[T]:
@@ -289,53 +273,56 @@ class Training:
 
     async def _enter_phase(self, phase: str) -> None:
         await self._state.set_phase(phase)
-        self._recorder.record("phase", {"phase": phase})
+        self._history.record("phase", {"phase": phase})
 
     def _react(self, record: Record) -> None:
         if record.kind == "step":
             self._evaluate_if_due(record)
             error = record.values.get("memory_copy_error")
             if error is not None and error != self._copy_error:
-                self._panel.say(f"step {record.count('step')} has no copy in memory: {error}")
+                self.panel.say(f"step {record.count('step')} has no copy in memory: {error}")
             self._copy_error = error
+        elif record.kind == "agreement":
+            if "error" in record.values:
+                self._disagreements.put_nowait(str(record.values["error"]))
         elif {"error", "groups_error"} & record.values.keys():
-            self._panel.say(checkpoint_failed_words(record))
+            self.panel.say(checkpoint_failed_words(record))
 
     # Evaluation ----------------------------------------------------------------------------------
 
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: while a slow one runs, the next due version is skipped."""
-        every, number = self._config.rollout.eval_every, step.count("step")
+        every, number = self.config.rollout.eval_every, step.count("step")
         version = step.count("version") + 1
-        is_last = number >= self._config.trainer.num_steps
+        is_last = number >= self.config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()
         is_due = every and number % every == 0 and not is_last
         if is_due and is_idle and self._may_evaluate:
             self._evaluation = self._tasks.create_task(
-                self._evaluate(version, may_hold=self._config.rollout.eval.pinned)
+                self._evaluate(version, may_hold=self.config.rollout.eval.pinned)
             )
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
         """A failed evaluation is reported and does not end the run."""
-        pool, wait = self._pools.rollout, self._await_result
+        pool, wait = self.pools.rollout, self._await_result
         kind, record = await try_evaluate(pool, version, may_hold=may_hold, await_result=wait)
-        recorded = self._recorder.record(kind, record)
+        recorded = self._history.record(kind, record)
         if kind == EVAL_FAILED:
-            self._panel.say(eval_failed_words(recorded))
+            self.panel.say(eval_failed_words(recorded))
 
     # The end -------------------------------------------------------------------------------------
 
     async def _raise_when_stopped(self) -> None:
-        await self._stop.wait()
+        await self.stop.wait()
         raise Stopped
 
     async def _save_model(self) -> None:
         """Ask the ranks to finish their step, save a checkpoint and export the model."""
         if not self._training or self._is_redis_lost:
             return
-        limit_s = self._config.cluster.stop_timeout_s
-        self._recorder.record("phase", {"phase": SAVING})
-        self._pools.trainer.stop()
+        limit_s = self.config.cluster.stop_timeout_s
+        self._history.record("phase", {"phase": SAVING})
+        self.pools.trainer.stop()
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.gather(*(value(ref) for ref in self._training.values()))
@@ -348,22 +335,22 @@ class Training:
             self._say_no_model(f"a trainer rank {cause_of(error)}")
 
     async def _export(self) -> None:
-        await asyncio.gather(*(value(ref) for ref in self._pools.trainer.export().values()))
+        await asyncio.gather(*(value(ref) for ref in self.pools.trainer.export().values()))
 
     def _say_no_model(self, why: str) -> None:
         words = f"no {FINAL_MODEL}: {why}"
-        if self._dir.has_checkpoint:
-            words += f"; `{self._dir.command('export')}` writes the model of the last checkpoint"
-        self._panel.say(words)
+        if self.run_dir.has_checkpoint:
+            words += f"; `{self.run_dir.command('export')}` writes the model of the last checkpoint"
+        self.panel.say(words)
 
     async def _take_final_sample(self) -> None:
         """Record what is still in the stream, and the buffer's final numbers."""
         try:
             async with asyncio.timeout(FINAL_SAMPLE_S):
-                await self._recorder.drain_metrics(block_s=0)
-                await self._recorder.sample_once()
+                await self._history.drain_metrics(block_s=0)
+                await self._history.sample_once()
         except (OSError, TimeoutError, RuntimeError) as error:
-            self._panel.say(f"the final numbers are from before Redis was lost ({error!r})")
+            self.panel.say(f"the final numbers are from before Redis was lost ({error!r})")
 
     # Deaths and their causes ---------------------------------------------------------------------
 
@@ -374,69 +361,61 @@ class Training:
         try:
             what = await value(ref)
         except RayActorError as error:
-            return death(name, error, self._dir.log_of(name))
-        return failure(name, what, self._dir.log_of(name))
+            return death(name, error, self.run_dir.log_of(name))
+        return failure(name, what, self.run_dir.log_of(name))
 
-    async def _keep_engines(self) -> RunFailed:
-        fleet = Fleet(
-            self._pools.rollout,
-            self._state,
-            self._config,
-            log_of=self._dir.log_of,
-            say=self._panel.say,
-        )
-        return await fleet.run()
+    async def _disagreement(self) -> RunFailed:
+        return RunFailed(await self._disagreements.get())
 
     async def _keep_redis(self, server: EmbeddedServer) -> RunFailed:
         """Start the run's server again when it dies, with its data at the same address: its clients
         wait meanwhile. Ends when it has died once more than buffer.max_restarts allows."""
-        for number in range(1, self._config.buffer.max_restarts + 1):
+        for number in range(1, self.config.buffer.max_restarts + 1):
             await _end_of(server.pid)
-            self._panel.say("redis died: it starts again with its data")
+            self.panel.say(REDIS_DIED)
             try:
                 await asyncio.to_thread(server.restart)
             except ServerStartError as error:
                 self._is_redis_lost = True
                 return RunFailed(f"redis died and does not start again: {error}")
-            self._recorder.record("redis_restarted", {"number": number})
+            self._history.record("redis_restarted", {"number": number})
         await _end_of(server.pid)
         self._is_redis_lost = True
-        return failure("redis", "died", self._dir.log_of("redis"))
+        return failure("redis", "died", self.run_dir.log_of("redis"))
 
-    async def _leave_when_it_ends(self, name: str, pid: int) -> None:
+    def _leave_when_it_ends(self, name: str, pid: int, is_over: threading.Event) -> None:
         """Without its Ray this process can neither start nor end anything, and calls of Ray hang.
-        The guard ends all that is left and has the run resumed, as after the death of a controller.
+        The guard ends all that is left and, unless the run is to stop, has it resumed, as after the
+        death of a controller.
         """
-        await _end_of(pid)
-        self._panel.stop()
-        self._panel.say(f"Ray's {name} died: nothing of the run can go on without it")
+        has_ended(pid, None)
+        if is_over.is_set():
+            return
+        self.panel.stop()
+        self.panel.say(f"Ray's {name} died: nothing of the run can go on without it")
         sys.stdout.flush()
-        os._exit(EXIT_RAY_LOST)
+        os._exit(EXIT_STOPPED if self.stop.is_set else EXIT_RAY_LOST)
 
     async def _raise_first_death(self) -> None:
-        done, _ = await asyncio.wait(self._deaths, return_when=asyncio.FIRST_COMPLETED)
-        raise next(iter(done)).result()
-
-    async def _first_of(
-        self, deaths: list[asyncio.Task[RunFailed]], timeout_s: float
-    ) -> RunFailed | None:
-        done, _ = await asyncio.wait(deaths, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        return next(iter(done)).result() if done else None
+        first = await _first_of(self._deaths, None)
+        assert first is not None
+        raise first
 
     async def _await_result(self, name: str, ref: Pending[T]) -> T:
         """The result of another process; an error names the process."""
         try:
             return await value(ref)
         except (RayTaskError, RayActorError) as error:
-            raise error_of(name, error, self._dir.log_of(name)) from error
+            raise error_of(name, error, self.run_dir.log_of(name)) from error
 
     async def _root_cause(self, group: BaseExceptionGroup[BaseException]) -> BaseException:
         """A death explains errors in other processes, which often arrive first."""
-        first = _first(group)
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
         if isinstance(first, Stopped | ValueError):
             return first
-        deaths = [*self._deaths, *self._trainer_deaths]
-        return await self._first_of(deaths, DEATH_GRACE_S) or first
+        return await _first_of([*self._deaths, *self._trainer_deaths], DEATH_GRACE_S) or first
 
 
 async def _end_of(pid: int) -> None:
@@ -444,11 +423,13 @@ async def _end_of(pid: int) -> None:
         await exit_of(pid)
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    inner = group.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+async def _first_of(
+    deaths: list[asyncio.Task[RunFailed]], timeout_s: float | None
+) -> RunFailed | None:
+    done, _ = await asyncio.wait(deaths, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return next(iter(done)).result() if done else None
 
 
-def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()

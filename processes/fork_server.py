@@ -42,6 +42,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from configs.environment import FORK_SERVERS_VARIABLE, RUN_VARIABLE
 
@@ -150,12 +151,12 @@ class Forked:
         return UNKNOWN_EXIT_CODE
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, number)
 
@@ -195,8 +196,10 @@ def fork(
         if not handles:  # the server has died, or the process at once
             raise ConnectionResetError(f"the server of {program} did not fork it")
         connection.settimeout(None)
-    except OSError:
-        connection.close()
+    except BaseException as error:
+        connection.close()  # also if a signal raised: the forked process sees by it that it is late
+        if not isinstance(error, OSError):
+            raise
         return None
     return Forked(connection, _NUMBER.unpack(answer)[0], handles[0])
 
@@ -332,6 +335,7 @@ def _set_title(title: str) -> None:
 
 def _take_over(request: _Request, streams: Sequence[int]) -> None:
     """Make this forked process what an executed one would be."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -418,8 +422,13 @@ def _run(request: _Request) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
+def _end(*_: object) -> NoReturn:
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    os._exit(0)  # without what the imported libraries do at their end, which takes seconds
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
     if (wanted := main(*sys.argv[1:5])) is None:
-        shutil.rmtree(sys.argv[1], ignore_errors=True)
-        os._exit(0)  # without what the imported libraries do at their end, which takes seconds
+        _end()
     _run(wanted)

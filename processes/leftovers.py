@@ -10,11 +10,13 @@ the same `run.dir` that starts an engine there.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from configs.run_files import read_text
@@ -23,6 +25,7 @@ from processes.runs import living_runs
 log = logging.getLogger(__name__)
 
 _FOLDER = "leftovers"
+_LOCK = "lock"
 
 
 def list_path(run_dir: Path, process: str) -> Path:
@@ -68,6 +71,22 @@ def remove_leftovers_of_dead_runs(root: Path) -> None:
 def hosts_with_leftovers(run_dir: Path) -> list[str]:
     """Names of the hosts that still have a list."""
     return sorted({path.parent.name for path in (run_dir / _FOLDER).glob("*/*")})
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """A folder for one command, after those of killed processes are removed with what they list."""
+    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), (old / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+            remove_leftovers(old)
+            shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        folder = Path(name)
+        with (folder / f".{_LOCK}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / f".{_LOCK}").rename(folder / _LOCK)  # others find it locked
+            yield folder
 
 
 def remove_listed(list_file: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from configs.printable import printable
+from host.printable import printable
 
 _TAIL_BYTES = 16384
 _LINE_LENGTH = 400

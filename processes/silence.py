@@ -11,16 +11,16 @@ INTERVAL_S = 2.0
 NUM_REFUSED = 2
 """Fewest failed probes in a row: one can fail because the probing process was paused."""
 
-Answers = Callable[[float], Awaitable[bool]]
+Probe = Callable[[float], Awaitable[bool]]
 """Probes the process; whether it responds within so many seconds."""
 
 
-async def wait_silent(answers: Answers, limit_s: float) -> float:
+async def wait_silent(probe: Probe, limit_s: float) -> float:
     """Returns the seconds of silence once the process has not responded for `limit_s`."""
     heard_at, num_refused = time.monotonic(), 0
     while True:
         await asyncio.sleep(min(INTERVAL_S, limit_s / NUM_REFUSED))
-        if await answers(limit_s / NUM_REFUSED):
+        if await probe(limit_s / NUM_REFUSED):
             heard_at, num_refused = time.monotonic(), 0
             continue
         num_refused += 1

@@ -25,6 +25,22 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], again_s: float = CANCEL_
         _, pending = await asyncio.wait(pending, timeout=again_s)
 
 
+class BackgroundTasks:
+    """Tasks that nobody awaits. They are referenced until they end, as asyncio demands."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def end(self) -> None:
+        await end_tasks(self._tasks)
+
+
 @contextlib.contextmanager
 def contained(who: str) -> Iterator[None]:
     """Runs a user's code, which `who` names. Raises RuntimeError if it exits or cancels itself."""

@@ -1,4 +1,4 @@
-"""What the controller hands to the rollout pool and gets back; imports no heavy library."""
+"""Types that the controller hands to the rollout pool and gets back; imports no heavy library."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ from dataclasses import asdict, dataclass, field
 
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
+from weight_sync.types import MergeSpec
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class AdapterSpec:
+    """The adapter that engines serve by versions, each of which is one more adapter to them."""
+
+    rank: int
+    alpha: int
+    layers: tuple[str, ...]
+    """Last names of the linear layers that have it."""
+    num_slots: int
+    """Versions that an engine can serve at once."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,11 +57,15 @@ class RolloutSpec:
     """Keeps this launch's stage folders apart from any other's."""
     gpu_share: float = 1.0
     """Share of each GPU that an engine uses: below 1 where a trainer rank has the rest."""
+    merge: MergeSpec | None = None
+    """How receivers merge the adapters that are sent; None: engines load what is sent."""
+    adapter: AdapterSpec | None = None
+    """None: whole weights are sent, or adapters are merged."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WorkerReport:
-    """What a worker did, reported at its end."""
+    """A worker's report at its end."""
 
     num_groups: int
     """Groups handed to the buffer."""
@@ -68,20 +85,20 @@ class EvalReport:
     version_max: int
     """The oldest and the newest policy version that sampled one of its tokens."""
     accuracy: float
-    """Share of answers that got rollout.eval.full_score or more."""
+    """Fraction of samples that got rollout.eval.full_score or more."""
     score_mean: float
     num_prompts: int
-    """Prompts with all their answers; the others are left out."""
+    """Prompts with all their samples; the others are left out."""
     seconds: float
     num_samples: int = 1
     num_failed: int = 0
-    """Prompts for which an answer failed."""
+    """Prompts for which a sample failed."""
     num_unscored: int = 0
-    """Answers that no service could score; they are left out."""
+    """Samples that no service could score; they are left out."""
     mean_at_k: Mapping[int, float] = field(default_factory=dict)
-    """Share of correct answers among the first k, for k = 1, 2, 4, ... and `num_samples`."""
+    """Fraction of correct samples among the first k, for k = 1, 2, 4, ... and `num_samples`."""
     pass_at_k: Mapping[int, float] = field(default_factory=dict)
-    """Estimated probability that at least one of k answers is correct, for the same k."""
+    """Estimated probability that at least one of k samples is correct, for the same k."""
     accuracy_of: Mapping[str, float] = field(default_factory=dict)
     """`accuracy` by the task of a mixture that has one."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import hypothesis
 import pytest
 
 from buffer.connect import Buffer, connect_buffer
@@ -22,6 +23,12 @@ from processes.fork_server import Kind
 
 BufferFactory = Callable[..., Awaitable[Buffer]]
 
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile(
+    "any_speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any_speed")
+
 
 SHARED = {
     "test_openai_client.py": "servers",
@@ -31,8 +38,18 @@ SHARED = {
     "test_two_hosts.py": "minutes",
 }
 """Files whose tests run in one worker: two share SGLang servers, two would take both cores."""
-LAUNCHES = ("test_launch.py", "test_try.py")
+APART = ("test_launch.py", "test_verifiers.py", "test_benchmarks.py", "test_try.py")
 """Files whose tests share nothing, and are dealt out one by one."""
+LONGEST = (
+    "test_rollout_faults.py",
+    "test_two_hosts.py",
+    "test_zero3_training.py",
+    *APART,
+    "test_model.py",
+    "test_survivors.py",
+    "test_synchronous_loop.py",
+)
+"""Files that come first, in this order: no worker is alone with one in the end."""
 
 
 FORKED = re.compile(r"^[0-9]+ (?:\S*/)?(\S+)(?: ([a-z]+)$)?", re.MULTILINE)
@@ -44,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         engine, others = fork_servers.KINDS
         launches = Kind(
-            programs=[*others.programs, "controller.main"],
+            programs=others.programs,
             imports=[*others.imports, "controller.report.summary", "controller.metrics.sinks"],
         )
         servers = contextlib.ExitStack()
@@ -53,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What the tests started, each with its imports done: starts are most of what tests cost."""
+    """Lists the processes that tests started with all imports done: they cost the most."""
     if FORK_SERVERS_VARIABLE in os.environ:
         log = (Path(os.environ[FORK_SERVERS_VARIABLE]) / "log").read_text()
         forked = Counter(FORKED.findall(log))
@@ -63,10 +80,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Launches come first, then files with slow tests: the last to end keep few waiting."""
+    """The longest files come first, then those with slow tests."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    longest = (*LAUNCHES, *(file for file, scope in SHARED.items() if scope == "minutes"))
-    items.sort(key=lambda item: (item.path.name not in longest, item.path not in slow))
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (places.get(item.path.name, len(places)), item.path not in slow))
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist
@@ -79,7 +96,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return nodeid if Path(file).name in LAUNCHES else SHARED.get(Path(file).name, file)
+            return nodeid if Path(file).name in APART else SHARED.get(Path(file).name, file)
 
     return Scheduling(config, log)
 
@@ -91,6 +108,24 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = EmbeddedServer.start(folder, BufferConfig(), "127.0.0.1", folder / "redis.log")
     yield server.url
     server.stop(timeout_s=10)
+
+
+@pytest.fixture(scope="session")
+def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small model that takes pictures."""
+    from tests.support.pictures import build_seeing_model  # loads torch, which few tests need
+
+    folder = tmp_path_factory.mktemp("seeing")
+    build_seeing_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def processor(seeing_model: Path) -> Any:
+    """The `PictureProcessor` of that model."""
+    from tensors.pictures import PictureProcessor
+
+    return PictureProcessor.of(str(seeing_model), trust_remote_code=False)
 
 
 @pytest.fixture

@@ -66,14 +66,14 @@ class UpdateGuard:
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self._in_a_row: Counter[SkipReason] = Counter()
         self._lowest_bucket = ""
-        """Of the last update whose effective sample size was too low."""
+        """The bucket named by the last update whose effective sample size was too low."""
 
     @property
     def watches_ess(self) -> bool:
         return self._config.min_ess > 0
 
     def is_ess_too_low(self, found: EffectiveSampleSize) -> bool:
-        """Whether the update must be skipped; then it also logs why."""
+        """Returns whether the update must be skipped, and logs why."""
         # NaN: there is no token, or one has a NaN weight; then the gradient is not finite either.
         if not found.share < self._config.min_ess:
             return False

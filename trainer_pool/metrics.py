@@ -6,7 +6,7 @@ import json
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -14,37 +14,37 @@ import torch
 from torch import Tensor
 
 from buffer.types import TrajectoryGroup
+from trainer_pool.algorithms.load_balancing import RouterSums
 from trainer_pool.algorithms.registry import Objective
 from trainer_pool.algorithms.types import LossInputs
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch
 from trainer_pool.guard import EffectiveSampleSize, SkipReason, Update
+from trainer_pool.model.checkpoint_names import name_patterns
 from trainer_pool.speed import StepSpeed
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class StepStats:
-    """One step over all ranks; NaN if not measured. Means are over trained tokens unless noted."""
+    """One step over all ranks; NaN if not measured. Means are over trained tokens unless noted.
+
+    docs/metrics.md says what each is; here stands what its name and that page do not say.
+    """
 
     num_groups: int
     num_tokens: int
-    """Trained tokens."""
     num_updates: int
     num_skipped_updates: int
-    """Updates skipped because a gradient was not finite."""
+    """The gradient was not finite."""
     num_empty_updates: int
-    """Updates skipped because the gradient was zero: weights and optimizer did not change."""
+    """The gradient was zero: neither weights nor optimizer changed."""
     num_spikes: int
-    """Updates skipped because of trainer.max_grad_spike; `num_low_ess`: because of
-    trainer.min_ess."""
     num_low_ess: int
     loss: float
-    """Mean over minibatches."""
     grad_norm: float
-    """Before clipping, mean over the updates whose norm is finite; NaN in a step without any."""
+    """Mean over the updates whose norm is finite; NaN in a step without any."""
     lr: float
     reward_mean: float
-    """Over episodes; so is `reward_std`."""
     reward_std: float
     reward_parts: dict[str, float]
     """Mean of each part over the episodes that have it, also by the staleness of their groups."""
@@ -52,44 +52,42 @@ class StepStats:
     """By the task of the groups: `<task>/groups`, their number, and `<task>/reward`,
     `<task>/zero_variance` and `<task>/response_length`, their means."""
     zero_variance_fraction: float
-    """Share of groups whose rewards are all equal: from most advantages they learn nothing."""
     response_length_mean: float
-    """Tokens that the policy generated, over trajectories."""
     response_length_max: int
-    """The longest trajectory's."""
     truncated_fraction: float
-    """Share of trajectories that ended at their token limit."""
     staleness_mean: float
     """Over groups, each by its oldest trained token; so are the next two."""
     staleness_max: int
     staleness_counts: dict[int, int]
     ratio_max_abs_dev: float
-    """Largest |policy at the start of the step / rollout - 1|, not truncated."""
+    """Not truncated."""
     num_bounded_tokens: int
     """Tokens whose log ratio was clamped to `MAX_LOG_RATIO`."""
     not_finite_fraction: float
-    """Share of the tokens whose log-probability the trainer computed as NaN or infinite; an update
-    with any is skipped."""
+    """Fraction of the tokens whose log-probability the trainer computed as NaN or infinite; an
+    update with any is skipped."""
     not_finite_groups: tuple[str, ...]
     """Groups whose tokens gave a gradient that was not finite."""
     rollout_not_finite: dict[int, int]
     """By version: tokens that were not trained because the engine's log-probability was NaN or
     infinite."""
     padding_fraction: float
-    """Share of the tokens in forward passes that belong to no trajectory: those of passes that a
+    """Fraction of the tokens in forward passes that belong to no trajectory: those of passes that a
     rank makes only because another rank has more."""
     shared_fraction: float
-    """Share of the trajectories' tokens that were not computed, because another trajectory of the
-    pass begins with the same; 0 without trainer.share_prefixes."""
+    """Fraction of the trajectories' tokens that were not computed, because another trajectory of
+    the pass begins with the same; 0 without trainer.share_prefixes."""
     logprob_diff_mean: float
     """|trainer - rollout| in trajectories sampled entirely by the trained version."""
     logprob_diff_max: float
     logprob_diff_tokens: int
     token_means: dict[str, float]
-    """Means over trained tokens by name, and by name and staleness: the diagnostics of the loss,
-    the corrections and the step, and `ess`, the effective sample size as a share of the tokens."""
+    """By name, and by name and staleness: the diagnostics of the loss, the corrections and the
+    step, and `ess`, the effective sample size as a fraction of the tokens."""
     metrics: dict[str, float]
     """`LossOutputs.metrics` of the loss, and the losses and diagnostics of further streams."""
+    routers: dict[str, float]
+    """`RouterSums.metrics`; empty for a dense model."""
     speed: dict[str, float]
     """`StepSpeed` of this rank."""
 
@@ -100,14 +98,14 @@ class StepStats:
         A name that a user's loss chooses never replaces one of ours.
         """
         flat: dict[str, float | int | str] = {}
-        named = dict(self.token_means) | self.metrics | self.speed
+        named = dict(self.token_means) | self.metrics | self.routers | self.speed
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "reward_parts":
                 named |= {f"reward/{name}": mean for name, mean in value.items()}
             elif item.name == "by_task":
                 named |= {f"task/{name}": mean for name, mean in value.items()}
-            elif item.name not in ("token_means", "metrics", "speed"):
+            elif item.name not in ("token_means", "metrics", "routers", "speed"):
                 flat[item.name] = json.dumps(value) if isinstance(value, dict | tuple) else value
         return {**named, **flat}
 
@@ -132,7 +130,14 @@ _LONGEST = _GROUP_COLUMNS.index("response_length_max")
 
 
 class StepAccumulator:
-    """Accumulates one rank's part of a step; only `total` is a collective."""
+    """Accumulates one rank's part of a step; only `total` and `ess_of_update` are collectives.
+
+    Example:
+
+        totals = StepAccumulator(device, num_groups=16)
+        totals.add(batch, inputs, result, start_N)      # each micro-batch
+        totals.total(ranks, ...).record()               # {"loss": 0.1, "entropy/staleness_1": ...}
+    """
 
     def __init__(self, device: torch.device, num_groups: int) -> None:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
@@ -147,6 +152,7 @@ class StepAccumulator:
         # Not a difference of `_sums`: after a NaN that would be NaN for the rest of the step.
         self._update_sums: dict[str, Tensor] = {}
         """Like `_sums`, of `_ESS_SUMS` since the last `ess_of_update`."""
+        self._routers = RouterSums.of_pass([])
         # The last element is for rows of no group.
         self._culprits = torch.zeros(num_groups + 1, dtype=torch.float64, device=device)
 
@@ -178,19 +184,27 @@ class StepAccumulator:
         if inputs.entropy_N is not None:
             own["entropy"] = inputs.entropy_N
         self._add_tokens({**result.diagnostics, **own}, inputs)
-        for name, (total, count) in result.metrics.items():
-            pair = torch.stack([total.double(), count.double()])
-            self._metrics[name] = self._metrics.get(name, 0) + pair
+        self.add_means({name: torch.stack(pair) for name, pair in result.metrics.items()})
         self._loss += result.loss.double()
         self.add_pass(batch)
         maxima = torch.stack([deviation_N.max().double(), apart_N.max().double()])
         self._maxima = torch.maximum(self._maxima, maxima)
+
+    def add_means(self, pairs: Mapping[str, Tensor]) -> None:
+        """Add to means of the whole step; by name, [2]: a sum and a count."""
+        for name, pair in pairs.items():
+            self._metrics[name] = self._metrics.get(name, 0) + pair.double()
 
     def add_pass(self, batch: MicroBatch) -> None:
         """Count the tokens of a micro-batch's pass; for one without trained tokens this is all."""
         self._num_computed += len(batch.row.tokens_L)
         self._num_padding += batch.num_padding
         self._num_in_trajectories += batch.num_tokens
+
+    @torch.no_grad()
+    def add_routers(self, sums: RouterSums) -> None:
+        """Add what the routers did in a pass: on every rank in each, with or without tokens."""
+        self._routers = self._routers.plus(sums)
 
     def ess_of_update(self, ranks: Collectives) -> EffectiveSampleSize:
         """The effective sample size of the tokens added since the last call; collective."""
@@ -202,7 +216,7 @@ class StepAccumulator:
         total = tokens_B.sum() * squares_B.sum()
         return EffectiveSampleSize(
             num_tokens=int(tokens_B.sum()),
-            share=_share(float(ratios_B.sum().square()), float(total)),
+            share=_ratio(float(ratios_B.sum().square()), float(total)),
             lowest_bucket=STALENESS_BUCKETS[lowest],
         )
 
@@ -236,28 +250,30 @@ class StepAccumulator:
     ) -> StepStats:
         """Statistics of the whole batch, equal on every rank but for `speed`; collective.
 
-        `groups` is this rank's share of the batch, `group_ids` names all of it.
+        `groups` is this rank's part of the batch, `group_ids` names all of it.
         """
         reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]
         mine = _group_table(groups, group_ids, version)
         numbers = torch.tensor([self._num_computed, self._num_padding, self._num_in_trajectories])
-        parts = [self._maxima.cpu(), self._culprits.cpu(), numbers.double(), mine.view(-1)]
-        every = ranks.gather(torch.cat(parts))
-        all_maxima, culprits, all_counts, tables = torch.split(every, [*map(len, parts)], dim=1)
+        routers_GC = self._routers.table_GC
+        parts = [self._maxima, self._culprits, numbers, mine.view(-1), routers_GC.view(-1)]
+        every = ranks.gather(torch.cat([part.double().cpu() for part in parts]))
+        all_maxima, culprits, all_counts, tables, routed = torch.split(every, [*map(len, parts)], 1)
+        routers = RouterSums(table_GC=routed.sum(0).view(routers_GC.shape))
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
         named = self._named_totals(ranks, groups, _by_task(groups, group_ids, mine), version)
-        tokens, metrics = _TokenSums(named["tokens"]), named["metrics"]
+        tokens = {name: sum(sums) for name, sums in named["tokens"].items()}
         table = tables.sum(0).view(mine.shape)
         present = table[table[:, 0] > 0]
         columns = dict(zip(_GROUP_COLUMNS, present.sum(0).tolist(), strict=True))
         staleness = [int(value) for value in present[:, 1].tolist()]
         num_groups, num_episodes = len(present), columns["episodes"]
-        num_tokens, num_compared = tokens.total("tokens"), tokens.total("compared")
+        num_tokens, num_compared = tokens.get("tokens", 0.0), tokens.get("compared", 0.0)
         applied = [update.norm for update in updates if update.norm is not None]
-        reward_mean = _share(columns["reward"], num_episodes)
-        variance = _share(columns["reward_squared"], num_episodes) - reward_mean**2
+        reward_mean = _ratio(columns["reward"], num_episodes)
+        variance = _ratio(columns["reward_squared"], num_episodes) - reward_mean**2
         return StepStats(
             num_groups=num_groups,
             num_tokens=int(num_tokens),
@@ -266,39 +282,36 @@ class StepAccumulator:
             num_empty_updates=norms.count(0.0),
             num_spikes=reasons.count(SkipReason.spike),
             num_low_ess=reasons.count(SkipReason.low_ess),
-            loss=_share(named["loss"]["loss"][0], num_minibatches),
-            grad_norm=_share(sum(applied), len(applied)),
+            loss=_ratio(named["loss"]["loss"][0], num_minibatches),
+            grad_norm=_ratio(sum(applied), len(applied)),
             lr=learning_rate,
             reward_mean=reward_mean,
             reward_std=max(variance, 0.0) ** 0.5,
-            reward_parts={n: _share(*pair) for n, pair in sorted(named["rewards"].items())},
+            reward_parts={n: _ratio(*pair) for n, pair in sorted(named["rewards"].items())},
             by_task=_means_by_task(named["tasks"]),
-            zero_variance_fraction=_share(columns["has_zero_variance"], num_groups),
-            response_length_mean=_share(columns["response_length"], columns["trajectories"]),
+            zero_variance_fraction=_ratio(columns["has_zero_variance"], num_groups),
+            response_length_mean=_ratio(columns["response_length"], columns["trajectories"]),
             response_length_max=int(max(present[:, _LONGEST].tolist(), default=0)),
-            truncated_fraction=_share(columns["truncated"], columns["trajectories"]),
-            staleness_mean=_share(sum(staleness), num_groups),
+            truncated_fraction=_ratio(columns["truncated"], columns["trajectories"]),
+            staleness_mean=_ratio(sum(staleness), num_groups),
             staleness_max=max(staleness, default=0),
             staleness_counts=dict(sorted(Counter(staleness).items())),
             ratio_max_abs_dev=maxima["ratio_dev"] if num_tokens else math.nan,
-            num_bounded_tokens=int(tokens.total("bounded_fraction")),
-            not_finite_fraction=_share(tokens.total("not_finite"), num_tokens),
-            not_finite_groups=tuple(
-                group_id
-                for group_id, number in zip(group_ids, culprits.sum(0).tolist(), strict=False)
-                if number
-            ),
+            num_bounded_tokens=int(tokens.get("bounded_fraction", 0.0)),
+            not_finite_fraction=_ratio(tokens.get("not_finite", 0.0), num_tokens),
+            not_finite_groups=_named_where(group_ids, culprits.sum(0)),
             rollout_not_finite={
                 int(version): int(number)
                 for version, (number,) in sorted(named["rollout_not_finite"].items())
             },
-            padding_fraction=_share(num_padding, num_computed),
-            shared_fraction=_share(num_whole - (num_computed - num_padding), num_whole),
-            logprob_diff_mean=_share(tokens.total("logprob_diff"), num_compared),
+            padding_fraction=_ratio(num_padding, num_computed),
+            shared_fraction=_ratio(num_whole - (num_computed - num_padding), num_whole),
+            logprob_diff_mean=_ratio(tokens.get("logprob_diff", 0.0), num_compared),
             logprob_diff_max=maxima["diff"] if num_compared else math.nan,
             logprob_diff_tokens=int(num_compared),
-            token_means=tokens.means(),
-            metrics={name: _share(*pair) for name, pair in metrics.items()},
+            token_means=_token_means(named["tokens"]),
+            metrics={name: _ratio(*pair) for name, pair in named["metrics"].items()},
+            routers=routers.metrics(),
             speed=speed.record(int(num_whole), peak_tflops),
         )
 
@@ -331,31 +344,24 @@ _NOT_REPORTED = ("tokens", "ratio_squared", "logprob_diff", "compared", "not_fin
 """Sums that have a field of `StepStats`, or only serve to compute another figure."""
 
 
-class _TokenSums:
-    """Sums over trained tokens, by name and bucket of staleness."""
-
-    def __init__(self, sums: Mapping[str, list[float]]) -> None:
-        self._sums = sums
-        self._none = [0.0] * len(STALENESS_BUCKETS)
-
-    def total(self, name: str) -> float:
-        return sum(self._sums.get(name, self._none))
-
-    def means(self) -> dict[str, float]:
-        """By name, and by name/staleness_BUCKET for the buckets that have tokens."""
-        columns = {"": {name: sum(sums) for name, sums in self._sums.items()}}
-        for place, bucket in enumerate(STALENESS_BUCKETS):
-            if self._sums.get("tokens", self._none)[place]:
-                column = {name: sums[place] for name, sums in self._sums.items()}
-                columns[f"/staleness_{bucket}"] = column
-        found = {}
-        for suffix, sums in columns.items():
-            num_tokens = sums.get("tokens", 0.0)
-            for name in sorted(sums.keys() - set(_NOT_REPORTED)):
-                found[name + suffix] = _share(sums[name], num_tokens)
-            squares = num_tokens * sums.get("ratio_squared", 0.0)
-            found["ess" + suffix] = _share(sums.get("ratio_mean", 0.0) ** 2, squares)
-        return found
+def _token_means(by_bucket: Mapping[str, list[float]]) -> dict[str, float]:
+    """Means of sums over trained tokens by bucket of staleness: by name, and by
+    name/staleness_BUCKET for the buckets that have tokens."""
+    columns = {"": {name: sum(sums) for name, sums in by_bucket.items()}}
+    for place, (bucket, number) in enumerate(
+        zip(STALENESS_BUCKETS, by_bucket.get("tokens", ()), strict=False)
+    ):
+        if number:
+            column = {name: sums[place] for name, sums in by_bucket.items()}
+            columns[f"/staleness_{bucket}"] = column
+    found = {}
+    for suffix, sums in columns.items():
+        num_tokens = sums.get("tokens", 0.0)
+        for name in sorted(sums.keys() - set(_NOT_REPORTED)):
+            found[name + suffix] = _ratio(sums[name], num_tokens)
+        squares = num_tokens * sums.get("ratio_squared", 0.0)
+        found["ess" + suffix] = _ratio(sums.get("ratio_mean", 0.0) ** 2, squares)
+    return found
 
 
 def _group_table(
@@ -364,27 +370,24 @@ def _group_table(
     """[groups of the whole batch, columns]: rows of other ranks' groups are 0, so that the sum of
     all ranks' tables is that of the batch."""
     place = {group_id: i for i, group_id in enumerate(group_ids)}
-    table = torch.zeros(len(group_ids), len(_GROUP_COLUMNS), dtype=torch.float64)
+    table = [[0.0] * len(_GROUP_COLUMNS) for _ in group_ids]
     for group in groups:
-        rewards = torch.tensor([*group.rewards_by_episode.values()], dtype=torch.float64)
+        rewards = [*group.rewards_by_episode.values()]
         # Only generated tokens: text of an environment or a tool may follow the prompt, too.
         lengths = [sum(s.end - s.start for s in t.version_spans) for t in group.trajectories]
-        table[place[group.group_id]] = torch.tensor(
-            [
-                1.0,
-                version - group.min_version,
-                len(rewards),
-                rewards.sum(),
-                rewards.square().sum(),
-                bool((rewards == rewards[0]).all()),
-                len(lengths),
-                sum(lengths),
-                max(lengths),
-                sum(t.finish_reason == "length" for t in group.trajectories),
-            ],
-            dtype=torch.float64,
-        )
-    return table
+        table[place[group.group_id]] = [
+            1.0,
+            version - group.min_version,
+            len(rewards),
+            sum(rewards),
+            sum(reward * reward for reward in rewards),
+            len({*rewards}) == 1,
+            len(lengths),
+            sum(lengths),
+            max(lengths),
+            sum(t.finish_reason == "length" for t in group.trajectories),
+        ]
+    return torch.tensor(table, dtype=torch.float64).view(len(group_ids), len(_GROUP_COLUMNS))
 
 
 def _reward_parts(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, list[float]]:
@@ -429,6 +432,8 @@ def _rollout_not_finite(groups: Sequence[TrajectoryGroup]) -> dict[str, list[flo
     """By version: tokens that are not trained because of the engine's log-probability."""
     bad = Counter[int]()
     for group in groups:
+        if np.isfinite(np.concatenate([t.rollout_logprobs for t in group.trajectories])).all():
+            continue
         for t in group.trajectories:
             is_bad = ~np.isfinite(t.rollout_logprobs) & (t.loss_mask != 0)
             if is_bad.any():
@@ -436,5 +441,29 @@ def _rollout_not_finite(groups: Sequence[TrajectoryGroup]) -> dict[str, list[flo
     return {str(version): [float(number)] for version, number in bad.items()}
 
 
-def _share(total: float, number: float) -> float:
+def _named_where(group_ids: Sequence[str], numbers: Tensor) -> tuple[str, ...]:
+    """The groups whose number is not 0."""
+    pairs = zip(group_ids, numbers.tolist(), strict=False)
+    return tuple(group_id for group_id, number in pairs if number)
+
+
+def _ratio(total: float, number: float) -> float:
     return total / number if number else math.nan
+
+
+def check_engines_agree(
+    logprob_diff_mean: float, num_tokens: int, served: Iterable[str], most: float
+) -> None:
+    """Raises RuntimeError naming the `served` weights if engines serve others.
+
+    `logprob_diff_mean`: |trainer - engine| over `num_tokens` tokens of the version being trained,
+    which may be `most`.
+    """
+    if logprob_diff_mean > most:
+        raise RuntimeError(
+            "the engines do not serve the trainer's weights: the log-probabilities of "
+            f"{num_tokens} tokens that they sampled with the version being trained differ by "
+            f"{logprob_diff_mean:.2g} nats on average, more than {most:g}. Their "
+            f"loader may skip served names ({name_patterns(served)}), or they compute the "
+            "model differently: compare the log of engine-0 with the model's config"
+        )

@@ -11,7 +11,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,6 +18,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
+from host.network import interface_towards, is_loopback
 from processes.pending import Pending, T
 from trainer_pool.types import (
     Restored,
@@ -27,11 +27,10 @@ from trainer_pool.types import (
     TrainReport,
     WarmStartReport,
 )
-from weight_sync.interfaces import interface_towards
 
 if TYPE_CHECKING:
     from trainer_pool.rank import TrainerRank
-    from weight_sync.types import PublishReport
+    from weight_sync.types import Captured
 
 _MAX_CONCURRENCY = 8
 """Threads of an actor: `train` and `wait_dead` hold up to five, while a controller attaches and the
@@ -67,7 +66,7 @@ class TrainerActor:
     def open_rendezvous(self) -> tuple[str, int]:
         """Rank 0: listen for the rendezvous; the open socket reserves the port."""
         host = self._spec.host
-        if not _is_loopback(host):
+        if not is_loopback(host):
             host = ray.util.get_node_ip_address()  # the controller's host is not always this node's
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -81,7 +80,7 @@ class TrainerActor:
         import torch
 
         torch.set_num_threads(self._spec.num_threads)  # a fork server has loaded it before
-        from trainer_pool.model.zero3 import RankAddress
+        from trainer_pool.collectives import RankAddress
         from trainer_pool.rank import TrainerRank
 
         address = RankAddress(
@@ -97,7 +96,7 @@ class TrainerActor:
     def connect(self) -> None:
         self._started.connect()
 
-    def publish_initial(self) -> PublishReport:
+    def publish_initial(self) -> Captured:
         return self._started.publish_initial()
 
     def warm_start(self, examples: Sequence[SupervisedExample]) -> WarmStartReport:
@@ -216,7 +215,7 @@ class TrainerPool:
         """Create the checkpoint engine, which finds the receivers itself."""
         return {name: actor.connect.remote() for name, actor in self._actors.items()}
 
-    def publish_initial(self) -> dict[str, Pending[PublishReport]]:
+    def publish_initial(self) -> dict[str, Pending[Captured]]:
         """Reports of version 0; rank 0's comes when an engine serves it."""
         return {name: actor.publish_initial.remote() for name, actor in self._actors.items()}
 
@@ -263,7 +262,7 @@ def rank_environment(spec: TrainerSpec, rank: int, host: str, port: int) -> dict
         "DS_ACCELERATOR": "cuda" if spec.uses_gpu else "cpu",
         "OMP_NUM_THREADS": str(spec.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": interface_towards(host),
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(host),
     }
     if spec.uses_gpu:
         # A failed NCCL operation of any group would make the monitor of the first, the training's,
@@ -274,8 +273,9 @@ def rank_environment(spec: TrainerSpec, rank: int, host: str, port: int) -> dict
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # Ray does not hide GPUs from CPU actors
-    if _is_loopback(host):
-        environment["NCCL_SOCKET_IFNAME"] = "lo"  # NCCL avoids loopback by default
+    if is_loopback(host):
+        # NCCL avoids loopback by default. Whatever the shell has named is open to others.
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
     return environment
 
 
@@ -301,12 +301,3 @@ def _place(spec: TrainerSpec, rank: int, name: str, placement_group: PlacementGr
         )
         .remote(spec, rank)
     )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,57 +1,46 @@
-"""One rank of the trainer: the loop from leased groups to published weights.
+"""One rank of the trainer: the loop from leased groups to weights that are sent.
 
-    rollout pool ─► [ready] ─ lease ─► validate ─► train_step ─┬► publish_version, consume
+    rollout pool ─► [ready] ─ lease ─► validate ─► train_step ─┬► announce the version, consume
                        ▲                                       ├► copy of the shards ─► engines
                        └── stale: dropped or run again         └► copy ─► checkpoint ─► ack
 
 Every rank runs this loop. Rank 0 decides for all of them which groups may still be trained, and
-records metrics. Weights are sent in the background; the loop waits only for the copy.
+records metrics (`step_records.py`); `recovery.py` has what a resume goes on from. Weights are sent
+in the background; the loop waits only for the copy.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from socket import socket
-from uuid import uuid4
 
 import torch
 
 from buffer.connect import connect_buffer
-from buffer.export import dump_buffer
-from buffer.loop_thread import LoopThread
-from buffer.redis.connection import connect
-from buffer.results import Lease, TaskProgress
-from buffer.roles import TrainerBuffer
+from buffer.probes import Probes
+from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Lease
 from buffer.run_state import RunState
 from configs.checks import live_names, with_live
-from configs.choices import LrSchedule
 from configs.schema import TrainerConfig
-from processes.leftovers import list_path, write_list
+from host.loop_thread import LoopThread
 from trainer_pool.algorithms.registry import Algorithm
-from trainer_pool.collectives import Collectives
+from trainer_pool.collectives import Collectives, RankAddress, join_ranks, leave_ranks
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.guard import UpdateGuard
-from trainer_pool.metrics import StepStats
-from trainer_pool.model.checkpoint_names import check_engines_agree
-from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks, leave_ranks
-from trainer_pool.state.checkpoint import (
-    CheckpointStore,
-    TrainState,
-    check_checkpoint,
-    read_state,
-)
-from trainer_pool.state.peer_copies import Copy, PeerCopies
-from trainer_pool.state.shards import ShardReader, restore_rng
-from trainer_pool.state.writer import CheckpointWriter, SaveReport
-from trainer_pool.step import Accumulation, train_step
+from trainer_pool.learning_rate import learning_rate
+from trainer_pool.metrics import StepStats, check_engines_agree
+from trainer_pool.model.routers import check_gates
+from trainer_pool.model.zero3 import Zero3Policy
+from trainer_pool.recovery import Recovery
+from trainer_pool.step import Accumulation, score_probes, train_step
+from trainer_pool.step_records import Clock, StepRecords, StepTimes
 from trainer_pool.types import (
     FINAL_MODEL,
     KEPT_REFERENCE,
@@ -62,10 +51,12 @@ from trainer_pool.types import (
     WarmStartReport,
 )
 from trainer_pool.warm_start import warm_start
-from weight_sync.engine import CheckpointEngine
-from weight_sync.types import PublishReport, VersionBoard
+from weight_sync.checkpoint_engine import CheckpointEngine
+from weight_sync.types import Captured, VersionBoard
 
-log = logging.getLogger(__name__)
+PROBE_EVERY = 50
+"""Versions that are sent from one comparison of engines and trainer to the next; besides, the first
+two."""
 
 
 class TrainerRank:
@@ -94,108 +85,46 @@ class TrainerRank:
         self._accumulation = Accumulation() if config.gradient_accumulation_steps > 1 else None
         self._host = address.host
         self._ranks: Collectives = join_ranks(address, config.backend, config.timeout_s, listener)
-        self._engine = Zero3Engine(
-            spec.model_path, config, address, trust_remote_code=spec.trust_remote_code
+        self._parts = self._ranks.in_groups(config.sequence_parallel_size)
+        """The ranks as those that have a part of the batch: the ranks of a sequence group are one.
+        """
+        lora = spec.lora
+        if lora is not None and spec.resume_from is not None:  # its checkpoint has the adapter
+            lora = replace(lora, resume_from=None)
+        self._policy = Zero3Policy(
+            spec.model_path,
+            config,
+            address,
+            trust_remote_code=spec.trust_remote_code,
+            lora=lora,
         )
-        cost = self._engine.cost
+        balance = spec.algorithm.load_balancing_weight
+        check_gates(f"model.path={spec.model_path!r}", self._policy.gates, balance)
+        cost = self._policy.cost
         self._pair_cost = cost.per_pair / cost.per_token
         self._loop = LoopThread("redis")
-        self._buffer: TrainerBuffer = self._loop.run(
+        self._buffer: ReplayBuffer = self._loop.run(
             connect_buffer(spec.redis_url, spec.run, spec.buffer, waits=True)
         )
         self._run_state = self._loop.run(
             RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
         )
-        self._weights: CheckpointEngine | None = None
-        self._store = CheckpointStore(
-            Path(spec.run_dir) / "checkpoints",
-            num_kept=config.keep_checkpoints,
-            keep_every=config.keep_checkpoint_every,
-        )
-        self._writer = CheckpointWriter(
-            self._store,
-            self._engine.state_layout(),
-            self._ranks,
-            uses_gpu=spec.uses_gpu,
-            timeout_s=config.timeout_s,
-            on_end=self._end_checkpoint,
-            dump_groups=self._dump_groups if config.checkpoint_groups else None,
-        )
+        self._connected_sender: CheckpointEngine | None = None
         self._stop_requested = threading.Event()
         self._is_working = False
-        (self._lineage, *_) = self._ranks.gather_texts(uuid4().hex)  # rank 0's
-        self._step = 0
-        self._version = 0
-        self._published = -1
-        """The last version that the engines get."""
-        self._saved_step = -1
-        self._unsaved: list[tuple[int, tuple[str, ...]]] = []
-        """Steps that no durable checkpoint contains, with their groups."""
-        self._unsaved_lock = threading.Lock()
-        self._copies: PeerCopies | None = None
-        if config.memory_copy_every is not None:
-            write_list(
-                list_path(Path(spec.run_dir), f"trainer-{self._ranks.rank}"), [spec.copies_dir]
-            )
-            self._copies = PeerCopies(
-                Path(spec.copies_dir),
-                self._engine.state_layout(),
-                self._ranks,
-                timeout_s=config.timeout_s,
-            )
-        self._restored: TrainState | None = None
-        self._durable: TrainState | None = None
-        """State of the checkpoint on disk that is the last one."""
-        if spec.resume_from is not None:
-            self._restore(Path(spec.resume_from))
-        elif self._copies is not None:
-            self._copies.clear(kept=None)
-
-    def _restore(self, folder: Path) -> None:
-        """Continue from the checkpoint in `folder`, or from a later copy in memory;
-        `publish_initial` then reconciles the buffer with it."""
-        self._durable = state = read_state(folder)
-        copy, only = self._find_copy(state.step), None
-        if copy is not None:
-            folder, state, only = copy.folder, copy.state, self._ranks.rank
-            self._unsaved = [entry for entry in copy.unsaved if entry[0] > self._durable.step]
-        else:
-            check_checkpoint(folder, self._ranks.rank, self._ranks.num_ranks)
-        self._restored = state
-        with ShardReader(folder, only) as reader:
-            self._engine.restore_state(reader, state.num_updates)
-            if reader.layout.num_ranks == self._ranks.num_ranks:
-                restore_rng(folder, self._ranks.rank)
-        self._step, self._saved_step = state.step, self._durable.step
-        # The newest of all shards: a trainer that died as it published had reached only some.
-        known = self._loop.run(self._buffer.stats()).trainer_version
-        # Redis may have lost the newest, and the run's history lags behind.
-        noted = self._ranks.gather_texts(str(self._store.noted_version() if self._is_lead else -1))
-        newest = max(known, self._spec.newest_version, int(noted[0]))
-        # A number that has named other weights since is never used again.
-        self._version = state.version if state.version >= newest else newest + 1
-
-    def _find_copy(self, durable_step: int) -> Copy | None:
-        """The newest copy in memory, if it may be used; the others are removed."""
-        if self._copies is None:
-            return None
-        copy = self._copies.newest(after=durable_step) if self._spec.may_use_copies else None
-        # A Redis server that was killed may have lost that the copy's groups were consumed, and
-        # would hand them out again; the checkpoint on disk lists its own.
-        is_known = copy is not None
-        if copy is not None and self._is_lead:
-            ids = [name for step, names in copy.unsaved if step > durable_step for name in names]
-            is_known = self._loop.run(self._buffer.are_consumed(ids))
-        (is_known,) = self._ranks.broadcast_flags([is_known])
-        copy = copy if is_known else None
-        self._copies.clear(kept=copy)
-        return copy
+        self._records = StepRecords(spec, self._loop, self._run_state)
+        self._recovery = Recovery(
+            spec, self._policy, self._ranks, self._loop, self._buffer, self._run_state
+        )
+        self._step = self._recovery.restored.step
+        self._version = self._recovery.version
+        self._sent_version = -1
+        self._num_sent = 0
 
     @property
     def restored(self) -> Restored:
-        """Where training goes on."""
-        from_memory = self._durable is not None and self._step > self._durable.step
-        return Restored(step=self._step, from_memory=from_memory)
+        """The step at which training goes on."""
+        return self._recovery.restored
 
     @property
     def _is_lead(self) -> bool:
@@ -203,7 +132,7 @@ class TrainerRank:
 
     def warm_start(self, examples: Sequence[SupervisedExample]) -> WarmStartReport:
         """Learn from examples before RL; see `trainer_pool.warm_start`."""
-        return warm_start(self._engine, self._ranks, examples, self._spec.config)
+        return warm_start(self._policy, self._parts, examples, self._spec.config)
 
     def connect(self) -> None:
         """Create the checkpoint engine. Receivers may register before or after."""
@@ -212,8 +141,8 @@ class TrainerRank:
         async def open_board() -> VersionBoard:
             return await RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
 
-        self._weights = CheckpointEngine(
-            self._engine.layout(spec.serving_dtype),
+        self._connected_sender = CheckpointEngine(
+            self._policy.state.served_layout(spec.serving_dtype),
             spec.weight_sync,
             rank=self._ranks.rank,
             run=spec.run,
@@ -224,49 +153,45 @@ class TrainerRank:
             control_timeout_s=spec.config.timeout_s,
         )
 
-    def publish_initial(self) -> PublishReport:
+    def publish_initial(self) -> Captured:
         """Publish the first weights, and wait until the engines serve them: version 0, or those of
-        a checkpoint, as a new version if later ones were published.
+        a checkpoint, as a new version if later ones were announced.
 
         Raises WeightSyncError naming the engines that did not commit it in `trainer.timeout_s`.
         """
         if self._algorithm.needs_reference:
             self._hold_reference()
         if self._is_lead:
-            # From here on the buffer rejects an earlier trainer of this run.
-            restored, durable = self._restored, self._durable
-            self._loop.run(
-                self._buffer.reconcile(
-                    self._lineage,
-                    step=self._step,
-                    version=self._version if restored is None else restored.version,
-                    resume_version=self._version,
-                    consumed_group_ids=() if durable is None else durable.consumed_group_ids,
-                    durable_step=None if durable is None else durable.step,
-                )
-            )
+            self._recovery.reconcile()
             self._announce_version()
-        report = self._publish_weights()
-        self._sending.wait_committed(self._version, self._spec.config.timeout_s)
+        report = self._send_weights()
+        self._weight_sender.wait_committed(self._version, self._spec.config.timeout_s)
+        self._leave_probes()
         return report
 
     def _hold_reference(self) -> None:
         """Load the reference: that of the settings, or the policy that RL began with. After a warm
         start, a resumed run finds that policy in the run's folder."""
-        kl, path = self._algorithm.config.kl, self._spec.model_path
+        kl = self._algorithm.config.kl
+        path = self._spec.model_path if self._spec.lora is None else None
         if kl.reference is not None:
             path = kl.reference
-        elif self._spec.config.warm_start.num_steps:
+        elif self._spec.config.warm_start.num_steps or self._begins_with_adapter:
             path = str(Path(self._spec.run_dir) / KEPT_REFERENCE)
-            if self._restored is None:
-                self._engine.export(Path(path))
+            if not self._recovery.is_resumed:
+                self._policy.export(Path(path))
                 self._ranks.barrier()
-        self._engine.hold_reference(path, offload=kl.offload)
+        self._policy.hold_reference(path, offload=kl.offload)
 
     @property
-    def _sending(self) -> CheckpointEngine:
-        assert self._weights is not None, "connect() comes first"
-        return self._weights
+    def _begins_with_adapter(self) -> bool:
+        lora = self._spec.lora
+        return lora is not None and lora.resume_from is not None
+
+    @property
+    def _weight_sender(self) -> CheckpointEngine:
+        assert self._connected_sender is not None, "connect() comes first"
+        return self._connected_sender
 
     def stop(self) -> None:
         """End `train` after the current step, with a checkpoint; thread-safe."""
@@ -278,8 +203,19 @@ class TrainerRank:
         Raises TimeoutError if the rollout pool delivers no batch in time, and WeightSyncError if
         versions do not reach the engines.
         """
+        start, config = time.perf_counter(), self._spec.config
         with self._working():
-            return self._train()
+            self._checkpoint_unsaved()  # so that a run can go on from its first step, too
+            while self._step < config.num_steps and not self._should_stop():
+                self._run_version()
+            self._checkpoint_unsaved()
+            self._recovery.finish()
+        return TrainReport(
+            num_steps=self._step,
+            version=self._version,
+            was_stopped=self._step < config.num_steps,
+            seconds=time.perf_counter() - start,
+        )
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -289,38 +225,26 @@ class TrainerRank:
         finally:
             self._is_working = False
 
-    def _train(self) -> TrainReport:
-        start = time.perf_counter()
-        if self._saved_step < self._step:
-            self._checkpoint()  # so that a run can go on from its first step, too
-        while self._step < self._spec.config.num_steps and not self._should_stop():
-            self._run_version()
-        if self._saved_step < self._step:
-            self._checkpoint()
-        self._writer.finish()
-        return TrainReport(
-            num_steps=self._step,
-            version=self._version,
-            was_stopped=self._step < self._spec.config.num_steps,
-            seconds=time.perf_counter() - start,
-        )
+    def _checkpoint_unsaved(self) -> None:
+        if self._recovery.saved_step < self._step:
+            self._recovery.checkpoint(step=self._step, version=self._version)
 
     def publish_last(self) -> None:
         """Wait until the engines serve the last version: the last evaluation is to use it. Raises
         WeightSyncError if it does not reach them."""
         with self._working():
-            if self._published < self._version:
-                self._publish_weights()
-            self._sending.drain(self._version, self._spec.config.timeout_s)
+            if self._sent_version < self._version:
+                self._send_weights()
+            self._weight_sender.drain(self._version, self._spec.config.timeout_s)
 
     def export(self) -> None:
         """Write the policy for `from_pretrained` into the run's folder. Raises OSError."""
         with self._working():
-            self._engine.export(Path(self._spec.run_dir) / FINAL_MODEL)
+            self._policy.export(Path(self._spec.run_dir) / FINAL_MODEL)
 
     def _should_stop(self) -> bool:
         # Only rank 0's flag counts: all ranks must leave the loop after the same step.
-        return self._ranks.broadcast_flags([self._stop_requested.is_set()])[0]
+        return self._ranks.broadcast_flag(self._stop_requested.is_set())
 
     def _run_version(self) -> None:
         """Make the next version: in one step, or in those whose gradients add up."""
@@ -328,7 +252,7 @@ class TrainerRank:
         batches: list[tuple[Lease, tuple[str, ...]]] = []
         with ExitStack() as renewals:
             while True:
-                clock, times = _Clock(), _StepTimes()
+                clock, times = Clock(), StepTimes()
                 lease, kept_ids = self._lease()
                 times.lease_wait_s = clock.lap()
                 # It is held until the update, which may take longer than the lease.
@@ -346,21 +270,29 @@ class TrainerRank:
         self._hand_over(batches)
         times.step_s = clock.lap()
         if self._step % (config.gradient_accumulation_steps * config.publish_every) == 0:
-            report = self._publish_weights()
+            report = self._send_weights()
             times.snapshot_s, times.snapshot_wait_s = report.snapshot_s, report.wait_s
         clock.lap()
-        is_due = self._step % config.checkpoint_every == 0
-        if is_due or self._step == config.num_steps:
-            times.checkpoint_wait_s = self._checkpoint()
-        times.checkpoint_s = clock.lap()
-        every = config.memory_copy_every
-        if self._copies is not None and every is not None and self._step % every == 0:
-            times.memory_copy_error = self._copy_to_memory(self._copies)
-            times.memory_copy_s = clock.lap()
+        self._secure(times, clock)
         self._record(version, stats, times)
 
+    def _secure(self, times: StepTimes, clock: Clock) -> None:
+        """Copy the state for a checkpoint, and to memory, where this step has one."""
+        config, here = self._spec.config, {"step": self._step, "version": self._version}
+        if self._step % config.checkpoint_every == 0 or self._step == config.num_steps:
+            times.checkpoint_wait_s = self._recovery.checkpoint(**here)
+        times.checkpoint_s = clock.lap()
+        every = config.memory_copy_every
+        if every is not None and self._step % every == 0:
+            times.memory_copy_error = self._recovery.copy_to_memory(**here)
+            times.memory_copy_s = clock.lap()
+
+    def _record(self, version: int, stats: StepStats, times: StepTimes) -> None:
+        if self._is_lead:
+            self._records.add_step(self._step, version, stats, times)
+
     def _lease(self) -> tuple[Lease, tuple[str, ...]]:
-        """This rank's share of the next batch, and the groups of the batch that may be trained.
+        """This rank's part of the next batch, and the groups of the batch that may be trained.
 
         Leases again if no group may be trained, or if the ranks got different batches because a
         lease expired between their calls.
@@ -369,13 +301,13 @@ class TrainerRank:
         config = with_live(self._spec.config, self._loop.run(self._run_state.live_settings(names)))
         while True:
             lease = self._loop.run(
-                self._run_state.while_moving(
+                self._run_state.retry_while_run_moves(
                     lambda: self._buffer.lease(
                         step=self._step + 1,
                         version=self._version,
                         num_groups=config.groups_per_step,
-                        share=self._ranks.rank,
-                        num_shares=self._ranks.num_ranks,
+                        share=self._parts.rank,
+                        num_shares=self._parts.num_ranks,
                         timeout_s=self._spec.buffer.wait_timeout_s,
                         min_groups=config.min_groups_per_step,
                         batch_timeout_s=config.batch_timeout_s,
@@ -383,19 +315,29 @@ class TrainerRank:
                     )
                 )
             )
-            if len(set(self._ranks.gather_texts(lease.lease_token))) > 1:
-                continue
-            kept_ids = self._still_trainable(lease)
-            if kept_ids:
+            if kept_ids := self._still_trainable(lease):
                 return lease, kept_ids
 
     def _still_trainable(self, lease: Lease) -> tuple[str, ...]:
+        """The groups of the batch that may be trained, as rank 0 finds. Empty if the ranks did not
+        lease the same batch, or those of a sequence group the same groups: one of them may have
+        found a payload that was gone when the next one looked."""
+        own = " ".join(group.group_id for group in lease.groups)
+        mine = f"{lease.lease_token} {sha256(own.encode()).hexdigest()[:16]}"
         kept = frozenset[str]()
         if self._is_lead:
             kept = self._loop.run(self._buffer.validate(lease, self._version))
-        flags = self._ranks.broadcast_flags([group_id in kept for group_id in lease.group_ids])
+        flags = "".join("01"[group_id in kept] for group_id in lease.group_ids)
+        # One collective for all of it: each is a wait for the slowest rank.
+        replies = [text.rsplit(maxsplit=1) for text in self._ranks.gather_texts(f"{mine} {flags}")]
+        texts, width = [text for text, _ in replies], self._parts.width
+        tokens = {text.split()[0] for text in texts}
+        of_groups = [set(texts[i : i + width]) for i in range(0, len(texts), width)]
+        if len(tokens) > 1 or any(len(group) > 1 for group in of_groups):
+            return ()
+        _, flags = replies[0]
         return tuple(
-            group_id for group_id, is_kept in zip(lease.group_ids, flags, strict=True) if is_kept
+            group_id for group_id, flag in zip(lease.group_ids, flags, strict=True) if flag == "1"
         )
 
     def _train_batch(self, lease: Lease, kept_ids: tuple[str, ...], is_update: bool) -> StepStats:
@@ -409,13 +351,13 @@ class TrainerRank:
             groups=tuple(group for group in lease.groups if group.group_id in kept),
         )
         stats = train_step(
-            self._engine,
-            self._ranks,
+            self._policy,
+            self._parts,
             batch,
             config,
             self._algorithm,
             learning_rate=learning_rate(self._step, config),
-            before_update=self._guard_copies,
+            before_update=self._protect_copies,
             guard=self._guard,
             accumulation=self._accumulation,
         )
@@ -423,9 +365,9 @@ class TrainerRank:
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
         return stats
 
-    def _guard_copies(self) -> None:
-        self._sending.guard()
-        self._writer.guard()
+    def _protect_copies(self) -> None:
+        self._weight_sender.protect_copy()
+        self._recovery.protect_copy()
 
     def _compare_engines(self, stats: StepStats) -> None:
         """Check that engines and trainer agree, on the tokens that engines sampled with the version
@@ -437,13 +379,13 @@ class TrainerRank:
             check_engines_agree(
                 stats.logprob_diff_mean,
                 stats.logprob_diff_tokens,
-                self._published_names(),
+                self._served_names(),
                 self._spec.max_logprob_diff,
             )
 
-    def _published_names(self) -> Iterator[str]:
+    def _served_names(self) -> Iterator[str]:
         # A generator: only an error needs them, and the check is made in every step.
-        for tensor in self._engine.layout(self._spec.serving_dtype).tensors:
+        for tensor in self._policy.state.served_layout(self._spec.serving_dtype).tensors:
             yield tensor.name
 
     def _hand_over(self, batches: Sequence[tuple[Lease, tuple[str, ...]]]) -> None:
@@ -460,113 +402,34 @@ class TrainerRank:
                     f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where "
                     "they would be trained again; start again from the last checkpoint"
                 )
-            with self._unsaved_lock:
-                self._unsaved.append((lease.step, kept_ids))
+            self._recovery.add_consumed(lease.step, kept_ids)
 
     def _announce_version(self) -> None:
-        """The number is on disk first: a Redis that loses it must not let others have it."""
-        try:
-            self._store.note_version(self._version)
-        except OSError as error:
-            log.warning("version %d is not noted on disk: %s", self._version, error)
-        self._loop.run(self._buffer.publish_version(self._version))
+        self._recovery.note_version(self._version)  # on disk first
+        self._loop.run(self._buffer.announce_version(self._version))
 
-    def _publish_weights(self) -> PublishReport:
+    def _send_weights(self) -> Captured:
         """Copy this rank's shards; they are sent while training continues."""
-        self._published = self._version
-        return self._sending.publish(self._version, self._engine.shards())
+        number, self._num_sent = self._num_sent, self._num_sent + 1
+        if number == 1 or (number and number % PROBE_EVERY == 0):
+            self._leave_probes()  # before an engine commits them
+        self._sent_version = self._version
+        return self._weight_sender.send(self._version, self._policy.state.served_shards())
 
-    def _checkpoint(self) -> float:
-        """Copy all shards; they are written while training continues.
-
-        Returns the seconds that it waited for the previous checkpoint to be written.
-        """
-        progress = TaskProgress(positions={}, untrained=())
-        if self._is_lead:
-            progress = self._loop.run(self._buffer.task_progress(self._step))
-        wait_s = self._writer.save(self._state(progress), self._engine.state_shards())
-        self._saved_step = self._step
-        return wait_s
-
-    def _copy_to_memory(self, copies: PeerCopies) -> str | None:
-        """Returns why this step has no copy; None if it has one."""
-        with self._unsaved_lock:
-            unsaved = list(self._unsaved)
-        nothing = TaskProgress(positions={}, untrained=())  # Redis knows it
-        return copies.save(self._state(nothing), unsaved, self._engine.state_shards())
-
-    def _state(self, progress: TaskProgress) -> TrainState:
-        with self._unsaved_lock:
-            group_ids = tuple(group_id for _, ids in self._unsaved for group_id in ids)
-        return TrainState(
-            step=self._step,
-            version=self._version,
-            num_updates=self._engine.num_updates,
-            lineage=self._lineage,
-            consumed_group_ids=group_ids,
-            task_positions=dict(progress.positions),
-            untrained_prompts=progress.untrained,
-        )
-
-    def _dump_groups(self, file: Path) -> None:
-        """Write the buffer's groups to `file`; on rank 0, in the checkpoint's thread, which has
-        connections of its own."""
+    def _leave_probes(self) -> None:
+        """Score the probes with the weights of this version, for the engines to compare."""
         spec = self._spec
-
-        async def dump() -> None:
-            async with asyncio.timeout(spec.config.timeout_s):
-                redis = await connect(spec.redis_url, tls_ca_file=spec.buffer.tls_ca_file)
-                try:
-                    await dump_buffer(redis, spec.run, file)
-                finally:
-                    await redis.aclose()
-
-        asyncio.run(dump())
-
-    def _end_checkpoint(self, report: SaveReport) -> None:
-        """Acknowledge the groups that a durable checkpoint contains; on rank 0, in the checkpoint's
-        thread."""
-        step = report.state.step
-        if report.error is None:
-            self._loop.run(self._buffer.ack(step, self._lineage))
-            with self._unsaved_lock:
-                self._unsaved = [entry for entry in self._unsaved if entry[0] > step]
-        record: dict[str, float | int | str] = {
-            "step": step,
-            "bytes": report.num_bytes,
-            "write_s": report.write_s,
-        }
-        if report.error is not None:
-            record["error"] = report.error
-        elif report.groups_error is not None:
-            record["groups_error"] = report.groups_error
-        self._loop.run(self._run_state.append_metrics(record, kind="checkpoint"))
-
-    def _record(self, version: int, stats: StepStats, times: _StepTimes) -> None:
-        if not self._is_lead:
+        if not spec.probe_text:
             return
-        waits = {
-            "rollout": times.lease_wait_s,
-            "weight_sync": times.snapshot_wait_s + times.snapshot_s,
-        }
-        for waited_on, seconds in waits.items():
-            self._loop.run(self._run_state.add_wait("trainer", waited_on, seconds))
-        record: dict[str, float | int | str] = {
-            "step": self._step,
-            "version": version,  # the one that was trained
-            **stats.record(),
-            "lease_wait_s": times.lease_wait_s,
-            "step_s": times.step_s,
-            "snapshot_s": times.snapshot_s,
-            "snapshot_wait_s": times.snapshot_wait_s,
-            "checkpoint_s": times.checkpoint_s,
-            "checkpoint_wait_s": times.checkpoint_wait_s,
-        }
-        if self._copies is not None:
-            record["memory_copy_s"] = times.memory_copy_s
-        if times.memory_copy_error is not None:
-            record["memory_copy_error"] = times.memory_copy_error
-        self._loop.run(self._run_state.append_metrics(record, kind="step"))
+        logprobs = score_probes(self._policy, spec.probe_text, spec.config, self._parts)
+        if self._is_lead:
+            probes = Probes(
+                version=self._version,
+                text=spec.probe_text,
+                logprobs=logprobs,
+                most=spec.max_probe_diff,
+            )
+            self._loop.run(self._run_state.leave_probes(probes))
 
     def close(self) -> None:
         """End all waits in the buffer and leave all process groups; the rank is unusable then."""
@@ -575,51 +438,7 @@ class TrainerRank:
         if self._is_working:
             # It may be inside a collective, whose group must stay until the process ends.
             return
-        if self._weights is not None:
-            self._weights.close()
-        self._engine.close()
+        if self._connected_sender is not None:
+            self._connected_sender.close()
+        self._policy.close()
         leave_ranks()
-
-
-def learning_rate(step: int, config: TrainerConfig) -> float:
-    """The rate of step 0, 1, ...: it rises linearly to `learning_rate` at step `lr_warmup_steps`,
-    then follows `lr_schedule` to `lr_min_ratio` of it at the last step."""
-    peak, num_warmup = config.learning_rate, config.lr_warmup_steps
-    if step <= num_warmup:
-        return peak * (step + 1) / (num_warmup + 1)
-    done = (step - num_warmup) / (config.num_steps - 1 - num_warmup)
-    match config.lr_schedule:
-        case LrSchedule.constant:
-            left = 1.0
-        case LrSchedule.linear:
-            left = 1 - done
-        case LrSchedule.cosine:
-            left = (1 + math.cos(math.pi * done)) / 2
-    return peak * (left + (1 - left) * config.lr_min_ratio)
-
-
-@dataclass(kw_only=True, slots=True)
-class _StepTimes:
-    """How one step's time was spent on this rank."""
-
-    lease_wait_s: float = 0.0
-    step_s: float = 0.0
-    snapshot_s: float = 0.0
-    snapshot_wait_s: float = 0.0
-    checkpoint_s: float = 0.0
-    checkpoint_wait_s: float = 0.0
-    """The part of `checkpoint_s` in which the previous checkpoint was still being written."""
-    memory_copy_s: float = 0.0
-    memory_copy_error: str | None = None
-
-
-class _Clock:
-    """Measures seconds between calls of `lap`."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds

@@ -1,4 +1,4 @@
-"""How fast a step was: seconds by part, tokens, and floating-point operations."""
+"""The speed of a step: seconds by part, tokens, and floating-point operations."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class StepSpeed:
 
     device: torch.device
     multiply_adds: float = 0.0
-    """Those of the forward passes that are followed by a backward pass, as `PassCost` counts them.
-    """
+    """Multiply-adds, as `PassCost` counts them, of the forward passes that a backward pass
+    follows."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager

@@ -3,7 +3,7 @@
     groups ─ rows ┬ minibatch 0: micro-batches ─► forward, loss, backward ... ─► update
                   └ minibatch 1: micro-batches ─► forward, loss, backward ... ─► update
 
-Each rank has its own share of the groups. The denominator of a loss is that of the whole minibatch
+Each rank has its own part of the groups. The denominator of a loss is that of the whole minibatch
 over all ranks, and a group's minibatch depends only on its position in the whole batch. So the
 number of ranks and of micro-batches changes nothing but rounding. Each stream has a loss and a
 denominator of its own; an update adds their gradients. With `trainer.gradient_accumulation_steps`
@@ -23,9 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.probes import beginnings
 from configs.algorithm_schema import POLICY
 from configs.choices import Proximal
 from configs.schema import TrainerConfig
+from trainer_pool.algorithms.load_balancing import RouterSums
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
@@ -33,7 +35,8 @@ from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.guard import SkipReason, Update, UpdateGuard
 from trainer_pool.metrics import StepAccumulator, StepStats
-from trainer_pool.model.zero3 import Zero3Engine
+from trainer_pool.model.routers import watching
+from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.speed import StepSpeed, peak_tflops
 
 
@@ -46,7 +49,18 @@ class Minibatch:
     denominators: Mapping[str, float]
     """The denominator of each stream's loss, over all ranks."""
     is_mean: bool
-    """Whether the policy's loss is divided by its denominator; else that is 1."""
+    """The policy's loss is divided by its denominator, which otherwise is 1."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+class AtStart:
+    """One minibatch on this rank, by the policy at the start of the step."""
+
+    scores: list[Tensor | None]
+    """[N] log-probabilities of each micro-batch; None if nothing reads them, or if there is a
+    single update, whose own forward pass gives them."""
+    routers: RouterSums
+    """The sums of all its tokens, if the load of experts is balanced."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,16 +68,16 @@ class Accumulation:
     """The gradients of several steps, which are one update."""
 
     is_complete: bool = False
-    """Whether the step to come is the last of them."""
+    """The step to come is the last of them."""
     divisor: float = 0.0
-    """Of their sum so far; 0: there is no gradient yet."""
+    """The divisor of their sum so far; 0: there is no gradient yet."""
 
     def add(self, minibatch: Minibatch) -> None:
         self.divisor = self.divisor + minibatch.denominators[POLICY] if minibatch.is_mean else 1.0
 
 
 def train_step(
-    engine: Zero3Engine,
+    policy: Zero3Policy,
     ranks: Collectives,
     batch: StepBatch,
     config: TrainerConfig,
@@ -74,33 +88,33 @@ def train_step(
     guard: UpdateGuard | None = None,
     accumulation: Accumulation | None = None,
 ) -> StepStats:
-    """Update the weights on `batch`; every rank calls it with its own share of the same batch.
+    """Update the weights on `batch`; every rank calls it with its own part of the same batch.
 
     `before_update` is called before each change of the weights. `guard` may skip updates.
     With `accumulation` the gradient is added to those of the steps before, and the weights change
     only if it `is_complete`.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
-    speed = StepSpeed(device=engine.device)
+    speed = StepSpeed(device=policy.device)
     with speed.timing("plan"):
-        minibatches = plan_minibatches(engine, batch, config, algorithm, ranks)
+        minibatches = plan_minibatches(policy, batch, config, algorithm, ranks)
     with speed.timing("score"):
-        scores = _scores_at_start(engine, minibatches, algorithm)
-    totals, updates = StepAccumulator(engine.device, len(batch.group_ids)), list[Update]()
+        starts = _at_start(policy, minibatches, algorithm)
+    totals, updates = StepAccumulator(policy.device, len(batch.group_ids)), list[Update]()
 
     def update(divisor: float = 1.0) -> None:
         before_update()
         with speed.timing("update"):
-            updates.append(_update(engine, ranks, totals, guard, learning_rate, divisor))
+            updates.append(_update(policy, ranks, totals, guard, learning_rate, divisor))
 
-    for number, (minibatch, scored) in enumerate(zip(minibatches, scores, strict=True)):
+    for number, (minibatch, start) in enumerate(zip(minibatches, starts, strict=True)):
         with speed.timing("passes"):
-            statistics = _statistics(engine, minibatch, scored, algorithm, ranks)
-            for micro_batch, scored_N in zip(minibatch.micro_batches, scored, strict=True):
+            statistics = _statistics(policy, minibatch, start, algorithm, ranks)
+            for micro_batch, scored_N in zip(minibatch.micro_batches, start.scores, strict=True):
                 _accumulate(
-                    engine,
+                    policy,
                     totals,
-                    micro_batch.to(engine.device),
+                    micro_batch.to(policy.device),
                     scored_N,
                     algorithm,
                     statistics,
@@ -116,6 +130,7 @@ def train_step(
     if accumulation is not None and accumulation.is_complete and accumulation.divisor:
         update(accumulation.divisor)
         accumulation.divisor = 0.0
+    totals.add_means(policy.take_routing())
     return totals.total(
         ranks,
         groups=batch.groups,
@@ -125,12 +140,12 @@ def train_step(
         updates=updates,
         learning_rate=learning_rate,
         speed=speed,
-        peak_tflops=config.peak_tflops or peak_tflops(engine.device),
+        peak_tflops=config.peak_tflops or peak_tflops(policy.device),
     )
 
 
 def _update(
-    engine: Zero3Engine,
+    policy: Zero3Policy,
     ranks: Collectives,
     totals: StepAccumulator,
     guard: UpdateGuard | None,
@@ -145,7 +160,7 @@ def _update(
         and guard.is_ess_too_low(totals.ess_of_update(ranks))
     ):
         skipped, limit = SkipReason.low_ess, 0.0
-    norm = engine.step(learning_rate, norm_limit=limit, divisor=divisor)
+    norm = policy.step(learning_rate, norm_limit=limit, divisor=divisor)
     if norm is None:
         skipped = SkipReason.not_finite
     elif skipped is None and limit is not None and norm > limit:
@@ -157,7 +172,7 @@ def _update(
 
 
 def _accumulate(
-    engine: Zero3Engine,
+    policy: Zero3Policy,
     totals: StepAccumulator,
     batch: MicroBatch,
     scored_N: Tensor | None,
@@ -174,11 +189,17 @@ def _accumulate(
     the first minibatch (`is_first`), or if the algorithm does not need them.
     `should_divide`: whether the gradient is that of a mean, or of a sum that is divided later.
     """
-    trainer_N, entropy_N, _ = engine.score(batch)
+    should_balance = algorithm.config.load_balancing_weight > 0
+    with watching(policy.gates, batch, lambda: policy.part, has_gradient=should_balance) as layers:
+        trainer_N, entropy_N, _ = policy.score(batch)
+    routers = RouterSums.of_pass(layers)
+    totals.add_routers(routers)
     if batch.num_tokens == 0:  # backward all the same: other ranks wait for this pass
-        engine.backward(trainer_N.masked_fill(batch.mask_N == 0, 0.0).sum())
+        policy.backward(trainer_N.masked_fill(batch.mask_N == 0, 0.0).sum())
         totals.add_pass(batch)
         return
+    if policy.is_replaying:
+        totals.add_means({"routes_replayed": batch.row.known_routes})
     start_N = trainer_N.detach() if scored_N is None else scored_N
     inputs = loss_inputs(batch, trainer_N, start_N, entropy_N, algorithm, statistics)
     result = algorithm.objective(inputs, denominators[POLICY])
@@ -189,6 +210,8 @@ def _accumulate(
             *(trainer_N, start_N, entropy_N, algorithm, statistics),
         )
         result = result.plus(algorithm.stream_objective(name, of_stream, denominators[name]))
+    if should_balance:
+        result = result.plus(algorithm.balance_objective(routers, statistics))
     if scored_N is not None:
         moved_N = inputs.log_ratio(trainer_N.detach(), scored_N)
         moved = {"update_kl": moved_N.expm1() - moved_N}
@@ -196,7 +219,7 @@ def _accumulate(
     loss = nan_if_not_finite(result.loss, trainer_N + start_N)
     if not should_divide:
         loss = loss * denominators[POLICY]
-    totals.add_culprits(batch, engine.backward(loss))
+    totals.add_culprits(batch, policy.backward(loss))
     is_at_start = is_first or scored_N is not None
     totals.add(batch, inputs, result, start_N, is_at_start=is_at_start)
 
@@ -245,48 +268,88 @@ def nan_if_not_finite(loss: Tensor, logprobs_N: Tensor) -> Tensor:
     return loss + bad * torch.where(is_bad_N.any(), math.nan, 0.0)
 
 
-def _scores_at_start(
-    engine: Zero3Engine, minibatches: Sequence[Minibatch], algorithm: Algorithm
-) -> list[list[Tensor | None]]:
-    """[N] log-probabilities before the first update, by minibatch and micro-batch.
-
-    None if nothing reads them, or if there is a single update, whose own forward pass gives them.
-    """
+def _at_start(
+    policy: Zero3Policy, minibatches: Sequence[Minibatch], algorithm: Algorithm
+) -> list[AtStart]:
     config = algorithm.config
     is_recomputed = config.needs_proximal and config.proximal is Proximal.recomputed
-    if not algorithm.needs_batch and (len(minibatches) <= 1 or not is_recomputed):
-        return [[None] * len(minibatch.micro_batches) for minibatch in minibatches]
-    return [
-        [_score(engine, micro_batch) for micro_batch in minibatch.micro_batches]
-        for minibatch in minibatches
-    ]
+    needs_scores = algorithm.needs_batch or (len(minibatches) > 1 and is_recomputed)
+    gates = policy.gates if config.load_balancing_weight else ()
+    found = []
+    for minibatch in minibatches:
+        scores: list[Tensor | None] = []
+        routers = RouterSums.of_pass([])
+        for micro_batch in minibatch.micro_batches:
+            scored_N = None
+            if needs_scores or gates:
+                batch = micro_batch.to(policy.device)
+                with watching(gates, batch, lambda: policy.part) as layers:
+                    scored_N = _score(policy, batch)
+                routers = routers.plus(RouterSums.of_pass(layers))
+            scores.append(scored_N if needs_scores else None)
+        found.append(AtStart(scores=scores, routers=routers))
+    return found
 
 
 @torch.no_grad()
-def _score(engine: Zero3Engine, batch: MicroBatch) -> Tensor:
-    return engine.score(batch.to(engine.device)).logprobs
+def _score(policy: Zero3Policy, batch: MicroBatch) -> Tensor:
+    return policy.score(batch.to(policy.device)).logprobs
 
 
 def _statistics(
-    engine: Zero3Engine,
+    policy: Zero3Policy,
     minibatch: Minibatch,
-    scored: Sequence[Tensor | None],
+    start: AtStart,
     algorithm: Algorithm,
     ranks: Collectives,
 ) -> BatchStatistics:
-    """Statistics of the update's tokens on all ranks, if a correction needs them; collective."""
-    if not algorithm.needs_batch:
-        return BatchStatistics()
-    parts = []
-    for batch, scored_N in zip(minibatch.micro_batches, scored, strict=True):
-        assert scored_N is not None
-        batch = batch.to(engine.device)
-        parts.append(loss_inputs(batch, scored_N, scored_N, None, algorithm, BatchStatistics()))
-    return algorithm.statistics(parts, lambda sums: ranks.gather(sums).sum(0))
+    """Statistics of the update's tokens on all ranks, if something needs them; collective."""
+
+    def sum_over_ranks(sums: Tensor) -> Tensor:
+        return ranks.gather(sums).sum(0)
+
+    found = BatchStatistics()
+    if algorithm.needs_batch:
+        parts = []
+        for batch, scored_N in zip(minibatch.micro_batches, start.scores, strict=True):
+            assert scored_N is not None
+            batch = batch.to(policy.device)
+            parts.append(loss_inputs(batch, scored_N, scored_N, None, algorithm, found))
+        found = algorithm.statistics(parts, sum_over_ranks)
+    table_GC = start.routers.table_GC
+    if len(table_GC):
+        total_GC = sum_over_ranks(table_GC.view(-1)).view(table_GC.shape)
+        total_GC = total_GC.to(policy.device, torch.float32)
+        found = replace(found, routers=RouterSums(table_GC=total_GC))
+    return found
+
+
+def score_probes(
+    policy: Zero3Policy, text: Sequence[int], config: TrainerConfig, ranks: Collectives
+) -> list[list[float]]:
+    """Log-probabilities of the compared tokens of each beginning of `text`, on every rank;
+    collective."""
+    rows = []
+    for length, start in beginnings(len(text)):
+        mask = (np.arange(length) >= start).astype(np.uint8)
+        rows.append(
+            Row(
+                tokens=np.array(text[:length], np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.zeros(length, np.float32),
+            )
+        )
+    mine = slice(ranks.rank, None, ranks.num_ranks)
+    every = [torch.zeros(row.num_trained) for row in rows]
+    scores = score_rows(policy, rows[mine], config, ranks)
+    for own, row, values in zip(every[mine], rows[mine], scores, strict=True):
+        own.copy_(torch.from_numpy(values[row.is_scored]))
+    total = ranks.gather(torch.cat(every)).sum(0)
+    return [part.tolist() for part in torch.split(total, [len(own) for own in every])]
 
 
 def plan_minibatches(
-    engine: Zero3Engine,
+    policy: Zero3Policy,
     batch: StepBatch,
     config: TrainerConfig,
     algorithm: Algorithm,
@@ -298,8 +361,13 @@ def plan_minibatches(
     """
 
     def score_reference(rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        return _reference_logprobs(engine, rows, config, ranks)
+        # It chooses its own experts: those of a token are the policy's.
+        own = [replace(row, routes=None) for row in rows]
+        with policy.reference():
+            return score_rows(policy, own, config, ranks)
 
+    policy.check_routes(batch.groups)
+    policy.check_pictures(batch.groups)
     places = batch.places
     rows = rows_by_group(
         batch, algorithm, ranks, score_reference if algorithm.needs_reference else None
@@ -308,10 +376,10 @@ def plan_minibatches(
     for group, of_group in zip(batch.groups, rows, strict=True):
         parts[places[group.group_id] * config.num_minibatches // len(places)].append(of_group)
     found = [weighted(part, algorithm) for part in parts]
-    mine = [_pack(engine, part, config) for part, _ in found]
+    mine = [_pack(policy, part, config) for part, _ in found]
     names = [POLICY, *algorithm.streams]
     shares = [[math.nan if of[name] is None else of[name] for name in names] for _, of in found]
-    tokens = [sum(int(row.is_scored.sum()) for row in part) for part, _ in found]
+    tokens = [sum(int(batch.is_trained_N.sum()) for batch in batches) for batches in mine]
     numbers = torch.tensor(
         [[len(part), n, *of] for part, n, of in zip(mine, tokens, shares, strict=True)],
         dtype=torch.float64,
@@ -333,22 +401,22 @@ def plan_minibatches(
     ]
 
 
-def _pack(engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig) -> list[MicroBatch]:
+def _pack(policy: Zero3Policy, rows: Sequence[Row], config: TrainerConfig) -> list[MicroBatch]:
     share = config.share_prefixes
-    return pack(rows, config.micro_batch_tokens, engine.cost, should_share_prefixes=share)
+    return pack(rows, config.micro_batch_tokens, policy.cost, should_share_prefixes=share)
 
 
-def _reference_logprobs(
-    engine: Zero3Engine, rows: Sequence[Row], config: TrainerConfig, ranks: Collectives
+def score_rows(
+    policy: Zero3Policy, rows: Sequence[Row], config: TrainerConfig, ranks: Collectives
 ) -> list[NDArray[np.float32]]:
-    """[T] for each row, 0 where no token is trained; collective."""
-    batches = _pack(engine, rows, config)
+    """[T] log-probabilities of each row, in the passes of a step; 0 where no token is trained.
+    Collective."""
+    batches = _pack(policy, rows, config)
     count = ranks.gather(torch.tensor([len(batches)], dtype=torch.float64)).max()
     found = [np.zeros(len(row.tokens), np.float32) for row in rows]
-    with engine.reference():
-        for batch in fill_up(batches, int(count)):
-            values = _score(engine, batch).cpu().numpy()
-            for segment, number in enumerate(batch.rows):
-                mine = batch.segment_ids_N.numpy() == segment
-                found[number][rows[number].is_scored] = values[mine]
+    for batch in fill_up(batches, int(count)):
+        values = _score(policy, batch).cpu().numpy()
+        for segment, number in enumerate(batch.rows):
+            mine = batch.segment_ids_N.numpy() == segment
+            found[number][rows[number].is_scored] = values[mine]
     return found

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm_schema import AlgorithmConfig
-from configs.schema import BufferConfig, TrainerConfig, WeightSyncConfig
+from configs.schema import BufferConfig, LoraConfig, TrainerConfig, WeightSyncConfig
 
 FINAL_MODEL = "final_model"
 """Folder of a run with the final policy in Hugging Face format."""
@@ -27,6 +27,8 @@ class TrainerSpec:
     model_path: str
     """Hugging Face name or folder of the initial policy."""
     trust_remote_code: bool
+    lora: LoraConfig | None = None
+    """None: all weights are trained."""
     redis_url: str = field(repr=False)
     """Contains the password, so it must not be logged."""
     run: str
@@ -45,21 +47,26 @@ class TrainerSpec:
     copies_dir: str = ""
     """Folder in host memory for copies of the state (trainer.memory_copy_every)."""
     may_use_copies: bool = False
-    """Whether a later copy that is there is of this run, and goes before the checkpoint."""
+    """Copies in `copies_dir` are this run's: one that is later than the checkpoint replaces it."""
     newest_version: int = 0
-    """The newest version that the run is known to have published, in case Redis has lost it."""
+    """The newest version that the run is known to have announced, in case Redis has lost it."""
     outlives_controller: bool = False
-    """Whether the ranks go on when the controller that created them dies."""
+    """The ranks go on when the controller that created them dies."""
     gpu_share: float = 1.0
     """Share of a GPU for each rank: less than 1 if an engine uses the same GPU."""
     max_logprob_diff: float = 1.0
     """Mean difference between the log-probabilities of engines and trainer, in nats, above which
     training ends."""
+    probe_text: tuple[int, ...] = ()
+    """Tokens of prompts, as many as the longest trajectory may have, which engines and trainer
+    score alike; empty: they are not compared."""
+    max_probe_diff: float = 1.0
+    """The same as `max_logprob_diff` for that text."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Restored:
-    """Where ranks go on that follow others."""
+    """The state from which ranks that follow others go on."""
 
     step: int
     """Completed steps."""
@@ -87,11 +94,11 @@ class WarmStartReport:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TrainReport:
-    """How a training loop ended."""
+    """The end of a training loop."""
 
     num_steps: int
     version: int
     """Version of the weights at the end."""
     was_stopped: bool
-    """Whether `stop()` ended it before all steps were done."""
+    """`stop()` ended it before all steps were done."""
     seconds: float

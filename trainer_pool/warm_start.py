@@ -1,6 +1,6 @@
 """Supervised learning on a task's own answers before RL, which cannot start without any success.
 
-Uses the ZeRO-3 engine and the packing of a training step.
+Uses the ZeRO-3 policy and the packing of a training step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from configs.schema import TrainerConfig
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
-from trainer_pool.model.zero3 import Zero3Engine
+from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.types import SupervisedExample, WarmStartReport
 
 
 def warm_start(
-    engine: Zero3Engine,
+    policy: Zero3Policy,
     ranks: Collectives,
     examples: Sequence[SupervisedExample],
     config: TrainerConfig,
@@ -37,9 +37,9 @@ def warm_start(
         )
     start = time.perf_counter()
     losses = [
-        _supervised_step(engine, ranks, batch, config) for batch in _batches(examples, config)
+        _supervised_step(policy, ranks, batch, config) for batch in _batches(examples, config)
     ]
-    engine.reset_optimizer()
+    policy.reset_optimizer()
     # One collective for all steps: each rank's losses are its shares of the global means.
     totals = ranks.gather(torch.stack(losses)).sum(0) if losses else torch.zeros(1)
     return WarmStartReport(
@@ -59,7 +59,7 @@ def _batches(
 
 
 def _supervised_step(
-    engine: Zero3Engine,
+    policy: Zero3Policy,
     ranks: Collectives,
     batch: Sequence[SupervisedExample],
     config: TrainerConfig,
@@ -69,20 +69,20 @@ def _supervised_step(
     mine = pack(
         [_row(example) for example in batch[ranks.rank :: ranks.num_ranks]],
         config.micro_batch_tokens,
-        engine.cost,
+        policy.cost,
         should_share_prefixes=config.share_prefixes,
     )
     num_passes = int(ranks.gather(torch.tensor([float(len(mine))])).max())
     micro_batches = fill_up(mine, num_passes)
-    losses = [_accumulate(engine, part.to(engine.device), num_tokens) for part in micro_batches]
-    engine.step(config.warm_start.learning_rate)
+    losses = [_accumulate(policy, part.to(policy.device), num_tokens) for part in micro_batches]
+    policy.step(config.warm_start.learning_rate)
     return torch.stack(losses).sum()
 
 
-def _accumulate(engine: Zero3Engine, batch: MicroBatch, num_tokens: int) -> Tensor:
-    logprobs_N = engine.score(batch).logprobs
+def _accumulate(policy: Zero3Policy, batch: MicroBatch, num_tokens: int) -> Tensor:
+    logprobs_N = policy.score(batch).logprobs
     loss = -logprobs_N.masked_fill(batch.mask_N == 0, 0.0).sum() / num_tokens
-    engine.backward(loss)
+    policy.backward(loss)
     return loss.detach()
 
 

@@ -1,4 +1,4 @@
-"""Splits the ranks' streams into buckets; pure, and the same at every member.
+"""Splits the bytes that the ranks send into buckets; pure, and the same at every member.
 
 The buckets of a transfer have one global order. Every member sends, receives and forwards in that
 order, so no two members can wait for each other.
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-from weight_sync.layout import Layout, Transfer
+from tensors.layout import Layout
+from weight_sync.types import Transfer
 
 _DIRECT_SHARE = 4
 """An extent of at least a quarter bucket gets a bucket of its own, received straight in place."""
@@ -27,7 +28,7 @@ class Extent:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Bucket:
-    """A range of one rank's stream, one message on the wire."""
+    """A range of the bytes that one rank sends, one message on the wire."""
 
     index: int
     """Place in the global order of the transfer."""
@@ -35,7 +36,7 @@ class Bucket:
     start: int
     stop: int
     extents: tuple[Extent, ...]
-    """Where its bytes go in the file, in order; empty for a delta."""
+    """Places of its bytes in the file, in order; empty for a delta."""
 
     @property
     def num_bytes(self) -> int:

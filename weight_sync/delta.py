@@ -1,6 +1,6 @@
 """Encodes the elements of one rank's stream that changed since another version.
 
-Elements are compared by their bits in the serving dtype, including NaN and -0.0. The payload holds
+Elements are compared by their bits in the serving dtype, including NaN and -0.0. The payload has
 the new bits, which overwrite the old ones, so applying it twice is harmless.
 
     stream      [ 4-byte elements | 2-byte elements ]      blocks of 65536 elements in each half
@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weight_sync.layout import Layout
-from weight_sync.types import ITEM_BYTES
+from tensors.layout import ITEM_BYTES, Layout
 
 _BLOCK = 65536
 _CHUNK_BLOCKS = 16
@@ -97,7 +96,7 @@ class _Half:
 
     item_bytes: int
     stream_start: int
-    """In bytes."""
+    """Byte at which they begin."""
     num_elements: int
     piece_starts: NDArray[np.int64]
     """First element of each piece, counted from the start of this half."""
@@ -169,7 +168,7 @@ def _words(elements: _Array) -> _Array:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Change:
-    """What a payload says about one half; `counts` is by block."""
+    """The changes that a payload makes to one half; `counts` is by block."""
 
     rank: int
     half: _Half
@@ -178,7 +177,7 @@ class _Change:
     indices: NDArray[np.uint16]
 
     def checked_places(self) -> Iterator[tuple[int, _Places, _Array]]:
-        """By chunk: its first element, the changed elements and their values.
+        """Yields each chunk's first element, its changed elements and their values.
 
         Raises ValueError for elements that the half does not have, or that come twice.
         """

@@ -9,30 +9,24 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore, Work
+from torch._C._distributed_c10d import Store, TCPStore, Work
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import (
-    Backend,
-    GroupName,
-    PrefixStore,
-    _new_process_group_helper,
-    _world,
-)
+from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.choices import Backend as BackendChoice
-from weight_sync.interfaces import own_address_towards
+from host.network import own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
 
 _FAILURE_KEY = "exception_dump"
-"""What an NCCL group that has failed tells all users of its store, whatever their epoch: they would
-dump and end."""
+"""A failed NCCL group sets it for all users of its store, whatever their epoch, and they would dump
+and end."""
 
 
 def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
@@ -91,7 +85,14 @@ class Message(NamedTuple):
 
 
 class WeightGroup:
-    """This process's membership in one epoch. Used by one thread; any failure is final."""
+    """This process's membership in one epoch. Used by one thread; any failure is final.
+
+    group = WeightGroup.join(spec, rank=0)          # blocks until every member has joined
+    work = group.send(bucket, dst=1, tag=0)
+    with group.naming("sending bucket 0", 1):       # an error names both members and the epoch
+        work.wait(timeout)
+    group.close()                                   # the others notice at once
+    """
 
     def __init__(self, spec: GroupSpec, rank: int, group: ProcessGroup, device: torch.device):
         self.spec = spec
@@ -125,7 +126,8 @@ class WeightGroup:
             _await_members(meeting, spec, rank)
             if spec.backend == "gloo":
                 device = torch.device("cpu")
-                group = _gloo_group(meeting, spec, rank)
+                address = own_address_towards(spec.host)
+                group = gloo_group(meeting, rank, spec.world_size, address, spec.timeout_s)
             else:
                 assert device is not None, "nccl needs a device"
                 group = _nccl_group(meeting, spec, rank, device)
@@ -189,25 +191,6 @@ class WeightGroup:
     def is_open(self) -> bool:
         return self._group is not None
 
-    def walk(self, steps: Callable[[WeightGroup], None]) -> None:
-        """Run `steps`. If they fail, leave the group, so that no member waits for this one.
-
-        Raises WeightSyncError.
-        """
-        # The error is raised anew below: the first one's traceback would keep alive frames that
-        # hold Works, and with them gloo's sockets.
-        try:
-            return steps(self)
-        except WeightSyncError as error:
-            failure = str(error)
-        except RuntimeError as error:  # from torch, outside of `naming`
-            failure = f"{member_name(self.spec, self.rank)} in {epoch_name(self.spec)}: {error}"
-        except BaseException:
-            self.close()
-            raise
-        self.close()
-        raise WeightSyncError(failure)
-
     def close(self) -> None:
         """Leave the group; the other members notice at once. May be called twice."""
         # gloo closes its sockets when the last reference to the group and its Works is gone.
@@ -239,36 +222,48 @@ def _await_members(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
         ) from None
 
 
-def _gloo_group(store: PrefixStore, spec: GroupSpec, rank: int) -> ProcessGroup:
+def gloo_group(
+    store: Store, rank: int, world_size: int, address: str, timeout_s: float
+) -> ProcessGroup:
+    """A group that belongs to its owner alone. `address`: this machine's, towards the others."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # Without a device gloo resolves the machine's name, which may not lead to the interface towards
     # the other members, nor to any of its own.
-    address = own_address_towards(spec.host)
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    options._timeout = timedelta(seconds=spec.timeout_s)
-    backend = dist.ProcessGroupGloo(store, rank, spec.world_size, options)
-    backend._set_sequence_number_for_group()
-    group = ProcessGroup(store, rank, spec.world_size)
-    group._set_default_backend(ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
-    return group
+    options._timeout = timedelta(seconds=timeout_s)
+    backend = dist.ProcessGroupGloo(store, rank, world_size, options)
+    kind = ProcessGroup.BackendType.GLOO
+    return _group_of(store, rank, world_size, backend, kind, torch.device("cpu"))
 
 
 def _nccl_group(
     store: PrefixStore, spec: GroupSpec, rank: int, device: torch.device
 ) -> ProcessGroup:
-    # Streams of one priority share the queues of a GPU, where a kernel of this group that waits for
-    # its peers would hold up those of training.
+    # CUDA streams of one priority share the queues of a GPU, where a kernel of this group that
+    # waits for its peers would delay those of training.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(days=1)  # each wait has its own timeout, scaled with its bytes
     with _errors_stay_in_the_group():
         backend = dist.ProcessGroupNCCL(store, rank, spec.world_size, options)
-    backend._set_sequence_number_for_group()
     # Connected now, all sends and receives share one communicator; later each pair would make one.
     backend.eager_connect_single_device(device)
-    group = ProcessGroup(store, rank, spec.world_size)
-    group._set_default_backend(ProcessGroup.BackendType.NCCL)
-    group._register_backend(device, ProcessGroup.BackendType.NCCL, backend)
+    kind = ProcessGroup.BackendType.NCCL
+    return _group_of(store, rank, spec.world_size, backend, kind, device)
+
+
+def _group_of(
+    store: Store,
+    rank: int,
+    world_size: int,
+    backend: dist.ProcessGroupGloo | dist.ProcessGroupNCCL,
+    kind: ProcessGroup.BackendType,
+    device: torch.device,
+) -> ProcessGroup:
+    """A group of this backend, which is not registered in torch.distributed."""
+    backend._set_sequence_number_for_group()
+    group = ProcessGroup(store, rank, world_size)
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
     return group
 
 
@@ -293,27 +288,3 @@ def _errors_stay_in_the_group() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def join_as_sglang_sender(
-    store: TCPStore, *, name: str, world_size: int, backend: str, timeout_s: float
-) -> dist.ProcessGroup:
-    """Rank 0 of a group whose other members are SGLang's ranks, for SGLang's broadcast endpoint.
-
-    Blocks until all have joined. Raises torch's DistStoreError after `timeout_s`.
-    """
-    # SGLang joins through torch's `_new_process_group_helper`, with the group's name as key prefix.
-    # The sender has to do the same, or the two would look under different keys.
-    group, _ = _new_process_group_helper(
-        world_size,
-        0,
-        [],
-        Backend(backend),
-        PrefixStore(name, store),
-        group_name=GroupName(name),
-        backend_options=None,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
-    return group

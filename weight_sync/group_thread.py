@@ -24,7 +24,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from weight_sync.group import WeightGroup, epoch_name
+from tensors.host_memory import HostMemory
+from weight_sync.group import WeightGroup, epoch_name, member_name
 from weight_sync.types import GroupSpec, WeightSyncError
 
 T = TypeVar("T")
@@ -61,18 +62,18 @@ class GroupThread:
         def join() -> WeightGroup:
             if last is not None:
                 last.close()
-            with self.staging.side_stream():
+            with self.staging.on_cuda_stream():
                 return WeightGroup.join(spec, rank, device=self._device)
 
-        self._group = self._run(
+        self._group = self._call(
             join,
             2 * spec.timeout_s,
             f"{epoch_name(spec)} did not form: all members joined, but one stopped",
             too_late=_close_result,
         )
 
-    def walk(self, steps: Callable[[WeightGroup], None], limit_s: float) -> None:
-        """Run `steps` on the group; after a failure this process is a member of no group.
+    def run(self, steps: Callable[[WeightGroup], None], limit_s: float) -> None:
+        """Run `steps` on the group. If they fail, this process leaves it: no member waits for it.
 
         Raises WeightSyncError, at the latest after `limit_s`, which must exceed the sum of all
         waits inside `steps`.
@@ -80,19 +81,29 @@ class GroupThread:
         group = self._group
         assert group is not None, "join() comes first"
 
-        def walk() -> None:
-            with self.staging.side_stream():
-                group.walk(steps)
+        def run() -> None:
+            # The error is raised anew below: the first one's traceback would keep alive frames that
+            # refer to Works, and with them gloo's sockets.
+            try:
+                with self.staging.on_cuda_stream():
+                    return steps(group)
+            except WeightSyncError as error:
+                failure = str(error)
+            except RuntimeError as error:  # from torch, outside of `naming`
+                failure = (
+                    f"{member_name(group.spec, group.rank)} in {epoch_name(group.spec)}: {error}"
+                )
+            except BaseException:
+                group.close()
+                raise
+            group.close()
+            raise WeightSyncError(failure)
 
         try:
-            self._run(
-                walk,
-                limit_s,
-                f"{epoch_name(group.spec)} was given up: a member stopped",
-            )
+            self._call(run, limit_s, f"{epoch_name(group.spec)} was given up: a member stopped")
         except BaseException:
             self._group = None
-            if group.is_open:  # the walk is still blocked in a call: closing the group ends it
+            if group.is_open:  # `steps` are still blocked in a call: closing the group ends it
                 _close_in_background(group, 0.0)
             raise
 
@@ -105,7 +116,7 @@ class GroupThread:
         if group is not None:
             _close_in_background(group, _LEAVE_S)
 
-    def _run(
+    def _call(
         self,
         call: Callable[[], T],
         limit_s: float,
@@ -126,7 +137,7 @@ class GroupThread:
             thread.close(0.0)
             raise
         finally:
-            del future, call  # an error's traceback holds this frame
+            del future, call  # an error's traceback refers to this frame
 
 
 class Staging:
@@ -137,43 +148,45 @@ class Staging:
         self._ring = [torch.empty(0, dtype=torch.uint8)] * num_buffers
         self._host = torch.empty(0, dtype=torch.uint8)
         """Host memory for a bucket from the GPU that belongs in more than one place."""
-        self._stream: torch.cuda.Stream | None = None
+        self._cuda_stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             # As the group's own stream: never in a queue behind a kernel of the training.
-            self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self._cuda_stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
-    def side_stream(self) -> Iterator[None]:
+    def on_cuda_stream(self) -> Iterator[None]:
         """Order copies and the sends that depend on them, without waiting for other kernels."""
         with contextlib.ExitStack() as stack:
-            if self._stream is not None:
+            if self._cuda_stream is not None:
                 stack.enter_context(torch.cuda.device(self._device))
-                stack.enter_context(torch.cuda.stream(self._stream))
+                stack.enter_context(torch.cuda.stream(self._cuda_stream))
             yield
 
     def upload(self, turn: int, part: Tensor) -> Tensor:
         """`part` (host, uint8) as it can be sent; for a GPU, in the buffer of this `turn`."""
-        if self._stream is None:
+        if self._cuda_stream is None:
             return part
         buffer = self._buffer(turn, part.numel())
         return buffer.copy_(part, non_blocking=True)
 
     def room(self, turn: int, num_bytes: int, place: Tensor | None) -> Tensor:
-        """Where to receive a bucket: its place in host memory, or the buffer of this `turn`."""
-        if self._stream is None and place is not None:
+        """Memory to receive a bucket in: its place on the host, or the buffer of this `turn`."""
+        if self._cuda_stream is None and place is not None:
             return place
         return self._buffer(turn, num_bytes)
 
     def download(self, wire: Tensor, place: Tensor | None) -> Tensor:
         """The received bytes in host memory: in `place` if the bucket has one."""
-        if self._stream is None:
+        if self._cuda_stream is None:
             return wire
         if place is None:
             if self._host.numel() < wire.numel():
-                self._host = torch.empty(wire.numel(), dtype=torch.uint8, pin_memory=True)
+                memory = HostMemory(wire.numel())
+                memory.pin()
+                self._host = memory.tensor()
             place = self._host[: wire.numel()]
         place.copy_(wire, non_blocking=True)
-        self._stream.synchronize()
+        self._cuda_stream.synchronize()
         return place
 
     def _buffer(self, turn: int, num_bytes: int) -> Tensor:
@@ -217,7 +230,7 @@ def _carry_out(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
-        del future, call  # the error's traceback holds this frame: they would keep each other alive
+        del future, call  # the error's traceback refers to this frame: a cycle
 
 
 def _close_result(future: Future[WeightGroup]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.schema import WeightSyncConfig
-from weight_sync.layout import Layout
+from tensors.adapters import merged_layout
+from tensors.layout import Layout
 
 _STATUS_S = 5.0
 
@@ -21,22 +22,25 @@ class Timeouts:
 
     @property
     def status_s(self) -> float:
-        """For a status request, which takes no work. A receiver that needs longer is excluded."""
+        """A status request takes no work. A receiver that needs longer is excluded."""
         return min(_STATUS_S, self.config.timeout_s / 2)
 
     @property
     def order_s(self) -> float:
-        """For a request that moves no bytes."""
+        """A request that moves no bytes."""
         return self.config.timeout_s
 
     @property
     def prepare_s(self) -> float:
-        """For allocating every staged version, and copying one."""
-        return self._for_bytes(self.layout.num_bytes * (self.config.num_staged + 1))
+        """Allocating every staged version, merged ones too if they are adapters, and copying
+        one."""
+        merged = merged_layout(self.layout)
+        num_bytes = self.layout.num_bytes + (0 if merged is None else merged.num_bytes)
+        return self._for_bytes(num_bytes * (self.config.num_staged + 1))
 
     @property
     def verify_s(self) -> float:
-        """For copying a delta's base, and comparing the version with its manifest."""
+        """Copying a delta's base, and comparing the version with its manifest."""
         return self._for_bytes(2 * self.layout.num_bytes)
 
     @property
@@ -46,15 +50,15 @@ class Timeouts:
 
     @property
     def encode_s(self) -> float:
-        """For a rank to capture the version, then to compare it with its base."""
+        """A rank captures the version, then compares it with its base."""
         return self.control_s + self._for_bytes(2 * self.layout.num_bytes)
 
     def wire_s(self, num_bytes: int) -> float:
-        """From the first byte to the last, at the senders."""
+        """The senders' time from the first byte to the last."""
         return self._for_bytes(num_bytes)
 
     def notice_s(self, num_members: int) -> float:
-        """For members to give up by themselves after another failed: each waits for a bucket."""
+        """Members give up by themselves after another failed: each waits for a bucket."""
         in_flight = self.config.bucket_bytes * self.config.num_buffers * num_members
         return self._for_bytes(in_flight) + self.status_s
 
@@ -67,7 +71,7 @@ class Timeouts:
         return 10 * self.config.timeout_s, 100 * self.config.timeout_s
 
     def answer_s(self, num_bytes: int) -> float:
-        """For all members to report the transfer's outcome: the senders end it before this."""
+        """All members report the transfer's outcome; the senders end it before this."""
         return self.wire_s(num_bytes) + self.config.timeout_s
 
     def _for_bytes(self, num_bytes: int) -> float:

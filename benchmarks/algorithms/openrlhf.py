@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.algorithms.batch import (
+    CLIP,
     GROUP,
-    NARROW,
     ROWS,
-    WIDE,
     Batch,
+    Comparison,
     Pair,
+    Values,
     advantages_of,
+    compared,
     kl_of,
     loss_of,
     overlong_of,
     with_gradient,
+    with_wild_tokens,
 )
 
 
-def openrlhf_pairs(folder: Path) -> dict[str, Pair]:
+def openrlhf_comparisons(folder: Path) -> dict[str, Comparison]:
     # Its packages import flash-attn and vLLM, which have no build for a CPU; what is compared here
     # does not.
     for name in ("", ".models", ".utils", ".trainer", ".trainer.ppo_utils", ".trainer.ray"):
@@ -42,29 +45,49 @@ def openrlhf_pairs(folder: Path) -> dict[str, Pair]:
     lengths = importlib.import_module("openrlhf.trainer.ppo_utils.length_penalty")
     utils = importlib.import_module("openrlhf.models.utils")
 
-    def pair_of(theirs: dict[str, Any], kinds: Sequence[str] = (), **settings: Any) -> Pair:
-        function = losses.PolicyLoss(**theirs)
+    def pair_of(
+        kinds: Sequence[str] = (),
+        *,
+        level: str = "off",
+        thresholds: Sequence[str | float] = (0.0, 0.0),
+        more: Mapping[str, Any] = MappingProxyType({}),
+        **settings: Any,
+    ) -> Pair:
+        """`thresholds`: numbers, or names of bounds."""
 
-        def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+        def pair(batch: Batch, theirs: Values, ours: Values) -> tuple[Tensor, Tensor]:
+            if settings.get("loss") == "gspo":
+                batch = with_wild_tokens(batch)
+            function = losses.PolicyLoss(
+                clip_eps_low=theirs["clip_low"],
+                clip_eps_high=theirs["clip_high"],
+                dual_clip=theirs.get("dual_clip"),
+                is_correction_level=level,
+                is_correction_threshold=tuple(
+                    theirs[one] if isinstance(one, str) else one for one in thresholds
+                ),
+                **more,
+            )
             found, *_ = function(
                 batch.trainer, batch.proximal, batch.advantages, batch.mask, batch.rollout
             )
-            ours = loss_of(batch, kinds, **settings)
-            return with_gradient(ours, batch), with_gradient(found, batch)
+            own = loss_of(batch, kinds, **settings, **ours)
+            return with_gradient(own, batch), with_gradient(found, batch)
 
         return pair
 
-    def kl(name: str) -> Pair:
-        def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+    def kl(name: str) -> Comparison:
+        def pair(batch: Batch, _: Values, ours: Values) -> tuple[Tensor, Tensor]:
             # Theirs is in float32.
             found = utils.compute_approx_kl(batch.trainer, batch.reference, kl_estimator=name)
             found = (found.double() * batch.mask).sum()
-            return with_gradient(kl_of(batch, name).sum(), batch), with_gradient(found, batch)
+            own = kl_of(batch, name, **ours).sum()
+            return with_gradient(own, batch), with_gradient(found, batch)
 
-        return pair
+        return compared(pair, "kl_cap")
 
-    def advantage(kind: str, estimator: str, **settings: Any) -> Pair:
-        def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+    def advantage(kind: str, estimator: str, **settings: Any) -> Comparison:
+        def pair(batch: Batch, *_: Values) -> tuple[Tensor, Tensor]:
             maker = object.__new__(making.RemoteExperienceMaker)
             maker.advantage_estimator = estimator
             maker.kl_ctl = SimpleNamespace(value=0.0)
@@ -87,50 +110,53 @@ def openrlhf_pairs(folder: Path) -> dict[str, Pair]:
             ours = advantages_of(batch, kind, **settings).unsqueeze(1) * batch.mask
             return ours, experience.advantages * batch.mask
 
-        return pair
+        return compared(pair)
 
-    def overlong(batch: Batch) -> tuple[Tensor, Tensor]:
+    def overlong(batch: Batch, theirs: Values, ours: Values) -> tuple[Tensor, Tensor]:
         experience = SimpleNamespace(
             response_length=batch.num_tokens, rewards=torch.zeros_like(batch.rewards)
         )
-        lengths.apply_overlong_penalty([experience], 9, 4)
-        return overlong_of(batch, 5, 9), experience.rewards
+        end = theirs["overlong_end"]
+        lengths.apply_overlong_penalty([experience], end, end - theirs["overlong_start"])
+        return overlong_of(batch, **ours), experience.rewards
 
-    def supervised(batch: Batch) -> tuple[Tensor, Tensor]:
+    def supervised(batch: Batch, *_: Values) -> tuple[Tensor, Tensor]:
         found = losses.SFTLoss()(batch.trainer, batch.mask)
         return with_gradient(loss_of(batch, loss="supervised"), batch), with_gradient(found, batch)
 
-    wide = {"clip_eps_low": 0.2, "clip_eps_high": 0.28}
-    narrow = {"clip_eps_low": 0.04, "clip_eps_high": 0.05}
-    ice = {"is_correction_level": "token", "is_correction_threshold": (0.5, 5.0)}
-    seq = {"is_correction_level": "seq", "is_correction_threshold": (0.9, 1.1)}
-    bounds = {"correction_geometric_low": 0.9, "correction_geometric_high": 1.1}
+    answers = {"aggregation": "sequence_mean_token_mean"}
+    ice = ("correction_icepop_low", "correction_icepop_high")
+    geometric = ("correction_geometric_low", "correction_geometric_high")
+    cap = "correction_tis_cap"
     return {
-        "ppo": pair_of(wide, **WIDE),
-        "ppo, dual clip": pair_of({**wide, "dual_clip": 3.0}, dual_clip=3.0, **WIDE),
-        "ppo, mean of answers": pair_of(
-            {**wide, "token_level_loss": False}, aggregation="sequence_mean_token_mean", **WIDE
+        "ppo": compared(pair_of(), *CLIP),
+        "ppo, dual clip": compared(pair_of(), *CLIP, "dual_clip"),
+        "ppo, mean of answers": compared(
+            pair_of(more={"token_level_loss": False}, **answers), *CLIP
         ),
-        "gspo": pair_of(
-            {**narrow, "policy_loss_type": "gspo"},
-            loss="gspo",
-            aggregation="sequence_mean_token_mean",
-            **NARROW,
+        "gspo": compared(pair_of(more={"policy_loss_type": "gspo"}, loss="gspo", **answers), *CLIP),
+        "icepop": compared(pair_of(["icepop"], level="token", thresholds=ice), *CLIP, *ice),
+        "tis_token": compared(
+            pair_of(
+                ["tis_token"],
+                level="token",
+                thresholds=(0.0, cap),
+                more={"is_correction_mode": "clip"},
+            ),
+            *CLIP,
+            cap,
         ),
-        "icepop": pair_of({**wide, **ice}, ["icepop"], **WIDE),
-        "tis_token": pair_of(
-            {**wide, **ice, "is_correction_mode": "clip", "is_correction_threshold": (0.0, 2.0)},
-            ["tis_token"],
-            **WIDE,
+        "geometric_mask with weights": compared(
+            pair_of(
+                ["geometric_mask", "tis_token"],
+                level="seq",
+                thresholds=geometric,
+                correction_tis_cap=1e9,
+            ),
+            *CLIP,
+            *geometric,
         ),
-        "geometric_mask with weights": pair_of(
-            {**wide, **seq},
-            ["geometric_mask", "tis_token"],
-            correction_tis_cap=1e9,
-            **bounds,
-            **WIDE,
-        ),
-        "supervised": supervised,
+        "supervised": compared(supervised),
         "grpo": advantage("grpo", "group_norm", epsilon=1e-9),
         "dr_grpo": advantage("dr_grpo", "dr_grpo"),
         "rloo": advantage("rloo", "rloo"),
@@ -138,7 +164,7 @@ def openrlhf_pairs(folder: Path) -> dict[str, Pair]:
         "reinforce_pp_baseline": advantage(
             "reinforce_pp_baseline", "reinforce_baseline", ddof=0, epsilon=0.0
         ),
-        "overlong_penalty": overlong,
+        "overlong_penalty": compared(overlong, "overlong_start", "overlong_end"),
         "kl k1": kl("k1"),
         "kl k2": kl("k2"),
         "kl k3": kl("k3"),

@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 from benchmarks.algorithms.batch import (
+    CLIP,
     GROUP,
     LENGTH,
     LONG,
-    NARROW,
     PARTS,
     ROWS,
-    WIDE,
     Batch,
+    Comparison,
     Pair,
+    Values,
     advantages_of,
+    compared,
     kl_of,
     loss_of,
     overlong_of,
     with_gradient,
+    with_wild_tokens,
 )
 
 LOGS = ("prompt", "completion", "advantages")
@@ -40,33 +43,36 @@ SCORING = {
 }
 
 
-def trl_pairs() -> dict[str, Pair]:
+def trl_comparisons() -> dict[str, Comparison]:
     rewards = importlib.import_module("trl.rewards")
     trainer = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
 
-    def theirs(batch: Batch, loss_type: str, **settings: Any) -> Tensor:
+    def loss(
+        batch: Batch,
+        loss_type: str,
+        given: Values,
+        *,
+        level: str = "token",
+        beta: float = 0.0,
+        is_unbiased: bool = False,
+        weights: Tensor | None = None,
+    ) -> Tensor:
         """`GRPOTrainer._compute_loss` of one process, given the log-probabilities."""
-        beta = settings.pop("beta", 0.0)
-        opsm = settings.pop("opsm", None)
-        level = settings.pop("level", "token")
-        low, high = settings.pop("low", 0.2), settings.pop("high", 0.28)
-        weights = settings.pop("weights", None)
-        args = {
-            "delta": None,
-            "use_bias_correction_kl": False,
-            "sapo_temperature_pos": 1.0,
-            "sapo_temperature_neg": 1.05,
-            "steps_per_generation": 1,
-            **settings,
-        }
+        high = given.get("clip_high", 0.0)
         itself = SimpleNamespace(
-            args=SimpleNamespace(**args),
+            args=SimpleNamespace(
+                delta=given.get("dual_clip"),
+                use_bias_correction_kl=is_unbiased,
+                sapo_temperature_pos=given.get("sapo_good"),
+                sapo_temperature_neg=given.get("sapo_bad"),
+                steps_per_generation=1,
+            ),
             loss_type=loss_type,
             beta=beta,
             importance_sampling_level=level,
-            epsilon_low=low,
-            epsilon_high=high,
-            off_policy_mask_threshold=opsm,
+            epsilon_low=given.get("clip_low"),
+            epsilon_high=1 + high if loss_type == "cispo" else high,
+            off_policy_mask_threshold=given.get("correction_opsm_limit"),
             get_off_policy_mask=trainer.get_off_policy_mask,
             top_entropy_quantile=1.0,
             aux_loss_enabled=False,
@@ -104,11 +110,13 @@ def trl_pairs() -> dict[str, Pair]:
         found: Tensor = trainer._compute_loss(itself, None, inputs)
         return found
 
-    def pair_of(loss_type: str, given: dict[str, Any], *kinds: str, **settings: Any) -> Pair:
-        def pair(batch: Batch) -> tuple[Tensor, Tensor]:
-            found = theirs(batch, loss_type, **given)
-            ours = loss_of(batch, kinds, **settings)
-            return with_gradient(ours, batch), with_gradient(found, batch)
+    def pair_of(loss_type: str, *kinds: str, level: str = "token", **settings: Any) -> Pair:
+        def pair(batch: Batch, theirs: Values, ours: Values) -> tuple[Tensor, Tensor]:
+            if level == "sequence":
+                batch = with_wild_tokens(batch)
+            found = loss(batch, loss_type, theirs, level=level)
+            own = loss_of(batch, kinds, **settings, **ours)
+            return with_gradient(own, batch), with_gradient(found, batch)
 
         return pair
 
@@ -165,73 +173,76 @@ def trl_pairs() -> dict[str, Pair]:
         )
         return found
 
-    def corrected(mode: str, low: float | None, high: float, *kinds: str, **settings: Any) -> Pair:
-        def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+    def corrected(
+        mode: str, low: str | None, high: str, *kinds: str, **settings: Any
+    ) -> Comparison:
+        """`low`, `high`: names of the bounds of its weights."""
+
+        def pair(batch: Batch, theirs: Values, ours: Values) -> tuple[Tensor, Tensor]:
             given = scored(
                 batch,
                 vllm_importance_sampling_mode=mode,
-                vllm_importance_sampling_clip_min=low,
-                vllm_importance_sampling_clip_max=high,
+                vllm_importance_sampling_clip_min=low and theirs[low],
+                vllm_importance_sampling_clip_max=theirs[high],
             )
-            found = theirs(batch, "dapo", weights=given["importance_sampling_ratio"])
-            ours = loss_of(batch, kinds, **WIDE, **settings)
-            return with_gradient(ours, batch), with_gradient(found, batch)
+            found = loss(batch, "dapo", theirs, weights=given["importance_sampling_ratio"])
+            own = loss_of(batch, kinds, **settings, **ours)
+            return with_gradient(own, batch), with_gradient(found, batch)
 
-        return pair
+        return compared(pair, *CLIP, *filter(None, (low, high)))
 
-    def advantage(kind: str, **theirs: Any) -> Pair:
-        def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+    def advantage(kind: str, **given: Any) -> Comparison:
+        def pair(batch: Batch, *_: Values) -> tuple[Tensor, Tensor]:
             # They normalize over answers, we over tokens: here every answer has one.
             is_first = (torch.arange(LENGTH) == 0).double().expand(ROWS, -1)
             batch = replace(batch, mask=is_first)
-            return advantages_of(batch, kind, epsilon=1e-4), scored(batch, **theirs)["advantages"]
+            return advantages_of(batch, kind, epsilon=1e-4), scored(batch, **given)["advantages"]
 
-        return pair
+        return compared(pair)
 
-    def overlong(batch: Batch) -> tuple[Tensor, Tensor]:
-        function = rewards.get_soft_overlong_punishment(9, 4)
+    def overlong(batch: Batch, theirs: Values, ours: Values) -> tuple[Tensor, Tensor]:
+        end = theirs["overlong_end"]
+        function = rewards.get_soft_overlong_punishment(end, end - theirs["overlong_start"])
         found = function([[0] * int(count) for count in batch.num_tokens])
-        return overlong_of(batch, 5, 9), torch.tensor(found, dtype=torch.float64)
+        return overlong_of(batch, **ours), torch.tensor(found, dtype=torch.float64)
 
-    def held(estimator: str, unbiased: bool) -> Pair:
-        def pair(batch: Batch) -> tuple[Tensor, Tensor]:
+    def held(estimator: str, is_unbiased: bool) -> Comparison:
+        def pair(batch: Batch, theirs: Values, ours: Values) -> tuple[Tensor, Tensor]:
             # Its ratio is to the policy at the start of the step, ours to the rollout policy.
             batch = replace(batch, rollout=batch.proximal)
-            found = theirs(batch, "dapo", beta=0.1, use_bias_correction_kl=unbiased)
-            ours = loss_of(batch, **WIDE)
+            found = loss(batch, "dapo", theirs, beta=0.1, is_unbiased=is_unbiased)
             near = (kl_of(batch, estimator) * batch.mask).sum() / batch.mask.sum()
-            return with_gradient(ours + 0.1 * near, batch), with_gradient(found, batch)
+            own = loss_of(batch, **ours) + 0.1 * near
+            return with_gradient(own, batch), with_gradient(found, batch)
 
-        return pair
+        return compared(pair, *CLIP)
 
-    answers = "sequence_mean_token_mean"
+    answers = {"aggregation": "sequence_mean_token_mean"}
+    by_length = {"aggregation": "sequence_mean_token_sum_norm"}
+    ice = ("correction_icepop_low", "correction_icepop_high")
+    product = ("correction_product_low", "correction_product_high")
+    cap = "correction_tis_cap"
     return {
-        "dapo": pair_of("dapo", {}, **WIDE),
-        "grpo": pair_of("grpo", {}, aggregation=answers, **WIDE),
-        "bnpo": pair_of("bnpo", {}, **WIDE),
-        "dr_grpo": pair_of("dr_grpo", {}, aggregation="sequence_mean_token_sum_norm", **WIDE),
-        "two-sided clipping (dual clip)": pair_of("dapo", {"delta": 3.0}, dual_clip=3.0, **WIDE),
-        "gspo": pair_of(
-            "grpo",
-            {"level": "sequence", "low": 0.04, "high": 0.05},
-            loss="gspo",
-            aggregation=answers,
-            **NARROW,
-        ),
-        "cispo": pair_of("cispo", {"high": 1.28}, loss="cispo", clip_low=1.0, clip_high=0.28),
-        "sapo": pair_of("sapo", {}, loss="sapo", aggregation=answers),
-        "opsm": pair_of("dapo", {"opsm": 0.1}, "opsm", **WIDE),
-        "tis_token": corrected("token_truncate", None, 2.0, "tis_token"),
-        "tis_sequence": corrected("sequence_truncate", None, 2.0, "tis_sequence"),
-        "icepop": corrected("token_mask", 0.5, 5.0, "icepop"),
+        "dapo": compared(pair_of("dapo"), *CLIP),
+        "grpo": compared(pair_of("grpo", **answers), *CLIP),
+        "bnpo": compared(pair_of("bnpo"), *CLIP),
+        "dr_grpo": compared(pair_of("dr_grpo", **by_length), *CLIP),
+        "two-sided clipping (dual clip)": compared(pair_of("dapo"), *CLIP, "dual_clip"),
+        "gspo": compared(pair_of("grpo", level="sequence", loss="gspo", **answers), *CLIP),
+        "cispo": compared(pair_of("cispo", loss="cispo", clip_low=1.0), "clip_high"),
+        "sapo": compared(pair_of("sapo", loss="sapo", **answers), "sapo_good", "sapo_bad"),
+        "opsm": compared(pair_of("dapo", "opsm"), *CLIP, "correction_opsm_limit"),
+        "tis_token": corrected("token_truncate", None, cap, "tis_token"),
+        "tis_sequence": corrected("sequence_truncate", None, cap, "tis_sequence"),
+        "icepop": corrected("token_mask", *ice, "icepop"),
         "product_mask with weights": corrected(
-            "sequence_mask", 0.5, 2.0, "product_mask", "tis_sequence", correction_tis_cap=1e9
+            "sequence_mask", *product, "product_mask", "tis_sequence", correction_tis_cap=1e9
         ),
         "grpo advantages": advantage("grpo", **ONE_REWARD, scale_rewards="group"),
         "dr_grpo advantages": advantage("dr_grpo", **ONE_REWARD, scale_rewards="none"),
         "batch_std": advantage("batch_std", **ONE_REWARD, scale_rewards="batch"),
         "gdpo": advantage("gdpo", multi_objective_aggregation="normalize_then_sum"),
-        "overlong_penalty": overlong,
+        "overlong_penalty": compared(overlong, "overlong_start", "overlong_end"),
         "kl k3 in the loss": held("k3", False),
         "kl unbiased in the loss": held("unbiased", True),
     }

@@ -49,8 +49,9 @@ def measure(num_layers: int, num_steps: int) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from trainer_pool.algorithms.registry import Algorithm
+    from trainer_pool.collectives import RankAddress, join_ranks
     from trainer_pool.data.rows import StepBatch
-    from trainer_pool.model.zero3 import RankAddress, Zero3Engine, join_ranks
+    from trainer_pool.model.zero3 import Zero3Policy
     from trainer_pool.step import train_step
 
     shape = Qwen2Config(
@@ -64,6 +65,10 @@ def measure(num_layers: int, num_steps: int) -> None:
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
+    report = Report("training on a GPU")
+    # Before the policy, whose first pass compares the attention of a packed row.
+    if (difference := take_older_torch()) is not None:
+        report.say(difference)
     listener = create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -73,10 +78,8 @@ def measure(num_layers: int, num_steps: int) -> None:
     config = TrainerConfig(num_ranks=1, gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-        engine = Zero3Engine(folder, config, address)
-    algorithm, report = Algorithm.load(AlgorithmConfig()), Report("training on a GPU")
-    if (difference := take_older_torch()) is not None:
-        report.say(difference)
+        policy = Zero3Policy(folder, config, address)
+    algorithm = Algorithm.load(AlgorithmConfig())
     for budget, goal in BUDGETS.items():
         settings = replace(config, micro_batch_tokens=budget)
         records = []
@@ -87,7 +90,7 @@ def measure(num_layers: int, num_steps: int) -> None:
             )
             torch.cuda.reset_peak_memory_stats()
             stats = train_step(
-                engine,
+                policy,
                 ranks,
                 batch,
                 settings,

@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -27,12 +28,15 @@ from benchmarks.gpu.device import require_gpu, require_packages
 from benchmarks.report import Report
 from benchmarks.weights.load import FleetSize, Load
 from benchmarks.weights.model import SHAPES, ModelShape
+from benchmarks.weights.sglang_broadcast import SGLangBroadcast
 from configs.choices import CommitStrategy
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.strategies import make_strategy
-from weight_sync.layout import Layout
+from rollout_pool.engines.engine import Strategy
+from rollout_pool.engines.sglang.engine import SGLangEngine
+from rollout_pool.engines.sglang.strategies import make_strategy
+from rollout_pool.sampling.engine_client import EngineError
+from tensors.layout import Layout
 
 _NUM_COMMITS = 6
 _CHUNK = 1 << 26
@@ -41,7 +45,7 @@ _CHUNK = 1 << 26
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    strategies = [each.value for each in CommitStrategy]
+    strategies = [*(each.value for each in CommitStrategy), SGLangBroadcast.name]
     parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies)
     arguments = parser.parse_args()
     require_gpu("benchmarks/gpu/weights_commit.py")
@@ -49,8 +53,14 @@ def main() -> None:
     report = Report("staged commit on a GPU")
     for name in arguments.shapes:
         with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:
-            asyncio.run(measure(report, name, Path(folder), arguments.strategies))
+            try:
+                asyncio.run(measure(report, name, Path(folder), arguments.strategies))
+            except (EngineError, OSError, RuntimeError) as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                report.row(name, "failed")
     report.close()
+    if not report.result:
+        sys.exit(1)
 
 
 async def measure(report: Report, name: str, folder: Path, strategies: list[str]) -> None:
@@ -74,7 +84,7 @@ async def measure(report: Report, name: str, folder: Path, strategies: list[str]
         await load.start()
         version = 4
         for strategy in strategies:
-            pauses = await commits(engine, load, staged, CommitStrategy(strategy), version)
+            pauses = await commits(engine, load, staged, strategy, version)
             version += _NUM_COMMITS
             if isinstance(pauses, str):
                 report.row(f"{name}, {strategy}", pauses)
@@ -86,11 +96,16 @@ async def measure(report: Report, name: str, folder: Path, strategies: list[str]
 
 
 async def commits(
-    engine: SGLangEngine, load: Load, staged: list[Path], choice: CommitStrategy, version: int
+    engine: SGLangEngine, load: Load, staged: list[Path], choice: str, version: int
 ) -> list[float] | str:
     """Seconds of each pause; or why this strategy cannot be used here."""
-    config = WeightSyncConfig(commit=choice, commit_timeout_s=600.0)
-    strategy = make_strategy(engine.client, config, tp_size=1, host="127.0.0.1")
+    config = WeightSyncConfig(commit_timeout_s=600.0)
+    strategy: Strategy
+    if choice == SGLangBroadcast.name:
+        strategy = SGLangBroadcast(engine, config)
+    else:
+        config = replace(config, commit=CommitStrategy(choice))
+        strategy = make_strategy(engine.client, config, tp_size=1)
     try:
         await strategy.check()
     except ValueError as error:

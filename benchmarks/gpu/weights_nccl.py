@@ -37,11 +37,11 @@ from benchmarks.weights.model import SHAPES
 from benchmarks.weights.ours import MemoryBoard, checkpoint_engine, receiver_in
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
-from weight_sync.engine import CheckpointEngine
-from weight_sync.layout import Layout
+from tensors.layout import Layout
+from tensors.snapshots import Shard
+from weight_sync.checkpoint_engine import CheckpointEngine
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.sender.snapshot import Shard
 
 _WAIT_S = 300.0
 _CHUNK = 1 << 26
@@ -112,15 +112,15 @@ def play(
         if version:
             change(values, 1.0 if version % 3 == 2 else 0.01)
         began = time.perf_counter()
-        engine.publish(version, shards)
+        engine.send(version, shards)
         stalls.append(time.perf_counter() - began)
-        engine.guard()
+        engine.protect_copy()
         board.wait_for(version)
         if version:  # the first one also meets, and touches every page
-            rates.append(layout.num_bytes / (board.published_at - began) / 1e9)
+            rates.append(layout.num_bytes / (board.available_at - began) / 1e9)
         compare(runner, processes, values, version)
     report.figure("gb_per_s", max(rates), "of the model, best publish until visible (or its delta)")
-    report.figure("snapshot_s", min(stalls), "`publish`, best")
+    report.figure("snapshot_s", min(stalls), "`send`, best")
     if len(processes) > 1:
         change(values, 1.0)
         kill_in_the_middle(runner, engine, board, shards, processes, num_publishes)
@@ -175,7 +175,7 @@ def kill_in_the_middle(
     victim = threading.Timer(
         random.uniform(0.05, 0.3), os.kill, (processes[0].info.pid, signal.SIGKILL)
     )
-    engine.publish(version, shards)
+    engine.send(version, shards)
     victim.start()
     board.wait_for(version)
     victim.join()

@@ -115,7 +115,7 @@ async def _measure_eviction(report: Report, stage: Stage, run: str) -> None:
     await redis.slowlog_reset()
     pinging = asyncio.create_task(_longest_ping_ms(Redis.from_url(stage.url)))
     cpu_s, began = stage.cpu_s(), time.perf_counter()
-    await buffer.publish_version(_CONFIG.max_staleness + 1)
+    await buffer.announce_version(_CONFIG.max_staleness + 1)
     await buffer.sweep()
     seconds, cpu_s = time.perf_counter() - began, stage.cpu_s() - cpu_s
     pinging.cancel()

@@ -51,7 +51,7 @@ class Rank:
         self._buffer = self._runner.run(open_buffer(url, run, groups_per_step, BufferConfig()))
 
     def work(self, num_groups: int) -> None:
-        """Of both ranks together twice as many are trained, so that each has its share."""
+        """Trains twice as many with both ranks together, so that each has its part."""
         self._runner.run(self._train(2 * num_groups // self._groups_per_step))
 
     async def _train(self, num_steps: int) -> None:

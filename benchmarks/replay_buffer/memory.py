@@ -73,8 +73,8 @@ async def _push_all(buffer: ReplayBuffer, maker: GroupMaker, num_groups: int) ->
 
 
 async def _bytes(buffer: ReplayBuffer, redis: Redis, settle_s: float) -> tuple[int, int, int]:
-    """Of the payloads; used_memory without clients' and the append-only file's buffers; and
-    used_memory_dataset."""
+    """Returns the bytes of the payloads; used_memory without the buffers of clients and of the
+    append-only file; and used_memory_dataset."""
     await asyncio.sleep(settle_s)
     memory = await redis.info("memory")
     buffers = sum(int(memory.get(name, 0)) for name in ("mem_clients_normal", "mem_aof_buffer"))

@@ -1,4 +1,4 @@
-"""What verl's message queue is: an asyncio Ray actor with a deque of pickled groups.
+"""Plays verl's message queue: an asyncio Ray actor with a deque of pickled groups.
 
 Producers and consumers are Ray actors too. As in verl (verl/experimental/fully_async_policy) a
 group is a dict of padded int64 tensors made by cloudpickle, many groups are put at once, and a

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 
-import httpx
+import aiohttp
 
 from benchmarks import KEY
 from benchmarks.rollouts.work import Job, Tally
@@ -20,19 +20,20 @@ async def run_bare(jobs: Sequence[Job], url: str, num_running: int, *, prefix: s
     tally = Tally(time.perf_counter())
     waiting = iter(jobs)
     at_once = max(1, num_running // len(jobs[0].lengths))
-    async with httpx.AsyncClient(
-        base_url=url,
+    async with aiohttp.ClientSession(
+        url,
         headers={"Authorization": f"Bearer {KEY}"},
-        timeout=300,
-        limits=httpx.Limits(max_connections=None),
-        trust_env=False,
+        timeout=aiohttp.ClientTimeout(300),
+        connector=aiohttp.TCPConnector(limit=0),
     ) as http:
         loops = [_ask_on(http, waiting, tally, prefix) for _ in range(at_once)]
         await asyncio.gather(*loops)
     return tally
 
 
-async def _ask_on(http: httpx.AsyncClient, jobs: Iterator[Job], tally: Tally, prefix: str) -> None:
+async def _ask_on(
+    http: aiohttp.ClientSession, jobs: Iterator[Job], tally: Tally, prefix: str
+) -> None:
     for job in jobs:
         body = {
             "rid": [f"{prefix}-{job.index}.{member}!" for member in range(len(job.lengths))],
@@ -42,6 +43,7 @@ async def _ask_on(http: httpx.AsyncClient, jobs: Iterator[Job], tally: Tally, pr
             ],
             "return_logprob": True,
         }
-        response = await http.post("/generate", json=body)
-        response.raise_for_status()
+        async with http.post("/generate", json=body) as response:
+            response.raise_for_status()
+            await response.read()
         tally.deliver([job.num_tokens])

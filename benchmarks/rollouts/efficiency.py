@@ -23,7 +23,8 @@ from benchmarks.rollouts.bare import run_bare
 from benchmarks.rollouts.scene import ENGINE, Commits, pool_at
 from benchmarks.rollouts.work import Tally, WorkSize, equal_jobs
 from processes.child import Child
-from rollout_pool.engines.engine import EngineInfo, SGLangEngine
+from rollout_pool.engines.engine import EngineInfo
+from rollout_pool.engines.sglang.engine import SGLangEngine
 
 STUB_TOKENS = 32
 
@@ -50,7 +51,7 @@ async def measure_efficiency(
 
 async def measure_stub(size: WorkSize, folder: Path, report: Report) -> None:
     num_samples = 6 * size.stub_in_flight
-    async with _stub_at(size.stub_latency_s, folder) as info:
+    async with stub_at(size.stub_latency_s, folder) as info:
         tally, most = await _at_stub(size, folder, info, num_samples, size.stub_in_flight)
     rate = num_samples / tally.seconds
     report.target("stub_requests_per_s", rate, ">=", 500, "one worker, an engine of fixed latency")
@@ -60,7 +61,7 @@ async def measure_stub(size: WorkSize, folder: Path, report: Report) -> None:
 async def measure_rewards(size: WorkSize, folder: Path, report: Report) -> None:
     latency_s, processes = size.reward_s, size.reward_processes
     seconds = dict[float, float]()
-    async with _stub_at(latency_s, folder) as info:
+    async with stub_at(latency_s, folder) as info:
         for score_s in (0.0, latency_s):
             num_samples = size.reward_rounds * processes
             tally, _ = await _at_stub(
@@ -108,9 +109,11 @@ async def _at_stub(
 
 
 @asynccontextmanager
-async def _stub_at(latency_s: float, folder: Path) -> AsyncIterator[EngineInfo]:
+async def stub_at(
+    latency_s: float, folder: Path, num_tokens: int = STUB_TOKENS
+) -> AsyncIterator[EngineInfo]:
     stub = [sys.executable, "-m", "benchmarks.rollouts.stub_engine"]
-    child = Child([*stub, str(latency_s), str(STUB_TOKENS)], folder / "stub.log", speaks=True)
+    child = Child([*stub, str(latency_s), str(num_tokens)], folder / "stub.log", speaks=True)
     try:
         url = f"http://127.0.0.1:{int(await child.first_line())}"
         yield EngineInfo(name=ENGINE, url=url, pid=child.pid)

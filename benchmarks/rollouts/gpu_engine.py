@@ -38,13 +38,13 @@ MOST_STEPS = 16
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Roofline:
-    """Seconds of a step: Llama 3 8B in bf16 on one H100 SXM. Sources: docs/rollouts.md."""
+    """Seconds of a step: Llama 3 8B in bf16 on one H100 SXM. Sources: docs/performance.md."""
 
     parameters: float = 8.03e9
     kv_bytes: int = 2 * 32 * 8 * 128 * 2
     """Per token: keys and values of 32 layers with 8 heads of 128, two bytes each."""
     bytes_per_s: float = 0.8 * 3.35e12
-    """What kernels reach of the memory's bandwidth."""
+    """The memory bandwidth that kernels reach."""
     flops_per_s: float = 0.6 * 989e12
     overhead_s: float = 0.8e-3
     """Launch, sampling and scheduling of a step."""
@@ -85,7 +85,7 @@ class Running:
     most: int
     interval: int
     send: Callable[[dict[str, Any] | None], None]
-    """Of its call; None when this request has ended."""
+    """Hands a piece to the request's call; None when the request has ended."""
     num_done: int = 0
     num_sent: int = 0
     num_retractions: int = 0

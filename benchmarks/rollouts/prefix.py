@@ -31,10 +31,10 @@ from buffer.types import SamplingParams
 from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.strategies import make_strategy
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.engines.sglang.engine import SGLangEngine
+from rollout_pool.engines.sglang.strategies import make_strategy
 from rollout_pool.sampling.sample import Sample
 
 TURN_TOKENS = 30
@@ -100,7 +100,7 @@ async def _recovery(engine: SGLangEngine, folder: Path, num_tokens: int, number:
         has_prefix_cache=engine.spec.config.radix_cache,
         stream_interval=1,
     )
-    strategy = make_strategy(client, WeightSyncConfig(), tp_size=1, host="127.0.0.1")
+    strategy = make_strategy(client, WeightSyncConfig(), tp_size=1)
     committer = Committer(client, strategy, engine.spec.pause_mode)
     name = f"recovery{number}"
     prompt = _words(num_tokens, number)
@@ -112,7 +112,7 @@ async def _recovery(engine: SGLangEngine, folder: Path, num_tokens: int, number:
             has_all.set()
 
     asked = [
-        asyncio.create_task(client.generate(sample, f"{sample.sample_id}!", on_arrival))
+        asyncio.create_task(client.generate_tokens(sample, f"{sample.sample_id}!", on_arrival))
         for sample in samples
     ]
     try:
@@ -134,26 +134,26 @@ async def _recovery(engine: SGLangEngine, folder: Path, num_tokens: int, number:
 async def play_group(engine: SGLangEngine, num_tokens: int, seed: int) -> Played:
     """16 siblings with one prompt."""
     prompt = _words(num_tokens, seed)
-    began, before = time.perf_counter(), engine.client.num_prefilled
+    began, before = time.perf_counter(), engine.client.counters.num_prefilled
     await asyncio.gather(
         *(_answer(engine, f"group{seed}.{n}", prompt, f"group{seed}") for n in range(16))
     )
     return Played(
         seconds=time.perf_counter() - began,
-        computed=engine.client.num_prefilled - before,
+        computed=engine.client.counters.num_prefilled - before,
         unique=num_tokens,
     )
 
 
 async def play_turns(engine: SGLangEngine, num_turns: int, seed: int) -> Played:
     """16 episodes; each turn sends all that was said before."""
-    began, before = time.perf_counter(), engine.client.num_prefilled
+    began, before = time.perf_counter(), engine.client.counters.num_prefilled
     lengths = await asyncio.gather(
         *(_episode(engine, f"turns{seed}.{n}", num_turns, 1000 * seed + n) for n in range(16))
     )
     return Played(
         seconds=time.perf_counter() - began,
-        computed=engine.client.num_prefilled - before,
+        computed=engine.client.counters.num_prefilled - before,
         unique=sum(lengths),
     )
 
@@ -170,7 +170,7 @@ async def _episode(engine: SGLangEngine, name: str, num_turns: int, seed: int) -
 
 async def _answer(engine: SGLangEngine, name: str, prompt: list[int], group: str = "") -> list[int]:
     sample = _sample(name, prompt, group, TURN_TOKENS)
-    await engine.client.generate(sample, f"{name}!")
+    await engine.client.generate_tokens(sample, f"{name}!")
     return sample.output_ids
 
 

@@ -1,12 +1,20 @@
-"""Three published ways to schedule rollouts, over the same client and the same engine as ours.
+"""Five published ways to schedule rollouts, over the same client and the same engine as ours.
 
-    batches    a batch of groups is asked for; the next one begins when the last answer is there
+    batches    a batch of groups is asked for; the next one begins when the last answer is there and
+               the step is trained
+    one_off    one step off-policy: the next batch is generated while the step trains (verl's
+               one_step_off_policy)
     stream     prompts are fed without pause and the first batch to end is taken; what is unfinished
-               then is given up, and its prompts are put off to later batches
+               then is given up, and its prompts are put off to later batches (dynamic sampling by
+               over-provisioning)
     partial    the same, but what is unfinished is interrupted and resumed in the next batch
+               (partial rollouts of colocated systems)
+    counter    no more groups begin than (versions + 1 + max_staleness) batches have; the first
+               batch to end is trained while all others go on, and new weights interrupt and resume
+               them (AReaL: max_head_offpolicyness, interruptible generation)
 
-In all of them new weights are committed between two batches, when nothing is decoding. A prompt may
-be put off twice; then its batch waits for it.
+In all but the last new weights are committed between two batches, when nothing is decoding. A
+prompt may be put off twice; then its batch waits for it.
 """
 
 from __future__ import annotations
@@ -14,15 +22,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.rollouts.work import Job, Tally, WorkSize, new_sample
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sampling.sample import Completer, Interrupted, Sample
 
-Commit = Callable[[], Awaitable[None]]
 MAX_PUT_OFF = 2
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Trainer:
+    """Training and commits, for which a schedule waits between batches."""
+
+    step_s: float
+    """A training step, without the engine."""
+    commit: Callable[[], Awaitable[None]]
+    """The engine takes new weights."""
+
+    async def step(self, tally: Tally, runs: Sequence[_Run]) -> None:
+        await asyncio.sleep(self.step_s)
+        for run in runs:
+            assert run.num_tokens == run.job.num_tokens, (run.num_tokens, run.job)
+            tally.wasted_tokens += run.num_lost
+        tally.deliver([run.num_tokens for run in runs])
 
 
 @dataclass(slots=True, eq=False)
@@ -54,27 +78,52 @@ class _Run:
 
 
 async def run_batches(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, commit: Commit
+    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
 ) -> Tally:
     tally = Tally(time.perf_counter())
-    for first in range(0, len(jobs), size.batch_groups):
-        runs = [_Run(job) for job in jobs[first : first + size.batch_groups]]
+    for runs in _batches(jobs, size):
         await asyncio.gather(*(run.go(completer) for run in runs))
-        _deliver(tally, runs)
-        await commit()
+        await trainer.step(tally, runs)
+        await trainer.commit()
+    return tally
+
+
+async def run_one_off(
+    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
+) -> Tally:
+    tally = Tally(time.perf_counter())
+    async with asyncio.TaskGroup() as tasks:
+        training: asyncio.Task[None] | None = None
+        for runs in _batches(jobs, size):
+            await asyncio.gather(*(run.go(completer) for run in runs))
+            if training is not None:
+                await training
+                await trainer.commit()
+            training = tasks.create_task(trainer.step(tally, runs))
     return tally
 
 
 async def run_stream(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, commit: Commit
+    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
 ) -> Tally:
-    return await _FirstToEnd(jobs, completer, size, commit, keeps_tokens=False).run()
+    return await _FirstToEnd(jobs, completer, size, trainer, keeps_tokens=False).run()
 
 
 async def run_partial(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, commit: Commit
+    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
 ) -> Tally:
-    return await _FirstToEnd(jobs, completer, size, commit, keeps_tokens=True).run()
+    return await _FirstToEnd(jobs, completer, size, trainer, keeps_tokens=True).run()
+
+
+async def run_counter(
+    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
+) -> Tally:
+    return await _Counter(jobs, completer, size, trainer).run()
+
+
+def _batches(jobs: Sequence[Job], size: WorkSize) -> Iterator[list[_Run]]:
+    for first in range(0, len(jobs), size.batch_groups):
+        yield [_Run(job) for job in jobs[first : first + size.batch_groups]]
 
 
 class _FirstToEnd:
@@ -85,7 +134,7 @@ class _FirstToEnd:
         jobs: Sequence[Job],
         completer: Completer,
         size: WorkSize,
-        commit: Commit,
+        trainer: Trainer,
         *,
         keeps_tokens: bool,
     ) -> None:
@@ -93,18 +142,19 @@ class _FirstToEnd:
         self._put_off: deque[_Run] = deque()
         self._completer = completer
         self._size = size
-        self._commit = commit
+        self._trainer = trainer
         self._keeps_tokens = keeps_tokens
         self._running: dict[asyncio.Task[None], _Run] = {}
         self._tally = Tally(time.perf_counter())
 
     async def run(self) -> Tally:
         while self._waiting or self._put_off:
-            await self._batch()
-            await self._commit()
+            runs = await self._batch()
+            await self._trainer.step(self._tally, runs)
+            await self._trainer.commit()
         return self._tally
 
-    async def _batch(self) -> None:
+    async def _batch(self) -> list[_Run]:
         done: list[_Run] = []
         num_left = len(self._waiting) + len(self._put_off)
         wanted = min(self._size.batch_groups, num_left)
@@ -117,7 +167,7 @@ class _FirstToEnd:
             if len(done) < wanted:
                 self._feed()
         await self._stop()
-        _deliver(self._tally, done)
+        return done
 
     def _feed(self) -> None:
         """As many groups as fill the engine; those that were put off most come first."""
@@ -138,7 +188,7 @@ class _FirstToEnd:
         return self._put_off[0].num_put_off >= MAX_PUT_OFF
 
     async def _stop(self) -> None:
-        """What is unfinished gives its place up."""
+        """Unfinished samples give their places up."""
         if self._keeps_tokens:
             for run in self._running.values():
                 for sample in run.samples:
@@ -157,8 +207,78 @@ class _FirstToEnd:
         self._running.clear()
 
 
-def _deliver(tally: Tally, runs: Sequence[_Run]) -> None:
-    for run in runs:
-        assert run.num_tokens == run.job.num_tokens, (run.num_tokens, run.job)
-        tally.wasted_tokens += run.num_lost
-    tally.deliver([run.num_tokens for run in runs])
+class _Counter:
+    """Groups are admitted by number; what runs goes on under each new version."""
+
+    def __init__(
+        self, jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
+    ) -> None:
+        self._waiting = deque(_Run(job) for job in jobs)
+        self._completer = completer
+        self._size = size
+        self._trainer = trainer
+        self._running: set[_Run] = set()
+        self._ended: deque[_Run] = deque()
+        self._num_begun = 0
+        self._version = 0
+        self._serves = asyncio.Event()
+        """Clear while the engine takes a version."""
+        self._serves.set()
+        self._one_ended = asyncio.Event()
+
+    async def run(self) -> Tally:
+        tally = Tally(time.perf_counter())
+        num_left = len(self._waiting)
+        async with asyncio.TaskGroup() as tasks:
+            while num_left:
+                self._feed(tasks)
+                wanted = min(self._size.batch_groups, num_left)
+                while len(self._ended) < wanted:
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
+                    self._feed(tasks)
+                runs = [self._ended.popleft() for _ in range(wanted)]
+                await self._trainer.step(tally, runs)
+                num_left -= wanted
+                await self._take_version()
+        return tally
+
+    def _feed(self, tasks: asyncio.TaskGroup) -> None:
+        most = (self._version + 1 + self._size.max_staleness) * self._size.batch_groups
+        while self._waiting and self._num_begun < most and self._has_room:
+            run = self._waiting.popleft()
+            self._num_begun += 1
+            self._running.add(run)
+            tasks.create_task(self._go(run, tasks))
+
+    @property
+    def _has_room(self) -> bool:
+        """For one group more; of the running ones only answers that have not ended count."""
+        open_samples = sum(
+            sample.finish_reason is None for run in self._running for sample in run.samples
+        )
+        new = sum(self._size.group_size for run in self._running if not run.samples)
+        return open_samples + new + self._size.group_size <= self._size.max_running
+
+    async def _go(self, run: _Run, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            await self._serves.wait()
+            try:
+                await run.go(self._completer)
+                break
+            except Interrupted:
+                continue
+        self._running.remove(run)
+        self._feed(tasks)
+        self._ended.append(run)
+        self._one_ended.set()
+
+    async def _take_version(self) -> None:
+        self._serves.clear()
+        for run in self._running:
+            for sample in run.samples:
+                if sample.finish_reason is None:
+                    self._completer.interrupt(sample)
+        await self._trainer.commit()
+        self._version += 1
+        self._serves.set()

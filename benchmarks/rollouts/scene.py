@@ -1,4 +1,4 @@
-"""What the rollout benchmark runs on: a real engine, a real Redis, and somebody who takes batches.
+"""The scene of the rollout benchmark: a real engine, a real Redis, and a consumer of batches.
 
 worker ──► engine          a core for the engine's decoding, the other for all the rest
   │ push
@@ -27,11 +27,12 @@ from buffer.run_state import RunState
 from configs.choices import OnStale, PauseMode, TailPolicy, TaskKind
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.engine import EngineInfo, SGLangEngine
-from rollout_pool.episodes.env import Chat
+from rollout_pool.engines.engine import EngineInfo
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.engines.sglang.engine import SGLangEngine
+from rollout_pool.episodes.conversation import Chat
+from rollout_pool.sampling.engine_watch import ASK_EVERY_S
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.watch import ASK_EVERY_S
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.build import WorkerParts
@@ -111,7 +112,7 @@ def _admit_no_more_than(num_jobs: int, worker: RolloutWorker, buffer: Buffer) ->
     admit = worker._admit
 
     async def admit_what_is_left() -> None:
-        while worker._stream.position >= num_jobs:
+        while worker.stream.position >= num_jobs:
             if (await buffer.stats()).retries_waiting:
                 break
             await asyncio.sleep(LOOK_S)
@@ -129,6 +130,8 @@ class Pool:
     state: RunState
     commits: Commits | None
     batch_groups: int
+    train_s: float = 0.0
+    """A training step."""
 
     async def run(self, num_groups: int) -> Tally:
         """Until all groups are delivered. Whatever ends the worker before ends the benchmark."""
@@ -150,7 +153,7 @@ class Pool:
         return tally
 
     async def _take(self, num_groups: int, tally: Tally) -> None:
-        """As a trainer that needs no time for a step."""
+        """As a trainer that needs `train_s` for a step."""
         step = 0
         while (left := num_groups - len(tally.ends)) > 0:
             lease = await self.buffer.lease(
@@ -162,13 +165,14 @@ class Pool:
                 timeout_s=300.0,
             )
             kept = await self.buffer.validate(lease, step)
+            await asyncio.sleep(self.train_s)
             step += 1
             await self.buffer.consume(lease, kept)
             await self.buffer.ack(step)
             tally.deliver(
                 [group.num_trainable_tokens for group in lease.groups if group.group_id in kept]
             )
-            await self.buffer.publish_version(step)
+            await self.buffer.announce_version(step)
             if self.commits is not None:
                 await self.commits.next()
             await self.state.record_commits({ENGINE: step})
@@ -187,6 +191,7 @@ async def pool_at(
     reward_processes: int = 1,
     tail: TailPolicy = TailPolicy.continue_across_versions,
     load_every_s: float = ASK_EVERY_S,
+    train_s: float = 0.0,
 ) -> AsyncIterator[Pool]:
     """A worker at one engine, with Redis, router, sampler, scorer and push as in a real run."""
     # A straggler is waited for before it becomes too old, and nothing is run twice.
@@ -243,4 +248,5 @@ async def pool_at(
             state=state,
             commits=commits,
             batch_groups=size.batch_groups,
+            train_s=train_s,
         )

@@ -20,19 +20,17 @@ from rich.table import Table
 from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.bare import run_bare
-from benchmarks.rollouts.rivals import run_batches, run_partial, run_stream
+from benchmarks.rollouts.rivals import Trainer, run_batches, run_partial, run_stream
 from benchmarks.rollouts.scene import ENGINE, Commits, pool_at
 from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs, equal_jobs
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.engines.sglang.engine import SGLangEngine
+from rollout_pool.sampling.engine_watch import ASK_EVERY_S, poll_load
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Completer
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.watch import ASK_EVERY_S, poll_load
 
-Rival = Callable[
-    [Sequence[Job], Completer, WorkSize, Callable[[], Awaitable[None]]], Awaitable[Tally]
-]
+Rival = Callable[[Sequence[Job], Completer, WorkSize, Trainer], Awaitable[Tally]]
 RIVALS: dict[str, Rival] = {"sync": run_batches, "stream": run_stream, "partial": run_partial}
 SHORT_LEASH = "ours, short leash"
 
@@ -80,13 +78,15 @@ async def run_rival(
     commits: Commits,
     *,
     load_every_s: float = ASK_EVERY_S,
+    train_s: float = 0.0,
 ) -> Tally:
     client = SGLangClient(ENGINE, url, key=KEY, request_timeout_s=120.0, is_only_client=True)
     router = Router([client], 120.0, max_running_requests=size.max_running)
     router.follow({ENGINE: 0}, trainer=0, max_staleness=0)
     polling = asyncio.create_task(poll_load(router, client, load_every_s))
     try:
-        return await rival(jobs, Sampler(router, max_retries=2), size, commits.next)
+        trainer = Trainer(step_s=train_s, commit=commits.next)
+        return await rival(jobs, Sampler(router, max_retries=2), size, trainer)
     finally:
         polling.cancel()
         await asyncio.gather(polling, return_exceptions=True)

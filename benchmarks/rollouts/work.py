@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.rollouts.task import text_of
 from buffer.types import SamplingParams
-from rollout_pool.sampling.sample import Completer, Sample
+from rollout_pool.sampling.sample import Clock, Completer, Sample
 from trainer_pool.model.scratch import byte_tokenizer
 
 P99 = 2.326
@@ -46,6 +46,7 @@ class WorkSize:
     """How often the pool and bare load take turns."""
     stub_latency_s: float = 2.0
     stub_in_flight: int = 2400
+    cost_groups: int = 400
     reward_s: float = 1.0
     """As long as generation takes, too."""
     reward_processes: int = 16
@@ -55,20 +56,23 @@ class WorkSize:
     """Weights of the tail: 99th percentile of the lengths over their median."""
     gpu_median_tokens: int = 64
     gpu_longest: int = 2048
+    gpu_train_s: tuple[float, ...] = (1.5, 3.0, 6.0)
+    """Emulated seconds of a training step: about half, once and twice those of its generation."""
     gpu_rounds: int = 3
     gpu_speed: float = 6.0
     """Seconds of the emulated GPU per second."""
     prefix_tokens: int = 2000
     prefix_turns: int = 8
     prefix_hidden: int = 256
-    """Of a model large enough that a prompt is more than the overhead of a request."""
+    """Width of a model large enough that a prompt costs more than the overhead of a request."""
 
 
 SHORT = WorkSize(
     num_groups=12, group_size=2, batch_groups=4, max_running=8, median_tokens=4, longest=40,
     pairs=1, stub_latency_s=0.2, stub_in_flight=40, reward_s=0.1, reward_processes=2,
     reward_rounds=5, gpu_groups=12, gpu_tails=(5.0,), gpu_median_tokens=8, gpu_longest=64,
-    gpu_rounds=1, prefix_tokens=200, prefix_turns=2, prefix_hidden=128,
+    gpu_train_s=(0.5,), gpu_rounds=1, cost_groups=20, prefix_tokens=200, prefix_turns=2,
+    prefix_hidden=128,
 )  # fmt: skip
 
 
@@ -122,10 +126,10 @@ class LimitedCompleter:
         self._completer = completer
         self._lengths = lengths
 
-    async def complete(self, sample: Sample) -> None:
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         if not sample.num_attempts:
             sample.max_new_tokens = self._lengths.of(sample.prompt)
-        await self._completer.complete(sample)
+        await self._completer.complete(sample, clock)
 
     def interrupt(self, sample: Sample) -> None:
         self._completer.interrupt(sample)
@@ -133,7 +137,7 @@ class LimitedCompleter:
 
 @dataclass(slots=True)
 class Tally:
-    """What one strategy did with the work."""
+    """Counts of one strategy's work."""
 
     started: float
     ends: list[float] = field(default_factory=list)

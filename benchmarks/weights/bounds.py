@@ -1,4 +1,4 @@
-"""What bounds every transfer: a plain socket, gloo's own sends and receives, and memcpy.
+"""Bounds of every transfer: a plain socket, gloo's own sends and receives, and memcpy.
 
 Down a chain, as ours goes: the sender's bytes go to receiver 0, which hands them on to receiver 1.
 Received bytes land in a few warm buffers and nowhere else; nothing is checked, nothing is placed.
@@ -26,7 +26,7 @@ _MEETING_S = 60.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Stage:
-    """Where a path plays: the weights, and a folder on tmpfs that all its processes share."""
+    """The weights, and a folder on tmpfs, that all processes of a path share."""
 
     weights: SharedWeights
     folder: Path
@@ -34,12 +34,12 @@ class Stage:
     bucket_bytes: int
 
     def places(self, receiver: int) -> Tensor:
-        """Where a receiver keeps its copy: warm, and the same for all the paths that take turns."""
+        """A receiver's place for its copy: warm, and the same for all the paths that take turns."""
         return map_file(self.folder / f"receiver-{receiver}", self.weights.num_bytes)
 
 
 def prepare() -> None:
-    """Of a process of any path: one thread each, since there are more processes than cores."""
+    """Give a process of any path one thread, since there are more processes than cores."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
@@ -107,7 +107,7 @@ def _connect(port_file: Path) -> socket.socket:
 
 
 class GlooMember:
-    """As SocketMember, over gloo: `depth` buckets are on their way at once."""
+    """Does what SocketMember does over gloo: `depth` buckets are on their way at once."""
 
     def __init__(self, stage: Stage, name: str, rank: int, depth: int = 2) -> None:
         join_gloo(stage, name, rank, 1 + stage.num_receivers)

@@ -3,7 +3,7 @@
 The measured engine, the first, has a core of its own; the other engine, the trainer, the receiver,
 Redis and the clients share the rest. Its decoding rate is that of its steps (see `Pulse`).
 
-- decode_while_moving: steps a second between the call of `publish` and the moment when the version
+- decode_while_moving: steps a second between the call of `send` and the moment when the version
   is visible (snapshot, encoding, wire, checksums; no engine commits yet), against the seconds of
   the same run in which nothing moves.
 - pause_vs_bare_load: median pause of a commit with all requests in flight (stop, load, version,
@@ -22,7 +22,7 @@ import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,19 +38,19 @@ from benchmarks.team import Member
 from benchmarks.weights.load import SHORT, FleetSize, Load, pin, worst_difference
 from benchmarks.weights.model import SharedWeights, views_of
 from benchmarks.weights.ours import receiver_in
+from benchmarks.weights.sglang_broadcast import SGLangBroadcast
 from benchmarks.weights.trainer import Moved, TrainerRank
 from buffer.connect import connect_buffer
 from buffer.redis.server import EmbeddedServer
 from buffer.run_state import STREAM_START, RunState
-from configs.choices import CommitStrategy
 from configs.schema import BufferConfig, WeightSyncConfig
 from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.engine import Strategy
 from rollout_pool.engines.follower import VersionPin, WeightFollower
-from rollout_pool.engines.strategies import make_strategy
-from weight_sync.layout import Layout
+from rollout_pool.engines.sglang.engine import SGLangEngine
+from rollout_pool.engines.sglang.strategies import make_strategy
+from tensors.layout import Layout, TensorSpec
 from weight_sync.receiver.client import ReceiverClient
-from weight_sync.types import TensorSpec
 
 _TMPFS = Path("/dev/shm")
 _RUN = "fleet"
@@ -58,6 +58,7 @@ _CALL_S = 30.0
 _NUM_VARIANTS = 3
 _MAX_RESCORED = 12
 MEASURED = "engine-0"
+MakeStrategy = Callable[[SGLangEngine, WeightSyncConfig], Strategy]
 
 
 def measure(report: Report, *, is_short: bool) -> None:
@@ -120,29 +121,33 @@ class Models:
 
 @dataclass(slots=True)
 class Publishes:
-    """What was measured with one strategy."""
+    """Measurements with one strategy."""
 
     moved: list[Moved] = field(default_factory=list)
     quiet: list[tuple[float, float]] = field(default_factory=list)
     whole: list[tuple[float, float]] = field(default_factory=list)
-    """From the call of `publish` until both engines decode again, which they do after computing
+    """Spans from the call of `send` until both engines decode again, after they have computed
     anew what their running requests hold."""
     pauses: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     loads: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of each pause the part in which the engine loads."""
+    """The part of each pause in which the engine loads."""
     stops: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of each pause the part in which requests decode their last token."""
+    """The part of each pause in which requests decode their last token."""
 
     @property
     def moving(self) -> list[tuple[float, float]]:
         return [(each.began, each.visible) for each in self.moved]
 
 
+def _staged(engine: SGLangEngine, config: WeightSyncConfig) -> Strategy:
+    return make_strategy(engine.client, config, tp_size=1)
+
+
 async def _measure(
     report: Report, size: FleetSize, models: Models, folder: Path, shared: Path
 ) -> None:
     async with Fleet.open(size.num_engines, models, folder, shared) as fleet:
-        async with fleet.following(CommitStrategy.staged_disk):
+        async with fleet.following(_staged):
             await fleet.publish()
             await fleet.all_serve()
             report.say("bare loads")
@@ -155,7 +160,7 @@ async def _measure(
             await asyncio.gather(*(load.start() for load in loads.values()))
             report.say(f"{size.num_publishes} publishes, staged")
             staged = await fleet.publishes(loads, size.num_publishes, size.undisturbed_s)
-        async with fleet.following(CommitStrategy.direct):
+        async with fleet.following(SGLangBroadcast):
             report.say(f"{size.num_publishes // 2} publishes, direct")
             direct = await fleet.publishes(loads, size.num_publishes // 2, size.undisturbed_s)
         await asyncio.gather(*(load.stop() for load in loads.values()))
@@ -299,12 +304,12 @@ class Fleet:
                 raise
 
     @asynccontextmanager
-    async def following(self, strategy: CommitStrategy) -> AsyncIterator[None]:
+    async def following(self, make: MakeStrategy) -> AsyncIterator[None]:
         """Both engines take every version by this strategy inside the block."""
-        config = WeightSyncConfig(commit=strategy)
+        config = WeightSyncConfig()
         async with AsyncExitStack() as stack:
             for name, engine in self.engines.items():
-                made = make_strategy(engine.client, config, tp_size=1, host="127.0.0.1")
+                made = make(engine, config)
                 await made.check()
                 committer = Committer(engine.client, made, config.pause_mode)
                 stack.push_async_callback(made.close)
@@ -315,8 +320,9 @@ class Fleet:
                     config=config,
                     state=self._state,
                     committer=committer,
-                    answers=engine.client.answers,
+                    responds=engine.client.responds,
                     pin=VersionPin(),
+                    read_back=None,
                 )
                 stack.push_async_callback(follower.forget_receiver)
                 task = asyncio.create_task(follower.run())
@@ -375,7 +381,7 @@ class Fleet:
         return measured
 
     async def _commits_of(self, version: int) -> list[dict[str, float | int | str]]:
-        """How each engine took it."""
+        """The commit of each engine."""
         found: list[dict[str, float | int | str]] = []
         while len(found) < len(self.engines):
             entries = await self._state.read_metrics(self._read_to, _CALL_S)

@@ -21,8 +21,8 @@ import torch
 from benchmarks import KEY
 from buffer.types import SamplingParams
 from processes import tree
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.engines.sglang.engine import SGLangEngine
 from rollout_pool.sampling.sample import Sample
 
 PROMPT_LENGTH = 16
@@ -39,7 +39,7 @@ class FleetSize:
     num_requests: int = 7
     """Running at once at each engine, besides the one that is streamed."""
     num_tokens: int = 128
-    """Of each request."""
+    """Tokens that each request generates."""
     num_publishes: int = 12
     num_bare_loads: int = 7
     undisturbed_s: float = 3.0
@@ -62,7 +62,7 @@ def pin(pid: int, cores: Collection[int]) -> None:
 
 @dataclass(slots=True)
 class Pulse:
-    """When each decoding step of an engine ended, by `time.perf_counter`."""
+    """The time by `time.perf_counter` at which each decoding step of an engine ended."""
 
     steps: list[float] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ class Load:
         num_tokens = self._size.num_tokens * (index + 1) // self._size.num_requests
         while True:
             sample = self._new_sample(num_tokens)
-            await self._client.generate(sample, f"{sample.sample_id}!")
+            await self._client.generate_tokens(sample, f"{sample.sample_id}!")
             self.samples.append(sample)
             num_tokens = self._size.num_tokens
 
@@ -153,7 +153,7 @@ class Load:
                 self.pulse.steps.extend([now] * (length - seen))
                 seen = length
 
-            await self._streaming.generate(sample, f"{sample.sample_id}!", on_arrival)
+            await self._streaming.generate_tokens(sample, f"{sample.sample_id}!", on_arrival)
 
 
 def worst_difference(

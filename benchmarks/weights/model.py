@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weight_sync.layout import Layout
-from weight_sync.sender.snapshot import Shard
-from weight_sync.types import TensorSpec
+from tensors.layout import Layout, TensorSpec
+from tensors.snapshots import Shard
 
 _CHUNK = 1 << 24
 
@@ -83,7 +82,7 @@ _QWEN_7B = ModelShape(
 )
 
 SHAPES = {"0.5B": QWEN_HALF_B, "1.5B": _QWEN_1_5B, "7B": _QWEN_7B}
-"""Of Qwen2.5."""
+"""Shapes of Qwen2.5, by size."""
 
 SMALL = ModelShape(
     hidden=512, layers=6, heads=8, kv_heads=2, head_dim=64, intermediate=2048, vocab=24_576

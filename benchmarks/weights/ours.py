@@ -1,6 +1,6 @@
 """Our own path: the real checkpoint engine in trainer processes, real receivers, a board in memory.
 
-A round is one publish, from `publish` until the version is released: every byte has arrived at all
+A round is one publish, from `send` until the version is available: every byte has arrived at all
 receivers, lies in its place in a file on tmpfs and agrees with its checksum.
 """
 
@@ -21,25 +21,25 @@ from benchmarks import KEY
 from benchmarks.team import Round, Team
 from benchmarks.weights.bounds import Stage, join_gloo
 from configs.schema import WeightSyncConfig
-from weight_sync.engine import CheckpointEngine, OpenBoard
-from weight_sync.layout import Layout
+from tensors.layout import Layout
+from weight_sync.checkpoint_engine import CheckpointEngine, OpenBoard
 from weight_sync.receiver.process import ReceiverProcess
 from weight_sync.types import ReceiverSpec, Record
 
 _PUBLISH_S = 120.0
 _PARTS = ("encode_s", "wire_s", "verify_s")
-"""Of the record that a publish leaves."""
+"""The parts that the record of a publish has."""
 
 
 class MemoryBoard:
-    """What a run keeps about its weights, for one process; no engine takes them."""
+    """A run's record of its weights, for one process; no engine takes them."""
 
     def __init__(self, receivers: dict[str, str]) -> None:
         self._receivers = receivers
-        self._published: int | None = None
+        self._available: int | None = None
         self._changed = threading.Condition()
-        self.published_at = 0.0
-        """By `time.perf_counter`."""
+        self.available_at = 0.0
+        """The time by `time.perf_counter`."""
         self.publishes: dict[int, Record] = {}
         self.events: list[Record] = []
 
@@ -52,13 +52,10 @@ class MemoryBoard:
     async def record_staged(self, receiver: str, version: int) -> None:
         return None
 
-    async def publish_weights(self, version: int) -> None:
+    async def mark_available(self, version: int) -> None:
         with self._changed:
-            self._published, self.published_at = version, time.perf_counter()
+            self._available, self.available_at = version, time.perf_counter()
             self._changed.notify_all()
-
-    async def published_weights(self) -> int | None:
-        return self._published
 
     async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:
         raise TimeoutError("no engine takes part")
@@ -75,15 +72,15 @@ class MemoryBoard:
         return None
 
     def wait_for(self, version: int) -> None:
-        """Until it is published."""
+        """Until a receiver has it whole."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._published == version, _PUBLISH_S):
+            if not self._changed.wait_for(lambda: self._available == version, _PUBLISH_S):
                 raise TimeoutError(
-                    f"version {version} was not published: {self._published}, {self.events}"
+                    f"version {version} is not available: {self._available}, {self.events}"
                 )
 
     def record_of(self, version: int) -> Record:
-        """What the publish says of itself, some moments later."""
+        """The record of the publish, which comes some moments later."""
         with self._changed:
             assert self._changed.wait_for(lambda: version in self.publishes, _PUBLISH_S)
             return self.publishes[version]
@@ -154,7 +151,7 @@ class _TrainerRank:
         return self._board
 
     def work(self, num_rounds: int) -> tuple[float, float, float, dict[str, float]]:
-        """What the last round took: memcpy of these shards, `publish`, the transfer, its parts."""
+        """Seconds of the last round: memcpy of these shards, `send`, the transfer, its parts."""
         for _ in range(num_rounds):
             self._version += 1
             began = time.perf_counter()
@@ -162,7 +159,7 @@ class _TrainerRank:
             copied = time.perf_counter()
             dist.barrier()
             before = time.perf_counter()
-            self._engine.publish(self._version, self._shards)
+            self._engine.send(self._version, self._shards)
             after = time.perf_counter()
             parts = {}
             if self._is_first:
@@ -170,7 +167,7 @@ class _TrainerRank:
                 record = self._board.record_of(self._version)
                 parts = {part: float(record[part]) for part in _PARTS}
             dist.barrier()
-        return copied - began, after - before, self._board.published_at - after, parts
+        return copied - began, after - before, self._board.available_at - after, parts
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -181,7 +178,7 @@ class Publish(Round):
     """At the slowest rank, as publish_s."""
     publish_s: float
     parts: dict[str, float]
-    """Where the transfer's seconds went."""
+    """The transfer's seconds by part."""
 
     def with_snapshot(self) -> Round:
         return replace(self, seconds=self.seconds + self.publish_s)

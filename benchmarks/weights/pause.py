@@ -26,11 +26,12 @@ import torch
 from benchmarks.engines import make_engine, random_qwen3
 from benchmarks.report import Report
 from benchmarks.weights.load import FleetSize, Load, pin
-from configs.choices import CommitStrategy, PauseMode
+from benchmarks.weights.sglang_broadcast import SGLangBroadcast
+from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.engine import SGLangEngine
-from rollout_pool.engines.strategies import make_strategy
+from rollout_pool.engines.sglang.engine import SGLangEngine
+from rollout_pool.engines.sglang.strategies import make_strategy
 
 SIZES = {
     "100M": FleetSize(num_publishes=9, num_bare_loads=8),
@@ -74,17 +75,17 @@ async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> 
         load = Load(engine, size)
         await load.start()
         async with AsyncExitStack() as closing:
-            committers = {}
-            for way in (*PauseMode, CommitStrategy.direct):
-                is_direct = way is CommitStrategy.direct
-                config = WeightSyncConfig(
-                    commit=CommitStrategy.direct if is_direct else CommitStrategy.staged_disk
-                )
-                made = make_strategy(engine.client, config, tp_size=1, host="127.0.0.1")
-                await made.check()
-                closing.push_async_callback(made.close)
-                mode = way if isinstance(way, PauseMode) else PauseMode.resubmit
-                committers[way.value] = Committer(engine.client, made, mode)
+            committers: dict[str, Committer] = {}
+            staged = make_strategy(engine.client, WeightSyncConfig(), tp_size=1)
+            broadcast = SGLangBroadcast(engine, WeightSyncConfig())
+            for strategy in (staged, broadcast):
+                await strategy.check()
+                closing.push_async_callback(strategy.close)
+            for mode in PauseMode:
+                if mode is PauseMode.auto:  # one of the others
+                    continue
+                committers[mode.value] = Committer(engine.client, staged, mode)
+            committers[broadcast.name] = Committer(engine.client, broadcast, PauseMode.resubmit)
             for number in range(size.num_publishes + 1):  # the first warms up
                 for way, committer in committers.items():
                     done = await committer.commit(version, folder)
@@ -99,7 +100,7 @@ async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> 
     report.row(f"{name}: median bare load", f"{1e3 * median(bare):.0f} ms")
     for way, seconds in pauses.items():
         report.figure(f"pause_{way}_{name}", median(seconds) / median(bare), _how(seconds))
-        if way != CommitStrategy.direct.value:
+        if way != SGLangBroadcast.name:
             still = [pause - stop for pause, stop in zip(seconds, stops[way], strict=True)]
             ratio = median(still) / median(bare)
             report.target(f"standstill_{way}_{name}", ratio, "<=", TARGET, _how(still))

@@ -1,4 +1,4 @@
-"""How others move weights: tensor by tensor, in buckets one after another, or as Ray objects.
+"""Other ways to move weights: tensor by tensor, in buckets one after another, or as Ray objects.
 
 All of them end where ours does, with every tensor in its place in warm memory of every receiver,
 and none of them checks what came. What they would allocate is given to them warm.
@@ -20,7 +20,7 @@ from benchmarks.team import Round, Worker
 from benchmarks.weights.bounds import Stage, join_gloo, prepare
 from benchmarks.weights.model import views_of
 from weight_sync.buckets import plan_buckets
-from weight_sync.layout import Transfer
+from weight_sync.types import Transfer
 
 _ROUND_S = 300.0
 

@@ -11,7 +11,7 @@ from benchmarks.weights.model import SharedWeights
 from benchmarks.weights.ours import checkpoint_engine
 from buffer.run_state import RunState
 from configs.schema import BufferConfig, WeightSyncConfig
-from weight_sync.layout import Layout
+from tensors.layout import Layout
 
 _COMMITTED_S = 160.0
 
@@ -22,7 +22,7 @@ class Moved:
 
     version: int
     began: float
-    """`publish` was called."""
+    """`send` was called."""
     visible: float
     """Every receiver has it; no engine has begun to take it."""
 
@@ -32,9 +32,9 @@ class _TimedBoard(RunState):
 
     visible_at = 0.0
 
-    async def publish_weights(self, version: int) -> None:
+    async def mark_available(self, version: int) -> None:
         self.visible_at = time.perf_counter()
-        await super().publish_weights(version)
+        await super().mark_available(version)
 
 
 class TrainerRank:
@@ -57,6 +57,6 @@ class TrainerRank:
     def work(self, version: int) -> Moved:
         """Returns when every live engine serves it."""
         began = time.perf_counter()
-        self._engine.publish(version, self._variants[version % len(self._variants)])
+        self._engine.send(version, self._variants[version % len(self._variants)])
         self._engine.wait_committed(version, _COMMITTED_S)
         return Moved(version=version, began=began, visible=self._board.visible_at)

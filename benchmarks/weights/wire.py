@@ -4,12 +4,12 @@ A path's rate is the model's bytes over the seconds until every receiver has the
 their number; both ends' work shares the same few cores, so compare paths, not machines. Ratios are
 medians over the rounds of what was measured right after each other.
 
-- vs_per_tensor: `publish` until visible, snapshot and checksums included, against gather and
+- vs_per_tensor: `send` until visible, snapshot and checksums included, against gather and
   broadcast of each tensor, both with two ZeRO-3 ranks; the worse of 1 and 2 receivers.
 - vs_per_tensor_one_rank: the same with one trainer rank, which has nothing to gather.
 - vs_raw_wire: the transfer behind the snapshot, until visible, against bare gloo sends down the
   same chain; the worst of 1 and 2 receivers.
-- trainer_stall_vs_memcpy: the whole `publish` call against one memcpy of as many bytes in the same
+- trainer_stall_vs_memcpy: the whole `send` call against one memcpy of as many bytes in the same
   process; the worst of all.
 """
 
@@ -34,7 +34,7 @@ from benchmarks.weights.rivals import BucketMember, RayTeam, per_tensor_member
 
 AnyTeam = Team | RayTeam | OurTeam
 Rounds = list[Any]
-"""Of one path, in the order in which they were played."""
+"""Rounds of one path, in the order in which they were played."""
 _TMPFS = Path("/dev/shm")
 
 
@@ -144,7 +144,7 @@ def _show(report: Report, stage: Stage, played: dict[str, Rounds]) -> None:
 
 
 def _ratios(played: dict[str, Rounds]) -> dict[str, float]:
-    """What our targets are about."""
+    """Ratios of speeds that have targets."""
     ours, ours_2 = played["ours"], played["ours_2_ranks"]
     return {
         "vs_per_tensor": _times_faster(_with_snapshot(ours_2), played["per_tensor_2_ranks"]),

@@ -23,7 +23,7 @@ def address(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Whether the URL contains a password."""
+    """Returns whether the URL contains a password."""
     parts = urlsplit(url)
     given = [parts.password, *parse_qs(parts.query).get("password", [])]
     return any(password is not None and password != MASK for password in given)

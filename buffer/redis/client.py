@@ -251,8 +251,10 @@ class _PatientPipeline(Pipeline):
 
 
 def _passes(reply: Any) -> bool:
-    """Whether a reply is an error that goes by itself. Nothing was changed where a disk is full: a
-    script is refused at its first write, or as a whole."""
+    """Returns whether a reply is an error that goes by itself.
+
+    Nothing was changed where a disk is full: a script is refused at its first write, or as a whole.
+    """
     return isinstance(reply, _AWAY) or _is_disk_full(reply)
 
 

@@ -20,13 +20,13 @@ from redis import exceptions
 from redis.asyncio import Redis
 from redis.crc import key_slot
 
-from buffer.redis.client import BufferRedis, explained
+from buffer.redis.client import BufferRedis
 
 Address = tuple[str, int]
 
 _ASK_TIMEOUT_S = 5.0
 _FRESH_S = 0.1  # a younger slot map is not refreshed
-_ANY_NODE = frozenset({"PING", "INFO", "TIME", "SCRIPT LOAD"})
+_ANY_NODE = frozenset({"PING", "INFO", "TIME"})
 _ONE_NODE_ONLY = frozenset({"SCAN", "KEYS", "DBSIZE", "RANDOMKEY"})
 
 
@@ -68,22 +68,6 @@ class ClusterRedis(BufferRedis):
             self._resolved_at = time.monotonic()
             return self._ranges
         raise exceptions.ConnectionError(f"no node of the cluster responds: {last_error}")
-
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        if args[0] != "SCRIPT LOAD":
-            return await super().execute_command(*args, **options)
-        try:
-            return await self.patiently(lambda: self._on_all_primaries(args), args)
-        except exceptions.ResponseError as error:
-            raise explained(error, self.where) from error
-
-    async def _on_all_primaries(self, command: tuple[Any, ...]) -> Any:
-        primaries = {slots.nodes[0] for slots in self._ranges}
-        replies = [
-            await Redis.execute_command(self._client(node), *command)  # type: ignore[no-untyped-call]
-            for node in sorted(primaries)
-        ]
-        return replies[0]
 
     def node_for(self, command: tuple[Any, ...]) -> BufferRedis:
         key = key_of(command)

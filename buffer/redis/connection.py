@@ -41,6 +41,7 @@ from buffer.redis.client import (
 )
 from buffer.redis.cluster import ClusterRedis
 from buffer.redis.payloads import enlarge
+from configs.schema import BufferConfig
 
 __all__ = [
     "BufferConnectionError",
@@ -49,6 +50,7 @@ __all__ = [
     "MemoryFullError",
     "NotAllowedError",
     "connect",
+    "connect_as",
 ]
 
 MIN_VERSION = (7, 0)
@@ -114,6 +116,13 @@ _READ_BYTES = 1 << 20  # payloads are large; redis-py's default of 32 KiB halves
 
 # A host that vanished is noticed after 20 + 3 * 10 seconds, also during a blocking command.
 _KEEPALIVE = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+async def connect_as(url: str, settings: BufferConfig, *, waits: bool = False) -> BufferRedis:
+    """`connect` with a run's certificates and patience."""
+    return await connect(
+        url, tls_ca_file=settings.tls_ca_file, try_for_s=settings.outage_timeout_s, waits=waits
+    )
 
 
 async def connect(
@@ -182,7 +191,7 @@ def _is_our_socket(path: str) -> bool:
 
 
 def _is_here(host: str, port: int) -> bool:
-    """Whether the server has the address that this machine has towards it."""
+    """Returns whether the server has the address that this machine has towards it."""
     try:
         with socket.create_connection((host, port), _CONNECT_TIMEOUT_S) as probe:
             return bool(probe.getsockname()[0] == probe.getpeername()[0])
@@ -261,7 +270,7 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
 
 
 async def _check(options: dict[str, Any], where: str) -> dict[str, Any]:
-    """What the server says of itself. Raises BufferConnectionError if it is unsuitable."""
+    """The server's INFO. Raises BufferConnectionError if it is unsuitable."""
     patient = Retry(
         ExponentialWithJitterBackoff(base=0.05, cap=1.0), 30, (exceptions.BusyLoadingError,)
     )

@@ -16,7 +16,8 @@ from typing import Any
 from redis import exceptions
 
 from buffer.redis.client import BufferRedis
-from buffer.redis.wakeups import Deadline, WakeStreams
+from buffer.redis.deadline import Deadline
+from buffer.redis.wakeups import WakeStreams
 
 _ROUND_EVERY_S = 0.2
 _WAIT_MS = 5_000
@@ -83,7 +84,7 @@ class Durability:
             await asyncio.sleep(min(_ROUND_EVERY_S, deadline.left_s))
 
     async def _ask(self, timeout_ms: int) -> tuple[bool, dict[str, Any]]:
-        """Whether all earlier writes are durable as far as the server can tell, and its INFO."""
+        """Returns whether the server knows all earlier writes to be durable, and its INFO."""
         wait_ms, num_replicas = max(1, min(_WAIT_MS, timeout_ms)), self._num_replicas
         async with self._redis.pipeline(transaction=False) as pipe:
             # WAIT and WAITAOF cover only writes of their own connection, so write something first.

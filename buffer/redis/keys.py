@@ -30,7 +30,8 @@
 {leash:RUN}:commit_gate      ZSET    engines paused for a commit, by the end of their pause (ms)
 {leash:RUN}:receivers        HASH    URL of each receiver of weights
 {leash:RUN}:staged           HASH    version that each receiver staged last
-{leash:RUN}:weights          HASH    published: the newest version that engines may take
+{leash:RUN}:weights          HASH    available: the newest version that a receiver has whole
+{leash:RUN}:probes           HASH    by version: what the trainer computed, see probes.py
 {leash:RUN}:tasks            HASH    each worker's position in its tasks; the highest of all shards
 {leash:RUN}:waits, :counters, :metrics, :phase   see run_state.py
 

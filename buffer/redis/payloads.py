@@ -27,6 +27,7 @@ import numpy as np
 from hiredis import Reader, pack_command
 from numpy.typing import NDArray
 from redis import exceptions
+from redis._parsers.base import BaseParser
 from redis.asyncio.connection import ConnectionPool
 
 Allocate = Callable[[int], memoryview]
@@ -50,7 +51,7 @@ class Arena:
         self._used = 0
         self._wanted = 0
 
-    def take(self, num_bytes: int) -> memoryview:
+    def allocate(self, num_bytes: int) -> memoryview:
         """A piece that is valid until the next `clear`; newly allocated if the block is full."""
         start = self._used + -self._used % ALIGNMENT
         end = start + num_bytes
@@ -80,7 +81,7 @@ class Blocks:
         self._block = memoryview(b"")
         self._used = 0
 
-    def take(self, num_bytes: int) -> memoryview:
+    def allocate(self, num_bytes: int) -> memoryview:
         """Writable memory that is not reused while it, or a view of it, is referenced.
 
         More than half a block is newly allocated.
@@ -111,31 +112,6 @@ _SEND_BYTES = 1 << 22
 _PIECE_BYTES = 1 << 18
 _END = b"\r\n"
 _NO_REPLY = object()
-
-_ERROR_REPLIES: dict[str, Callable[[str], Exception]] = {
-    "ASK": exceptions.AskError,
-    "CLUSTERDOWN": exceptions.ClusterDownError,
-    "LOADING": exceptions.BusyLoadingError,
-    "MASTERDOWN": exceptions.MasterDownError,
-    "MOVED": exceptions.MovedError,
-    "NOAUTH": exceptions.AuthenticationError,
-    "NOPERM": exceptions.NoPermissionError,
-    "NOSCRIPT": exceptions.NoScriptError,
-    "OOM": exceptions.OutOfMemoryError,
-    "READONLY": exceptions.ReadOnlyError,
-    "TRYAGAIN": exceptions.TryAgainError,
-    "WRONGPASS": exceptions.AuthenticationError,
-}
-
-
-def error_of(reply: str) -> Exception:
-    """The exception for an error reply, of the class that redis-py uses."""
-    code, _, text = reply.partition(" ")
-    if code in _ERROR_REPLIES:
-        return _ERROR_REPLIES[code](text)
-    if "max number of clients reached" in text:
-        return exceptions.ConnectionError(text)
-    return exceptions.ResponseError(text if code == "ERR" else reply)
 
 
 class PayloadConnections:
@@ -193,7 +169,11 @@ class PayloadConnection(asyncio.BufferedProtocol):
         self._timeout_s = timeout_s
         self._transport: asyncio.Transport | None = None
         self._reader: Any = Reader(
-            protocolError=exceptions.InvalidResponse, replyError=error_of, notEnoughData=_NO_REPLY
+            protocolError=exceptions.InvalidResponse,
+            replyError=BaseParser.parse_error,
+            notEnoughData=_NO_REPLY,
+            encoding="utf-8",
+            errors="replace",
         )
         self._replies: list[Any] = []
         self._allocate: Allocate | None = None
@@ -228,7 +208,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
         return made
 
     async def _open_unix(self, like: Any) -> bool:
-        """Whether it is connected to a Unix socket, which a server beside its port may lack."""
+        """Connects to the Unix socket; False if there is none beside the server's port."""
         path = getattr(like, "path", None) or getattr(like, "local_path", None)
         if path is None:
             return False
@@ -263,7 +243,7 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is open and has no unexpected replies."""
+        """It is open and has no unexpected replies."""
         assert self._transport is not None
         is_clean = not self._replies and not self._reader.has_data()
         return self._error is None and is_clean and not self._transport.is_closing()
@@ -396,7 +376,8 @@ class PayloadConnection(asyncio.BufferedProtocol):
         if line == b"$-1":
             self._replies.append(None)
         elif line[:1] == b"-":
-            self._replies.append(error_of(line[1:].decode(errors="replace")))
+            text = line[1:].decode(errors="replace")
+            self._replies.append(BaseParser.parse_error(text))  # type: ignore[no-untyped-call]
         elif line[:1] == b"$":
             self._value = allocate(int(line[1:]) + len(_END))
             self._filled = min(len(self._value), self._end - start)

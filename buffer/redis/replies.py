@@ -1,11 +1,16 @@
-"""Parses replies of scripts and server. Any text may have been overwritten by other clients."""
+"""Replies of scripts, and texts from the server; other clients may have overwritten any of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+
+import msgspec
 
 from buffer.redis.client import DamagedRunError
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """The array that a script replies with, field by field."""
 
 
 def readable(raw: bytes) -> str:
@@ -14,7 +19,7 @@ def readable(raw: bytes) -> str:
 
 
 def is_number(text: str | bytes) -> bool:
-    """Whether the text is an integer of at most 20 characters."""
+    """Returns whether the text is an integer of at most 20 characters."""
     digits = text.lstrip(b"-") if isinstance(text, bytes) else text.lstrip("-")
     return len(text) <= 20 and digits.isdigit() and digits.isascii()
 
@@ -36,30 +41,3 @@ def setting_number(name: str, text: str) -> float:
             "other than Leash wrote it. Launch the run under another run.name"
         )
     return found
-
-
-def texts(items: Sequence[bytes]) -> tuple[str, ...]:
-    return tuple(map(readable, items))
-
-
-def optional_int(text: bytes | None) -> int | None:
-    """An integer, or None for the empty text."""
-    return int(text) if text else None
-
-
-def parse_renumbered(flat: Sequence[bytes]) -> dict[str, tuple[int, ...]]:
-    """Reads [id, 'version:tokens version:tokens', id, ...].
-
-    Versions that cannot be parsed become an empty tuple, which matches no payload.
-    """
-    return {
-        readable(group_id): _renumbered(versions)
-        for group_id, versions in zip(flat[::2], flat[1::2], strict=True)
-    }
-
-
-def _renumbered(versions: bytes) -> tuple[int, ...]:
-    try:
-        return tuple(int(part.split(b":")[0]) for part in versions.split())
-    except ValueError:
-        return ()

@@ -13,11 +13,12 @@ share a single blocked XREAD:
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from redis.asyncio import Redis
+
+from buffer.redis.deadline import Deadline
 
 MAX_BLOCK_S = 60.0
 """Longest time that one XREAD blocks at the server."""
@@ -26,25 +27,13 @@ LOOK_AGAIN_S = 300.0
 
 T = TypeVar("T")
 
+Wake = tuple[str, str]
+"""A wake stream, and the entry that a waiter has seen."""
 _EntryId = tuple[int, int]
 
 
 class BufferClosedError(RuntimeError):
     """The buffer was closed before or during a call."""
-
-
-class Deadline:
-    """A point in time on this process's monotonic clock."""
-
-    __slots__ = ("_at", "timeout_s")
-
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._at = time.monotonic() + timeout_s
-
-    @property
-    def left_s(self) -> float:
-        return max(0.0, self._at - time.monotonic())
 
 
 class WakeStreams:
@@ -74,17 +63,17 @@ class WakeStreams:
             if holds(value) or not deadline.left_s:
                 return value
             newest = entries[0][0].decode() if entries else "0-0"
-            await self.wait({key: newest}, deadline.left_s)
+            await self.wait([(key, newest)], deadline.left_s)
 
-    async def wait(self, seen: Mapping[str, str], timeout_s: float) -> bool:
-        """Waits until a stream in `seen` has an entry after the given id. False on timeout.
+    async def wait(self, seen: Sequence[Wake], timeout_s: float) -> bool:
+        """Waits until a stream in `seen` has an entry after the one there. False on timeout.
 
         Check the condition again in either case. Raises BufferClosedError once `close` is called.
         """
         self.check_open()
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        watches = [self._watch(key) for key in seen]
-        for watch, after in zip(watches, seen.values(), strict=True):
+        watches = [self._watches.setdefault(key, _Watch(self._redis, key)) for key, _ in seen]
+        for watch, (_, after) in zip(watches, seen, strict=True):
             watch.add(woken, _parse(after))
         try:
             await asyncio.wait({woken}, timeout=min(timeout_s, LOOK_AGAIN_S))
@@ -96,9 +85,6 @@ class WakeStreams:
                 watch.discard(woken)
             if not woken.cancel() and not woken.cancelled():
                 woken.exception()  # marks it as retrieved if this wait was cancelled just now
-
-    def _watch(self, key: str) -> _Watch:
-        return self._watches.setdefault(key, _Watch(self._redis, key))
 
     def check_open(self) -> None:
         """Raises BufferClosedError once `close` is called."""

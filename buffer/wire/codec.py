@@ -14,6 +14,7 @@
             those of all trajectories, so that a group is checked in a few calls
               tokens i32[T], rollout_logprobs f32[T], mask runs u32[r], spans u32[s, 3]
             columns of the first trajectory, of the second, ...
+            files of pictures u1[bytes], in the order of their digests; each digest is checked
 
 Numbers are little-endian. `loss_mask` is stored as run lengths, beginning with a run of zeros (the
 only one that may be empty); version spans as (version, start, end). That is 8 bytes per token. The
@@ -32,9 +33,9 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from buffer.redis.payloads import Allocate, fresh
-from buffer.types import FloatArray, IntArray, Trajectory, TrajectoryGroup
-from buffer.wire.header import Column, Description, Head, check_column, describe
-from buffer.wire.masks import F4, I4, U4, Array, FlatGroup, exactly
+from buffer.types import FloatArray, IntArray, Trajectory, TrajectoryGroup, digest_of
+from buffer.wire.header import Column, Description, Head, PictureFile, check_column, describe
+from buffer.wire.masks import F4, I4, U1, U4, Array, FlatGroup, exactly
 
 MAGIC = b"LSHG"
 FORMAT_VERSION = 4
@@ -108,12 +109,14 @@ def decode_group(data: bytes | memoryview) -> TrajectoryGroup:
     columns = [
         {c.name: _read_column(arrays, c, head.num_tokens) for c in head.columns} for head in heads
     ]
+    pictures = {one.digest: _read_picture(arrays, one) for one in said.pictures}
     arrays.expect_end()
     return TrajectoryGroup(
         group_id=said.group_id,
         prompt=said.prompt,
-        trajectories=_cut(tokens, logprobs, flat, heads, columns),
+        trajectories=_cut(tokens, logprobs, flat, heads, columns, [*pictures]),
         sampling=said.sampling,
+        pictures=pictures,
     )
 
 
@@ -202,6 +205,13 @@ def _read_column(arrays: _Arrays, layout: Column, num_tokens: int) -> Array:
     return column.reshape(num_tokens, layout.width) if layout.width else column
 
 
+def _read_picture(arrays: _Arrays, said: PictureFile) -> bytes:
+    picture = arrays.array(U1, said.num_bytes).tobytes()
+    if digest_of(picture) != said.digest:
+        raise ValueError(f"the picture {said.digest} has the digest {digest_of(picture)}")
+    return picture
+
+
 def _open(data: bytes | memoryview) -> tuple[bytes, _Arrays]:
     """The description and a reader of the arrays, once header and checksum are right."""
     view = memoryview(data).toreadonly()
@@ -254,6 +264,7 @@ def _cut(
     flat: FlatGroup,
     heads: Sequence[Head],
     columns: Sequence[Mapping[str, Array]],
+    digests: Sequence[str],
 ) -> tuple[Trajectory, ...]:
     masks, spans = flat.masks(), flat.version_spans()
     trajectories = []
@@ -272,6 +283,7 @@ def _cut(
                 reward_parts=head.reward_parts,
                 episode=head.episode,
                 columns=columns[number],
+                pictures=tuple(digests[place] for place in head.pictures),
             )
         )
         start = end

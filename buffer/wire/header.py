@@ -25,6 +25,7 @@ COLUMN_TYPES: tuple[str, ...] = get_args(ColumnType)
 """Types of further columns, all little-endian."""
 MAX_TRAJECTORIES = 2**16
 MAX_COLUMNS = 256
+MAX_PICTURES = 2**12
 
 Count = Annotated[int, Meta(ge=0, lt=2**32)]
 Text = Annotated[str, Meta(max_length=2**16 - 1)]
@@ -43,7 +44,14 @@ class Column(Struct, frozen=True, forbid_unknown_fields=True):
         return np.dtype(f"<{self.type}")
 
 
-class Head(Struct, frozen=True, forbid_unknown_fields=True):
+class PictureFile(Struct, frozen=True, forbid_unknown_fields=True):
+    """A picture of a group; its bytes are among the arrays."""
+
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    num_bytes: Annotated[int, Meta(gt=0, lt=2**32)]
+
+
+class Head(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One trajectory without its arrays."""
 
     num_tokens: Count
@@ -57,6 +65,8 @@ class Head(Struct, frozen=True, forbid_unknown_fields=True):
     finish_reason: Text
     reward_parts: dict[Text, float]
     columns: Annotated[list[Column], Meta(max_length=MAX_COLUMNS)]
+    pictures: Annotated[list[Count], Meta(max_length=MAX_PICTURES)] = []
+    """Its pictures' places among those of the group; not written without any."""
 
     def check(self) -> None:
         """Raises ValueError for what the types leave open."""
@@ -68,7 +78,7 @@ class Head(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("two columns have the same name")
 
 
-class Description(Struct, frozen=True, forbid_unknown_fields=True):
+class Description(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One group without its arrays."""
 
     group_id: Text
@@ -77,6 +87,8 @@ class Description(Struct, frozen=True, forbid_unknown_fields=True):
     attempt: Count
     sampling: SamplingParams
     trajectories: Annotated[list[Head], Meta(min_length=1, max_length=MAX_TRAJECTORIES)]
+    pictures: Annotated[list[PictureFile], Meta(max_length=MAX_PICTURES)] = []
+    """In the order of their digests; not written without any."""
 
     @classmethod
     def read(cls, data: bytes) -> Description:
@@ -111,6 +123,15 @@ class Description(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"episode {max(rewards)} among {len(rewards)}: number them from 0 without gaps"
             )
+        digests = [picture.digest for picture in self.pictures]
+        if digests != sorted({*digests}):
+            raise ValueError("its pictures are not in the order of their digests, each once")
+        shown = {place for head in self.trajectories for place in head.pictures}
+        if shown != {*range(len(digests))}:
+            raise ValueError(
+                f"its trajectories show the pictures {sorted(shown)} of {len(digests)}; keep those "
+                "that they show, and no others"
+            )
 
 
 _FLOATS = attrgetter(*(f.name for f in fields(SamplingParams) if f.type == "float"))
@@ -119,9 +140,11 @@ _DECODER = msgspec.msgpack.Decoder(Description)
 
 
 def describe(group: TrajectoryGroup, flat: FlatGroup) -> tuple[bytes, list[Array]]:
-    """The description, and the columns in wire order. Raises ValueError for what does not fit."""
+    """The description, and the columns and pictures in wire order. Raises ValueError for what does
+    not fit."""
     columns: list[Array] = []
     heads = []
+    pictures = {digest: place for place, digest in enumerate(sorted(group.pictures))}
     counts = zip(flat.lengths, flat.run_counts, flat.span_counts, strict=True)
     for t, (num_tokens, num_runs, num_spans) in zip(group.trajectories, counts, strict=True):
         laid_out = []
@@ -140,11 +163,13 @@ def describe(group: TrajectoryGroup, flat: FlatGroup) -> tuple[bytes, list[Array
             t.finish_reason,
             {name: float(value) for name, value in t.reward_parts.items()},
             laid_out,
+            [pictures.get(digest, len(pictures)) for digest in t.pictures],
         )
         heads.append(head)
     prompt = group.prompt
     description = Description(
-        group.group_id, prompt.task, prompt.index, prompt.attempt, group.sampling, heads
+        *(group.group_id, prompt.task, prompt.index, prompt.attempt, group.sampling, heads),
+        pictures=[PictureFile(digest, len(group.pictures[digest])) for digest in pictures],
     )
     try:
         # Decoding checks the types, and turns integers into floats where floats belong.
@@ -154,6 +179,7 @@ def describe(group: TrajectoryGroup, flat: FlatGroup) -> tuple[bytes, list[Array
     except OverflowError as error:
         raise ValueError(f"{prompt} or {group.sampling} does not fit: {error}") from None
     read.check()
+    columns += [np.frombuffer(group.pictures[digest], np.uint8) for digest in pictures]
     return _ENCODER.encode(read), columns
 
 

@@ -41,12 +41,11 @@ def print_depth(
     """
     console = console or Console()
     with buffer_address(run_dir, url) as address:
-        if not watch:
-            stats = ask(address, lambda buffer: buffer.stats())
-            _say(console, depth_line(address.run, stats))
-            return
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_watch(run_dir, address, console, timeout_s))
+        if watch:
+            with contextlib.suppress(KeyboardInterrupt):
+                asyncio.run(_watch(run_dir, address, console, timeout_s))
+        else:
+            _say(console, depth_line(address.run, ask(address, lambda buffer: buffer.stats())))
 
 
 async def _watch(

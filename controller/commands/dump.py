@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from buffer.export import DumpReport, LoadReport, dump_buffer, load_buffer, read_header
-from configs.printable import printable
+from buffer.dump.export import DumpReport, dump_buffer
+from buffer.dump.file import read_header
+from buffer.dump.load import LoadReport, load_buffer
 from controller.buffer_access import (
     ANSWER_TIMEOUT_S,
     BufferAddress,
@@ -18,6 +19,7 @@ from controller.buffer_access import (
 )
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_number_of
+from host.printable import printable
 
 MAX_NAMED = 5
 """Unreadable groups that are listed by name."""

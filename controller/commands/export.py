@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from configs.load import read_config
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count
 from trainer_pool.state.checkpoint import CheckpointStore
@@ -13,7 +12,7 @@ from trainer_pool.state.export import export_checkpoint
 
 def export_model(run_dir: RunDir, step: int | None, to: Path | None) -> None:
     """Raises RunDirError if there is no such checkpoint, or the folder exists."""
-    config = read_config(run_dir.path / "config.yaml")
+    config = run_dir.read_config()
     checkpoint = _checkpoint(run_dir, step)
     number = int(checkpoint.name.removeprefix("step-"))
     folder = to or run_dir.path / f"model-{checkpoint.name}"
@@ -24,6 +23,7 @@ def export_model(run_dir: RunDir, step: int | None, to: Path | None) -> None:
         config.model.path or str(run_dir.model),
         folder,
         trust_remote_code=config.model.trust_remote_code,
+        lora=config.model.lora,
     )
     print(f"{run_dir.name}: {format_count(num_parameters)} parameters of step {number} in {folder}")
 

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from buffer.connect import Buffer
 from buffer.results import QuarantinedGroup, QuarantinedPrompt
-from configs.printable import printable
 from controller.buffer_access import ask, buffer_address
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count, format_duration
+from host.printable import printable
 
 
 def quarantine(
@@ -29,7 +29,9 @@ def quarantine(
     name = discard if release is None else release
     with buffer_address(run_dir, url) as address:
         if name is None:
-            _list(run_dir.name, *ask(address, _both))
+            groups = ask(address, lambda buffer: buffer.quarantined())
+            prompts = ask(address, lambda buffer: buffer.quarantined_prompts())
+            _list(run_dir.name, groups, prompts)
             return
         was_there = ask(address, lambda buffer: _take_out(buffer, name, release is not None))
     if not was_there:
@@ -85,10 +87,6 @@ def _list(
         "drops it.",
         style="dim",
     )
-
-
-async def _both(buffer: Buffer) -> tuple[list[QuarantinedGroup], list[QuarantinedPrompt]]:
-    return await buffer.quarantined(), await buffer.quarantined_prompts()
 
 
 def _table(*columns: str) -> Table:

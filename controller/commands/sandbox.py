@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
-from ipaddress import ip_address
 
 import uvicorn
 
-from configs.choices import RewardKind
 from configs.load import load_config
 from configs.rollout_schema import RewardConfig, TaskConfig
 from controller.start.sandboxes import check_sandbox
+from host.http_server import HttpLimits, ServerConfig
+from host.network import is_loopback, listen
 from rollout_pool.rewards.code_tests import languages_of, limits_of, local_sandbox
 from rollout_pool.sandbox.app import Language, make_app
-from weight_sync.http_server import HttpLimits, ServerConfig
 
 CLOSE_S = 1
 
@@ -31,16 +29,13 @@ def serve_sandbox(
     key = os.environ.get(key_env, "") if key_env else ""
     if key_env and not key:
         raise ValueError(f"--key-env={key_env!r}: there is no such environment variable; set it")
-    if not key and not _is_loopback(host):
+    if not key and not is_loopback(host):
         raise ValueError(
             f"--host={host!r}: other machines could run programs here; name the environment "
             "variable of a key, --key-env=NAME (make: KEY_ENV=NAME), or leave the host out"
         )
     languages = _languages(load_config(overrides, experiment).task)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
-    place = f"[{host}]" if ":" in host else host
-    url = f"http://{place}:{listener.getsockname()[1]}"
+    listener, url = listen(host, port)
     print(f"sandbox at {url} for {', '.join(languages)}; Ctrl-C ends it", flush=True)
     config = ServerConfig(make_app(languages, key), HttpLimits(), close_s=CLOSE_S)
     uvicorn.Server(config).run(sockets=[listener])
@@ -53,7 +48,7 @@ def _languages(config: TaskConfig) -> dict[str, Language]:
         check_sandbox(task)
         for part, reward in task.rewards.items():
             setting = f"task.rewards.{part}"
-            if reward.kind is not RewardKind.code_tests:
+            if not reward.runs_tests:
                 continue
             if reward.url is not None:
                 raise ValueError(
@@ -72,10 +67,3 @@ def _languages(config: TaskConfig) -> dict[str, Language]:
             "task.rewards: no part has kind=code_tests, so no program would be run; use task=code"
         )
     return languages
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -12,18 +12,17 @@ from rich.markdown import Markdown
 
 from buffer.redis.keys import Keys
 from buffer.results import BufferStats
-from configs.load import read_config
-from configs.printable import printable
 from configs.run_files import read_text
-from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.records import Record, of_kind, read_metrics
+from controller.buffer_access import BufferAddress, opened, opened_state
+from controller.metrics.history import Record, Waits, of_kind, read_metrics
 from controller.metrics.weights import WeightsView
 from controller.report.panel import render
 from controller.report.result import training_seconds
-from controller.report.state import RunView, waits_of
+from controller.report.run_view import RunView
 from controller.run_dir import RunDir
-from controller.watch.bottleneck import Waits, bottleneck_sentence, wait_shares
+from controller.watch.bottleneck import bottleneck_sentence, wait_fractions
 from controller.watch.learning import learning_alarms
+from host.printable import printable
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -35,30 +34,25 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
     of a running run does not answer.
     """
     console = console or Console()
-    record = run_dir.read_record()
-    url = run_dir.read_redis_url()
-    if record.state == "running" and not record.is_alive:
-        console.print(f"{run_dir.name}: {run_dir.gone_words}", highlight=False, soft_wrap=True)
-        _print_history(run_dir, console)
-    elif record.state == "running" and url is None:
-        console.print(f"{run_dir.name} is starting; its Redis is not up yet.")
-    elif record.state == "running" and url is not None:
-        view = _live_view(run_dir, record.started, url)
-        console.print(render(view, console.width, hint=f"`{run_dir.command('stop')}` ends the run"))
-        console.print(
-            f"From outside: {command_from_outside(run_dir)}",
-            style="dim",
-            highlight=False,
-            markup=False,
-        )
-    else:
+    record, url = run_dir.read_record(), run_dir.read_redis_url()
+    if record.state != "running":
         console.print(f"{run_dir.name}: {record.state}", style="bold")
         _print_history(run_dir, console)
+    elif not record.is_alive:
+        console.print(f"{run_dir.name}: {run_dir.gone_words}", highlight=False, soft_wrap=True)
+        _print_history(run_dir, console)
+    elif url is None:
+        console.print(f"{run_dir.name} is starting; its Redis is not up yet.")
+    else:
+        view = _live_view(run_dir, record.started, url)
+        console.print(render(view, console.width, hint=f"`{run_dir.command('stop')}` ends the run"))
+        outside = f"From outside: {command_from_outside(run_dir)}"
+        console.print(outside, style="dim", highlight=False, markup=False)
 
 
 def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
     """The past from `metrics.jsonl`, the present from Redis."""
-    config = read_config(run_dir.path / "config.yaml")
+    config = run_dir.read_config()
     view = RunView.of_run(run_dir.name, config, started)
     for record in read_metrics(run_dir.metrics):
         view.apply(record)
@@ -69,20 +63,16 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
         if config.buffer.url is not None:
             raise
         raise ConnectionError(
-            f"the Redis of {run_dir.name} did not answer within {CONNECT_TIMEOUT_S:g} s: it is "
-            f"stopped, busy, or being started again; {run_dir.log_of('redis')} may say why"
+            f"the Redis of {run_dir.name} does not answer: it is stopped, busy, or being started "
+            f"again; {run_dir.log_of('redis')} may say why"
         ) from None
     view.observe(time.time(), stats, waits, counters)
     return view
 
 
 async def _sample(address: BufferAddress) -> tuple[BufferStats, Waits, Mapping[str, float]]:
-    buffer, state = await open_buffer(address), await open_state(address)
-    try:
+    async with opened(address) as buffer, opened_state(address) as state:
         return await buffer.stats(), await state.waits(), await state.counters()
-    finally:
-        await buffer.close()
-        await state.close()
 
 
 def _print_history(run_dir: RunDir, console: Console) -> None:
@@ -111,8 +101,8 @@ def _bottleneck(records: list[Record]) -> str | None:
     # An engine that was late at the end says nothing about the whole run.
     num_publishes = sum(step.number("snapshot_s") > 0 for step in steps)
     pace = view.pace(seconds / max(1, num_publishes), trainer_version=0, engine_versions={})
-    shares = wait_shares(waits_of(last), seconds)
-    return bottleneck_sentence(shares, int(last.number("max_staleness")), "of the run", pace)
+    fractions = wait_fractions(last.waits, seconds)
+    return bottleneck_sentence(fractions, int(last.number("max_staleness")), "of the run", pace)
 
 
 def command_from_outside(run_dir: RunDir) -> str:

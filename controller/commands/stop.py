@@ -9,15 +9,15 @@ import contextlib
 import os
 import signal
 
-from configs.load import ConfigError, read_config
-from controller.report.summary import write_report
-from controller.run_dir import RunDir, RunRecord
+from configs.load import ConfigError
+from controller.report.summary import report_end
+from controller.run_dir import RunDir
 from processes.child import has_ended
 from processes.leftovers import remove_leftovers
 from processes.runs import end_processes, run_processes
 
 GRACE_S = 60.0
-"""For the parts of the end that `cluster.stop_timeout_s` does not limit."""
+"""Time of the parts of the end that `cluster.stop_timeout_s` does not limit."""
 NUM_TIMED_WAITS = 5
 """Parts that it limits: the model, each pool, Redis, and what is left."""
 CLEAR_UP_S = 20.0
@@ -27,7 +27,14 @@ def stop_run(run_dir: RunDir) -> None:
     """Ask the controller to end the run, then end what is left by process id."""
     record = run_dir.read_record()
     if not record.is_here:
-        _stop_on_this_host(run_dir, record)
+        _end(run_dir)
+        remove_leftovers(run_dir.path)
+        print(
+            f"nothing of {record.name} is left on this host; its controller is on {record.host}, "
+            f"which reports it as {record.state}"
+        )
+        for line in run_dir.left_elsewhere():
+            print(line)
         return
     if record.is_alive:
         print(f"stopping {record.name} (controller {record.pid}) ...")
@@ -42,7 +49,8 @@ def stop_run(run_dir: RunDir) -> None:
                 _clear_up(run_dir, "stopped", None)
     clear_up(run_dir, "stopped", None)
     print(f"{record.name} is {run_dir.read_record().state}; none of its processes is left")
-    _list_other_hosts(run_dir)
+    for line in run_dir.left_elsewhere():
+        print(line)
 
 
 def clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
@@ -61,13 +69,16 @@ def clear_up_if_alone(run_dir: RunDir, error: str) -> None:
 
 def end_left_processes(run_dir: RunDir) -> None:
     """End what a dead controller left; the run goes on at once."""
-    left = run_processes(run_dir.run_id, run_dir.temporary)
-    if left:
+    if left := run_processes(run_dir.run_id, run_dir.temporary):
         print(f"ending {len(left)} processes that the controller left")
-        killed = end_processes(run_dir.run_id, CLEAR_UP_S, temporary=run_dir.temporary)
-        if killed:
-            print(f"had to kill: {', '.join(killed)}")
+        _end(run_dir)
     run_dir.remove_temporary()
+
+
+def _end(run_dir: RunDir) -> None:
+    here = run_dir.temporary if run_dir.read_record().is_here else None
+    if killed := end_processes(run_dir.run_id, CLEAR_UP_S, temporary=here):
+        print(f"had to kill: {', '.join(killed)}")
 
 
 def _clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
@@ -75,35 +86,12 @@ def _clear_up(run_dir: RunDir, state: str, error: str | None) -> None:
     if run_dir.read_record().state == "running":
         run_dir.forget_redis_url()
         run_dir.end(state, error)
-        try:
-            write_report(run_dir)
-        except Exception as problem:  # the run has ended nevertheless
-            print(f"no summary of {run_dir.name}: {problem}")
-        if run_dir.resume_command is not None:
-            print(f"{run_dir.resume_command} continues it")
-
-
-def _stop_on_this_host(run_dir: RunDir, record: RunRecord) -> None:
-    """End what the run has here; its controller and its state belong to another machine."""
-    killed = end_processes(run_dir.run_id, CLEAR_UP_S)
-    if killed:
-        print(f"had to kill: {', '.join(killed)}")
-    remove_leftovers(run_dir.path)
-    print(
-        f"nothing of {record.name} is left on this host; its controller is on {record.host}, "
-        f"which reports it as {record.state}"
-    )
-    _list_other_hosts(run_dir)
-
-
-def _list_other_hosts(run_dir: RunDir) -> None:
-    for line in run_dir.left_elsewhere():
-        print(line)
+        report_end(run_dir, print)
 
 
 def _grace_s(run_dir: RunDir) -> float:
     try:
-        config = read_config(run_dir.path / "config.yaml")
+        config = run_dir.read_config()
     except ConfigError:  # it is only just being written
         return GRACE_S
     return GRACE_S + NUM_TIMED_WAITS * config.cluster.stop_timeout_s

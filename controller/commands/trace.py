@@ -17,27 +17,19 @@ from datetime import datetime
 
 from rich.console import Console
 
-from buffer.export import read_group
 from buffer.redis.keys import check_group_id
 from buffer.results import GroupEvent
-from configs.printable import printable
-from controller.buffer_access import BufferAddress, answer, buffer_address, opened, raw_client
+from controller.buffer_access import BufferAddress, answer, buffer_address, opened
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_duration
+from host.printable import printable
 
+FINAL = frozenset({"acked", "dropped", "abandoned"})
 STATE_AFTER = {
     "admitted": "running",
-    "pushed": "ready",
-    "expired": "ready",
-    "nacked": "ready",
-    "requeued": "ready",
-    "reconciled": "ready",
-    "leased": "leased",
-    "consumed": "consumed",
-    "quarantined": "quarantined",
-    "acked": "acked",
-    "dropped": "dropped",
-    "abandoned": "abandoned",
+    **dict.fromkeys(("pushed", "expired", "nacked", "requeued", "reconciled"), "ready"),
+    **{state: state for state in ("leased", "consumed", "quarantined")},
+    **{state: state for state in FINAL},
 }
 """State of the group after an event; other events do not change it."""
 
@@ -52,8 +44,6 @@ WORDS = {
     "acked": "a durable checkpoint contains it",
 }
 DETAILS = {"s": "step {}", "v": "version {}", "o": "owner {}", "r": "{}", "p": "prompt {}"}
-
-FINAL = frozenset({"acked", "dropped", "abandoned"})
 
 
 def print_trace(run_dir: RunDir, group_id: str, url: str | None = None) -> None:
@@ -83,10 +73,9 @@ def _why_no_events(address: BufferAddress) -> str:
 
 async def _look(address: BufferAddress, group_id: str) -> tuple[list[GroupEvent], str | None]:
     """The group's events, and its current state if known."""
-    async with opened(address) as buffer, raw_client(address) as redis:
+    async with opened(address) as buffer:
         events = await answer(address, buffer.events(group_id))
-        group = read_group(redis, address.run, group_id, address.settings.shards)
-        return events, (await answer(address, group)).get("state")
+        return events, await answer(address, buffer.group_state(group_id))
 
 
 def life_lines(run: str, group_id: str, events: Sequence[GroupEvent], now: float) -> list[str]:

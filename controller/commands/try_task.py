@@ -13,22 +13,17 @@ tokenized, and the run's limits in tokens do not apply.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import itertools
 import json
 import logging
 import os
 import secrets
-import shutil
 import signal
-import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
-    contextmanager,
 )
 from dataclasses import asdict, replace
 from functools import partial
@@ -38,48 +33,49 @@ from typing import Any
 from openai import AsyncOpenAI, OpenAIError
 
 from buffer.types import SamplingParams, VersionSpan
-from configs.choices import PauseMode, RewardKind
 from configs.load import load_config
-from configs.printable import printable
 from configs.schema import Config
 from controller.ray_environment import LOOPBACK
 from controller.signals import Stopped
 from controller.start.plan import Plan
-from controller.start.preflight import check_model, check_task, plan_here, tokenizer_of
-from controller.units import format_count
-from processes.leftovers import list_path, remove_leftovers
-from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.engine import EngineSpec, SGLangEngine
-from rollout_pool.episodes.env import Chat, Completion, Message, ToolCall, ToolSpec
-from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.renderer import chat_format
-from rollout_pool.episodes.request import EpisodeRequest
-from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.episodes.template import (
-    as_template_message,
-    as_template_tool,
-    join_arguments,
+from controller.start.preflight import (
+    check_model,
+    check_task,
+    pictures_of,
+    plan_here,
+    tokenizer_of,
 )
+from controller.units import format_count
+from host.printable import printable
+from processes.leftovers import temporary_folder
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.engines.engine import Engine, EngineSpec, engine_spec
+from rollout_pool.engines.kinds import make_engine
+from rollout_pool.episodes.conversation import Chat, Completion, Message, ToolCall, ToolSpec
+from rollout_pool.episodes.episode import Episode, EpisodeRequest
+from rollout_pool.episodes.renderer import chat_format
+from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.episodes.template import as_template_message, as_template_tool, join_arguments
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, vocab_size
 from rollout_pool.rewards.pool import RewardPool
-from rollout_pool.rewards.scorer import make_scorer, needs_processes
+from rollout_pool.rewards.reward import needs_processes
+from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
-from rollout_pool.sampling.sample import Priority, Sample, SampleFailed
+from rollout_pool.sampling.sample import Clock, Priority, Sample, SampleFailed
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.agent import find_agent
-from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
+from rollout_pool.tasks.env_episodes import EnvEpisodes, environment_factory
 from rollout_pool.tasks.task import Task, TaskStream
 from trainer_pool.model.scratch import build_scratch_model
 
 DEFAULT_KEY = "OPENAI_API_KEY"
 ENGINE = "engine"
 FOLDER_PREFIX = "leash-try-"
-LOCK = "lock"
 """In the folder; the lock on it ends with its process, however that ends."""
 NO_LIMIT = 10**9
-"""Of tokens: there are none."""
+"""Tokens of a limit that never bites."""
 STOP_S = 30.0
 """Time to end the server after a signal, before the wait for it is cancelled too."""
 
@@ -94,17 +90,17 @@ def try_task(
     url: str | None,
     model: str | None,
     key_env: str | None,
-    num_episodes: int,
+    episodes: int,
 ) -> None:
-    """Prints `num_episodes` episodes of the first training prompts, answered by `model` at `url`.
+    """Prints so many episodes of the first training prompts, answered by `model` at `url`.
 
     Without `url` the launch's model, before any warm start, answers, or the one in the folder
     `model`; it is served here meanwhile. Raises ValueError for a bad task, model or key,
     RuntimeError if an episode has no answer or the server does not start, and Stopped after a
     signal.
     """
-    if num_episodes < 1:
-        raise ValueError(f"--episodes={num_episodes}: must be at least 1")
+    if episodes < 1:
+        raise ValueError(f"--episodes={episodes}: must be at least 1")
     if url is not None and model is None:
         raise ValueError(f"--url={url!r}: name the model there, --model=NAME (make: MODEL=NAME)")
     if url is None and key_env is not None:
@@ -127,9 +123,9 @@ def try_task(
         plan = plan_here(config)
         check_model(config)
         tokenizer = tokenizer_of(config)
-        chat = chat_format(tokenizer, config.task)
+        chat = chat_format(tokenizer, config.task, pictures_of(config))
         open_model = partial(_served_here, plan, chat, tokenizer)
-    asyncio.run(_until_signal(_run(config, task, open_model, num_episodes)))
+    asyncio.run(_until_signal(_run(config, task, open_model, episodes)))
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> None:
@@ -167,59 +163,51 @@ async def _served_here(
     print(f"starting an SGLang server of {plan.model.label} on {where}", flush=True)
     if config.model.scratch is not None:
         build_scratch_model(config.model.scratch, folder / "model", config.run.seed)
-    engine = config.rollout.engine
-    # As if a trainer had published it.
-    engine = replace(engine, extra_args=[*engine.extra_args, "--weight-version", "0"])
-    served = SGLangEngine(
-        EngineSpec(
-            name=ENGINE,
-            config=engine,
-            pause_mode=PauseMode.resubmit,
-            model_path=config.model.path or str(folder / "model"),
-            trust_remote_code=config.model.trust_remote_code,
-            host=LOOPBACK,
-            log_path=folder / f"{ENGINE}.log",
-            leftovers_path=list_path(folder, ENGINE),
-            num_threads=plan.threads_per_process,
-            uses_gpu=uses_gpu,
-            seed=config.run.seed,
-            key=secrets.token_urlsafe(32),
-        )
-    )
-    try:
+    served = make_engine(served_spec(plan, folder))
+    async with AsyncExitStack() as closing:
+        closing.push_async_callback(served.stop)
         await served.start()
         if config.model.scratch is not None:
             size = format_count(plan.model.num_params or 0)
-            print(
-                f"an untrained model of {size} parameters: its answers are random; the rewards "
-                "show that the task works",
-                flush=True,
-            )
+            words = "its answers are random; the rewards show that the task works"
+            print(f"an untrained model of {size} parameters: {words}", flush=True)
         model = ServedModel(served, config, tokenizer)
-        try:
-            yield EpisodeRunner(model, chat, config.task, config.rollout)
-        finally:
-            await model.close()
-    finally:
-        await served.stop()
+        closing.push_async_callback(model.close)
+        yield EpisodeRunner(model, chat, config.task, config.rollout)
+
+
+def served_spec(plan: Plan, folder: Path) -> EngineSpec:
+    """As a run's engine is served, with the same context."""
+    config = plan.config
+    engine = config.rollout.engine
+    # As if a trainer had published it.
+    engine = replace(engine, extra_args=[*engine.extra_args, "--weight-version", "0"])
+    return engine_spec(
+        ENGINE,
+        replace(config.rollout, engine=engine),
+        folder,
+        model_path=config.model.path or str(folder / "model"),
+        trust_remote_code=config.model.trust_remote_code,
+        host=LOOPBACK,
+        num_threads=plan.threads_per_process,
+        uses_gpu=plan.devices.engine_gpus > 0,
+        seed=config.run.seed,
+        key=secrets.token_urlsafe(32),
+    )
 
 
 def _refuse_what_needs_a_run(config: Config, task: Task) -> None:
     if find_agent(config.task, task) is not None:
-        setting = (
-            f"task.agent={config.task.agent!r}"
-            if config.task.agent
-            else f"task.kind={config.task.kind.name}"
-        )
+        agent, kind = config.task.agent, config.task.kind.name
+        setting = f"task.agent={agent!r}" if agent else f"task.kind={kind}"
         raise ValueError(
             f"{setting}: an agent calls the model by itself; run it against a URL without make try"
         )
-    for name, reward in config.task.rewards.items():
-        if reward.kind is RewardKind.teacher:
-            raise ValueError(
-                f"task.rewards.{name}.kind=teacher: gives no score but a column for the trainer, "
-                "and here is none; leave it out"
-            )
+    for name in config.task.teachers:
+        raise ValueError(
+            f"task.rewards.{name}.kind=teacher: gives no score but a column for the trainer, "
+            "and here is none; leave it out"
+        )
 
 
 async def _run(
@@ -227,7 +215,7 @@ async def _run(
 ) -> None:
     rewards = []
     async with AsyncExitStack() as closing:
-        folder = closing.enter_context(_temporary_folder())
+        folder = closing.enter_context(temporary_folder(FOLDER_PREFIX))
         pool = RewardPool(
             config.task,
             num_processes=int(needs_processes(config.task)),
@@ -236,7 +224,7 @@ async def _run(
         )
         closing.push_async_callback(pool.close)
         await pool.start()
-        scorer = make_scorer(config.task, task, pool)
+        scorer = EpisodeScorer(config.task, task=task, pool=pool)
         closing.push_async_callback(scorer.close)
         runner = await closing.enter_async_context(open_model(folder))
         source = EnvEpisodes(runner, environment_factory(config.task, task))
@@ -253,22 +241,6 @@ async def _run(
             print(f"episode {number} of {num_episodes}, prompt {prompt.index}")
             print(printable("\n".join(episode_lines(episode, score))), flush=True)
     print(f"mean reward of {num_episodes} episodes: {sum(rewards) / len(rewards):g}")
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[Path]:
-    """A folder for logs and a model, after those of killed processes are removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError), (old / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
-            remove_leftovers(old)
-            shutil.rmtree(old)
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        folder = Path(name)
-        with (folder / f".{LOCK}").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / f".{LOCK}").rename(folder / LOCK)  # others find it locked
-            yield folder
 
 
 def episode_lines(episode: Episode, score: Score) -> list[str]:
@@ -294,7 +266,7 @@ def _said(message: Message) -> str:
 class ServedModel:
     """The runner's `Completer` at one server: what it does not answer has no other to go to."""
 
-    def __init__(self, engine: SGLangEngine, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Engine, config: Config, tokenizer: Tokenizer) -> None:
         client = engine.client
         limit = config.rollout.engine.max_running_requests
         router = Router([client], config.buffer.wait_timeout_s, max_running_requests=limit)
@@ -307,10 +279,10 @@ class ServedModel:
         self.interrupt = self._sampler.interrupt
         self.close = grammars.close
 
-    async def complete(self, sample: Sample) -> None:
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         """Raises SampleFailed with the end of the server's log if it gives no answer."""
         try:
-            await self._sampler.complete(sample)
+            await self._sampler.complete(sample, clock)
         except SampleFailed as error:
             raise SampleFailed(
                 f"{error}; the last lines of its log:\n{self._engine.log_tail()}"
@@ -334,24 +306,26 @@ class ChatModel:
         self._messages: list[dict[str, Any]] = []
         """By token, in OpenAI's format."""
         self._tools: dict[int, list[Mapping[str, Any]]] = {}
-        """Of the conversation that begins with a token."""
+        """Tools of a conversation, by its first token."""
         self._answers: dict[int, Completion] = {}
         """By token."""
 
-    def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def first_prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    ) -> list[int]:
         tokens = self._added(messages)
         if tools and tokens:
             self._tools[tokens[0]] = [as_template_tool(tool) for tool in tools]
         return tokens
 
-    def follow(
+    def next_prompt(
         self,
         prompt: Sequence[int],
-        answer: Sequence[int],
+        completion: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
-        return [*prompt, *answer, *self._added(messages)]
+        return [*prompt, *completion, *self._added(messages)]
 
     def parse(
         self,
@@ -362,7 +336,7 @@ class ChatModel:
     ) -> Completion:
         return self._answers[output_ids[-1]]
 
-    async def complete(self, sample: Sample) -> None:
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         """Raises SampleFailed if the server gives no answer."""
         asked: dict[str, Any] = {
             "model": self._model,

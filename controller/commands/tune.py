@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 from configs.checks import live_text
-from configs.load import read_config
-from configs.settings import all_settings, setting_named
-from controller.buffer_access import BufferAddress, impatient, open_state, opened
+from configs.introspection import all_settings, setting_named
+from controller.buffer_access import BufferAddress, impatient, opened, opened_state
 from controller.run_dir import RunDir, RunDirError
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
 AT_THE_START = "the parts of the run read it once, when they start"
 NO_SETTING = "there is no such setting"
+EXAMPLE = 'make tune ARGS="buffer.max_staleness=1 rollout.oversampling=1.5"'
 WHY_NOT = {"buffer.on_stale": BY_ITS_ORDER, "buffer.selector": BY_ITS_ORDER}
 LIVE = {s.name.rpartition(".")[2]: s.name for s in all_settings() if s.is_live}
 """The live settings, by their name in Redis."""
@@ -24,7 +24,7 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
     """Changes settings (`rollout.tail=postpone`), all or none. Raises RunDirError or ValueError."""
     names = [override.partition("=")[0] for override in overrides]
     if not names:
-        raise ValueError(f"name a setting: make tune ARGS='{_choices()}'")
+        raise ValueError(f"name a setting, as {EXAMPLE}. What can be changed: {_choices()}")
     for name in names:
         if name not in LIVE.values():
             why = WHY_NOT.get(name, AT_THE_START if setting_named(name) else NO_SETTING)
@@ -34,7 +34,7 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
     url = run_dir.read_redis_url()
     if url is None or not run_dir.read_record().is_alive:
         raise RunDirError(f"{run_dir.name} is not running, so there is nothing to tune")
-    settings = read_config(run_dir.path / "config.yaml").buffer
+    settings = run_dir.read_config().buffer
     address = BufferAddress(url=url, run=run_dir.name, settings=impatient(settings))
     asyncio.run(_tune(address, run_dir, overrides, dict.fromkeys(names)))
 
@@ -42,24 +42,16 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
 async def _tune(
     address: BufferAddress, run_dir: RunDir, overrides: Sequence[str], names: Mapping[str, None]
 ) -> None:
-    now = await _live_overrides(address)
-    path = run_dir.path / "config.yaml"
-    before, after = read_config(path, now), read_config(path, [*now, *overrides])
+    async with opened_state(address) as state:
+        held = await state.live_settings(LIVE)
+    # They may differ from those of the launch.
+    now = [f"{LIVE[name]}={text}" for name, text in held.items()]
+    before, after = run_dir.read_config(now), run_dir.read_config([*now, *overrides])
     texts = {name: live_text(attrgetter(name)(after)) for name in names}
     async with opened(address) as buffer:
         await buffer.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
     for name, text in texts.items():
         print(f"{run_dir.name}: {name} {live_text(attrgetter(name)(before))} -> {text}")
-
-
-async def _live_overrides(address: BufferAddress) -> list[str]:
-    """What holds now, where it may differ from the settings of the launch."""
-    state = await open_state(address)
-    try:
-        held = await state.live_settings(LIVE)
-    finally:
-        await state.close()
-    return [f"{LIVE[name]}={text}" for name, text in held.items()]
 
 
 def _choices() -> str:

@@ -1,4 +1,4 @@
-"""Serves metrics of buffer and weights to Prometheus, read from Redis at each scrape.
+"""Serves the metrics of the catalogue to Prometheus, read from Redis at each scrape.
 
 There is no password: anyone who can reach the port can read the metrics, but nothing else, in
 particular no text of a trajectory. Only this machine can reach it, unless cluster.host is set.
@@ -14,20 +14,20 @@ from socketserver import TCPServer, ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from buffer.loop_thread import LoopThread
-from buffer.run_state import STREAM_START
-from controller.buffer_access import BufferAddress, open_buffer, open_state
-from controller.metrics.engines import EngineGauges
-from controller.metrics.families import (
-    WeightTotals,
+from buffer.run_state import STREAM_START, RunState
+from controller.buffer_access import BufferAddress, open_buffer
+from controller.metrics.prometheus_metrics import (
+    EngineGauges,
+    RecordTotals,
+    Value,
     buffer_families,
     counter_families,
-    family,
-    weight_families,
+    families,
 )
+from host.loop_thread import LoopThread
 
 SCRAPE_TIMEOUT_S = 5.0
 """Below Prometheus' default of 10 s, so that it gets a response even if Redis does not answer."""
@@ -42,16 +42,17 @@ class MetricsServer(Collector):
         self._run = address.run
         self._timeout_s = timeout_s
         self._redis = LoopThread("prometheus")
-        self._totals = WeightTotals(address.run)
+        self._totals = RecordTotals(address.run)
         self._engines = EngineGauges(address.run)
         self._last_id = STREAM_START
         self._num_errors = 0
         self._lock = threading.Lock()
-        """Guards `_num_errors`: each scrape has its own thread."""
+        """Protects `_num_errors`: each scrape has its own thread."""
         registry = CollectorRegistry()
         try:
             self._buffer = self._redis.run(open_buffer(address))
-            self._state = self._redis.run(open_state(address))
+            connecting = RunState.connect(address.url, address.run, address.settings)
+            self._state = self._redis.run(connecting)
             registry.register(self)
             self._http = _listen(host, port, registry)
         except BaseException:
@@ -63,9 +64,8 @@ class MetricsServer(Collector):
         name = f"[{bound_host!s}]" if ":" in str(bound_host) else str(bound_host)
         self.url = f"http://{name}:{bound_port}/metrics"
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """All metrics; if Redis does not answer, only that it is down."""
-        run = self._run
         try:
             metrics = self._redis.run(self._read())
         except Exception:  # every scrape gets a response, and the response counts the error
@@ -73,29 +73,29 @@ class MetricsServer(Collector):
         with self._lock:
             self._num_errors += metrics is None
             num_errors = self._num_errors
-        is_up = metrics is not None
-        yield family(GaugeMetricFamily, run, "replay_up", "Whether Redis answered.", is_up)
-        what = "Scrapes that Redis did not answer."
-        yield family(CounterMetricFamily, run, "replay_scrape_errors", what, num_errors)
+        scrape = {"is_up": metrics is not None, "num_errors": num_errors}
+        yield from families(self._run, "scrape", lambda metric: scrape[metric.field])
         if metrics is not None:
             yield from metrics
             yield from self._totals.registry.collect()
 
-    async def _read(self) -> list[Metric]:
+    async def _read(self) -> list[Family]:
         run, state = self._run, self._state
         async with asyncio.timeout(self._timeout_s):
             await self._follow_records()
+            served = await state.engine_versions()
+            weights: dict[str, Value] = {
+                "published": await state.available_version(),
+                "num_receivers": len(await state.receivers()),
+                "num_engines": len(served),
+                "staged": await state.staged_versions(),
+                "served": served,
+            }
             return [
                 *buffer_families(run, await self._buffer.stats()),
                 *counter_families(run, await state.counters()),
                 *self._engines.families(),
-                *weight_families(
-                    run,
-                    published=await state.published_weights(),
-                    staged=await state.staged_versions(),
-                    served=await state.engine_versions(),
-                    num_receivers=len(await state.receivers()),
-                ),
+                *families(run, "weights", lambda metric: weights[metric.field]),
             ]
 
     async def _follow_records(self) -> None:

@@ -19,7 +19,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -27,7 +27,9 @@ from uuid import uuid4
 import yaml
 
 from configs.choices import Logger
-from controller.metrics.records import RESUMED, Record
+from configs.run_files import read_text
+from controller.metrics.catalogue import METRICS
+from controller.metrics.history import RESUMED, Record
 from controller.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,9 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 10_000
 """Records for a sink that does not keep up."""
 END_S = 30.0
-"""For what still waits when the run ends."""
+"""Longest wait for unwritten records when the run ends."""
+_HELP = {f"{kind}/{m.field}": m.help for kind, metrics in METRICS.items() for m in metrics}
+_HELP |= {f"buffer/count.{m.field}": m.help for m in METRICS["count"]}
 _MODULES = {Logger.tensorboard: "tensorboardX", Logger.wandb: "wandb"}
 
 
@@ -49,10 +53,10 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in a folder, for `tensorboard --logdir`."""
+    """Event files in the run's folder, for `tensorboard --logdir`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, run_dir: RunDir) -> None:
+        self._folder = run_dir.path / "tensorboard"
         self._writer = self._open(None)
 
     def _open(self, purge_step: int | None) -> Any:
@@ -70,7 +74,8 @@ class TensorBoard:
             self._writer.close()
             self._writer = self._open(step + 1)
         for name, number in _numbers(record).items():
-            self._writer.add_scalar(name, number, step, record.t)
+            what = _HELP.get(name, "")
+            self._writer.add_scalar(name, number, step, record.t, summary_description=what)
 
     def close(self) -> None:
         self._writer.close()
@@ -92,9 +97,9 @@ class WeightsAndBiases:
         self._run = wandb.init(
             dir=run_dir.path,
             name=run_dir.name,
-            id=id_file.read_text(),
+            id=read_text(id_file),
             resume="allow",
-            config=yaml.safe_load((run_dir.path / "config.yaml").read_text()),  # no passwords
+            config=yaml.safe_load(read_text(run_dir.path / "config.yaml")),  # no passwords
             settings=quiet,
         )
         self._run.define_metric("*", step_metric="completed_steps")
@@ -110,11 +115,11 @@ class WeightsAndBiases:
 
 def openers(loggers: Sequence[Logger], run_dir: RunDir) -> dict[str, Callable[[], Sink]]:
     """How each sink of the run is opened, by its name."""
-    sinks: dict[Logger, Callable[[], Sink]] = {
-        Logger.tensorboard: lambda: TensorBoard(run_dir.path / "tensorboard"),
-        Logger.wandb: lambda: WeightsAndBiases(run_dir),
+    sinks: dict[Logger, Callable[[RunDir], Sink]] = {
+        Logger.tensorboard: TensorBoard,
+        Logger.wandb: WeightsAndBiases,
     }
-    return {logger.value: sinks[logger] for logger in dict.fromkeys(loggers)}
+    return {logger.value: partial(sinks[logger], run_dir) for logger in dict.fromkeys(loggers)}
 
 
 def check_loggers(loggers: Sequence[Logger]) -> None:
@@ -145,7 +150,7 @@ def _has_wandb_key() -> bool:
 class SinkThread:
     """Writes to one sink, in a thread of its own.
 
-    with SinkThread("tensorboard", lambda: TensorBoard(folder), step=0, say=print) as sink:
+    with SinkThread("tensorboard", lambda: TensorBoard(run_dir), step=0, say=print) as sink:
         sink.write(record)     # returns at once
     """
 

@@ -3,7 +3,7 @@
 Three kinds of record; times are in seconds, `*_at` is Unix time:
 
     publish         one version: snapshot_s, encode_s, wire_s, verify_s, convergence_s, bytes, mode
-    commit          one engine taking a version: gate_wait_s, load_s, pause_s
+    commit          one engine taking a version: merge_s, gate_wait_s, load_s, pause_s
     weights_event   a member joined, was excluded, caught up, came back
 """
 
@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from controller.metrics.records import Record, of_kind, series
+from controller.metrics.history import Record, of_kind, series
 
 SKIPPED = "skipped"
 """The mode of a version that was replaced by a newer one before it was sent."""
@@ -117,7 +117,7 @@ class WeightsResult:
     publishes_delta: int
     """Publishes that sent only the changes."""
     delta_density: float | None
-    """Mean share of the elements in a delta."""
+    """Mean fraction of the elements in a delta."""
     weights_events: Mapping[str, int]
     """Events of receivers and engines, by kind."""
 

@@ -15,11 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.results import BufferStats
-from configs.printable import printable
 from controller.metrics.counters import panel_line
-from controller.metrics.records import Record, series
+from controller.metrics.history import numbers, series
 from controller.metrics.weights import median
-from controller.report.state import RunView
+from controller.report.run_view import RunView
 from controller.units import format_count, format_duration, format_number_of
 from controller.watch.bottleneck import MUCH, bottleneck_sentence
 from controller.watch.remarks import (
@@ -29,6 +28,7 @@ from controller.watch.remarks import (
     eval_failed_words,
     overdue_words,
 )
+from host.printable import printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDE_BAR, NARROW_BAR = 14, 8
@@ -37,11 +37,11 @@ FRAME = 6
 WIDE_PANEL, NARROW_PANEL = 88, 66
 """Columns inside the frame: from the first on bars are wide, below the second sections stack."""
 MAX_STALENESS_ROWS = 6
-STEP_LINE = "{task.description:<32} {task.elapsed:>7.1f} s"
+PROGRESS_LINE = "{task.description:<32} {task.elapsed:>7.1f} s"
 
 
 class Panel:
-    """Draws one run from start to end: `step` while it starts, `show` while it trains.
+    """Draws one run from start to end: `progress` while it starts, `show` while it trains.
 
     With `enabled` and a terminal the panel is drawn in place, otherwise each step prints a line.
     """
@@ -61,18 +61,18 @@ class Panel:
         self.stop()
 
     @contextmanager
-    def step(self, name: str) -> Iterator[Callable[[str], None]]:
-        """A named step: `with panel.step("Redis server") as say: ... say("port 6379")`.
+    def progress(self, name: str) -> Iterator[Callable[[str], None]]:
+        """A named part of the start: `with panel.progress("Redis") as say: ... say("port 6379")`.
 
-            ✓ Redis server                 0.4 s   port 6379
+            ✓ Redis                        0.4 s   port 6379
 
-        An exception marks it as failed and propagates. The panel, if it is drawn, ends first: steps
-        come before and after training.
+        An exception marks it as failed and propagates. The panel, if it is drawn, ends first:
+        such parts come before and after training.
         """
         self.stop()
         progress = Progress(
             SpinnerColumn(style="cyan"),
-            TextColumn(STEP_LINE, markup=False),
+            TextColumn(PROGRESS_LINE, markup=False),
             TextColumn("  {task.fields[detail]}", style="dim", markup=False),
             console=self._console,
             transient=True,
@@ -87,7 +87,7 @@ class Panel:
             mark = Text("✓", style="bold green")
         finally:
             # Not the row of the table: the final line shows the whole detail, however long.
-            line = Text.assemble(mark, f" {STEP_LINE.format(task=task)}   ")
+            line = Text.assemble(mark, f" {PROGRESS_LINE.format(task=task)}   ")
             line.append(task.fields["detail"], style="dim")
             self._console.print(line, soft_wrap=True, highlight=False)
 
@@ -123,9 +123,9 @@ class Panel:
 def step_line(view: RunView) -> str:
     """One step in one plain line, for logs and pipes."""
     parts = [f"step {view.step}/{view.num_steps}"]
-    if rewards := _numbers(view.steps, "reward_mean"):
+    if rewards := numbers(view.steps, "reward_mean"):
         parts.append(f"reward {rewards[-1]:.2f} (first {rewards[0]:.2f})")
-    if accuracies := _numbers(view.evals, "accuracy"):
+    if accuracies := numbers(view.evals, "accuracy"):
         since = f"first {accuracies[0]:.0%}, " if len(accuracies) > 1 else ""
         version = view.evals[-1].count("version_min")
         parts.append(f"eval {accuracies[-1]:.0%} ({since}at version {version})")
@@ -160,11 +160,12 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         remarks += _overdue(view)
         parts += [Text(printable(remark), style="yellow") for remark in remarks]
     parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]
+    failures = []
     if view.checkpoint_failure is not None:
-        words = checkpoint_failed_words(view.checkpoint_failure)
-        parts.append(Text(printable(words), style="yellow"))
+        failures.append(checkpoint_failed_words(view.checkpoint_failure))
     if view.eval_failure is not None:
-        parts.append(Text(printable(eval_failed_words(view.eval_failure)), style="yellow"))
+        failures.append(eval_failed_words(view.eval_failure))
+    parts += [Text(printable(words), style="yellow") for words in failures]
     parts.append(_bottleneck(view))
     return Frame(
         Group(*parts),
@@ -205,10 +206,8 @@ def _sections(view: RunView, width: int) -> Table:
 def _progress(view: RunView) -> Table:
     time_left = "" if view.eta_s is None else f", about {format_duration(view.eta_s)} left"
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
-    row.add_column(style="bold")
-    row.add_column(ratio=1)
-    row.add_column()
-    row.add_column(style="dim")
+    for style, ratio in (("bold", None), ("", 1), ("", None), ("dim", None)):
+        row.add_column(style=style, ratio=ratio)
     row.add_row(
         view.phase,
         ProgressBar(total=view.num_steps, completed=view.step, complete_style="cyan"),
@@ -229,8 +228,8 @@ def _section(title: str, rows: Sequence[tuple[str, RenderableType]]) -> Group:
 
 def _learning(view: RunView, bar_width: int) -> Group:
     rows: list[tuple[str, RenderableType]] = [
-        ("reward", _trend(_numbers(view.steps, "reward_mean"), "{:.2f}", bar_width)),
-        ("held-out", _trend(_numbers(view.evals, "accuracy"), "{:.0%}", bar_width)),
+        ("reward", _trend(numbers(view.steps, "reward_mean"), "{:.2f}", bar_width)),
+        ("held-out", _trend(numbers(view.evals, "accuracy"), "{:.0%}", bar_width)),
     ]
     if (last := view.last_step) is not None:
         mean, largest = last.number("staleness_mean"), last.number("staleness_max")
@@ -328,39 +327,32 @@ def _engine_versions(stats: BufferStats) -> Text:
 
 
 def _waiting(view: RunView, bar_width: int) -> Group:
-    shares = view.shares
-    return _section(
-        "Waits",
-        [
-            ("trainer for rollouts", _share_bar(shares.trainer_for_rollout, bar_width)),
-            ("trainer for weights", _share_bar(shares.trainer_for_weights, bar_width)),
-            ("rollouts for trainer", _share_bar(shares.rollout_for_trainer, bar_width)),
-        ],
-    )
+    rows: list[tuple[str, RenderableType]] = []
+    for name, fraction in (
+        ("trainer for rollouts", view.wait_fractions.trainer_for_rollout),
+        ("trainer for weights", view.wait_fractions.trainer_for_weights),
+        ("rollouts for trainer", view.wait_fractions.rollout_for_trainer),
+    ):
+        style = "red" if fraction >= 0.5 else "yellow" if fraction >= MUCH else "green"
+        rows.append((name, _bar(fraction, bar_width, style, f"{fraction:.0%}")))
+    return _section("Waits", rows)
 
 
 def _bottleneck(view: RunView) -> Text:
     if view.stats is None or view.step < 2:
         return Text("Measuring waits...", style="dim")
     when = f"of the last {format_duration(view.waits.elapsed_s)}"
-    sentence = bottleneck_sentence(view.shares, view.stats.max_staleness, when, view.weights_pace)
+    sentence = bottleneck_sentence(
+        view.wait_fractions, view.stats.max_staleness, when, view.weights_pace
+    )
     return Text(sentence, style="italic")
 
 
-def _share_bar(share: float, width: int) -> Text:
-    style = "red" if share >= 0.5 else "yellow" if share >= MUCH else "green"
-    return _bar(share, width, style, f"{share:.0%}")
-
-
-def _bar(share: float, width: int, style: str, label: str) -> Text:
-    filled = min(width, round(width * share))
+def _bar(fraction: float, width: int, style: str, label: str) -> Text:
+    filled = min(width, round(width * fraction))
     text = Text("█" * filled, style=style)
     text.append("·" * (width - filled), style="dim")
     return text.append(f" {label}", style="default")
-
-
-def _numbers(records: Sequence[Record], name: str) -> list[float]:
-    return [record.number(name) for record in records]
 
 
 def _trend(values: Sequence[float], form: str, width: int) -> Text:

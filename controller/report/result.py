@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import Config
-from controller.metrics.engines import not_finite_shares
-from controller.metrics.records import EVAL_FAILED, Record, of_kind, seconds_away, series
+from controller.metrics.history import EVAL_FAILED, Record, below, of_kind, seconds_away, series
 from controller.metrics.weights import WeightsResult, weights_result
-from controller.report.state import counters_of, dropped_of
 from controller.watch.learning import has_no_gradient, learning_alarms
 
 
@@ -54,12 +53,12 @@ class RunResult:
     eval_samples: int
     """Answers per prompt."""
     pass_at_k: Mapping[int, float]
-    """Of the last evaluation, by k."""
+    """Last evaluation, by k."""
     reward_first: float | None
     """Mean reward of the first steps (a tenth of them, at most ten), with rollout sampling."""
     reward_last: float | None
     by_task: Mapping[str, TaskResult]
-    """Of the tasks of a mixture; empty for a single task."""
+    """Tasks of a mixture; empty for a single task."""
     groups_pushed: int
     groups_trained: int
     """Consumed and acked."""
@@ -138,12 +137,8 @@ def summarize(
     away_s = seconds_away(records)
     train_s = max(0.0, training_seconds(steps) - away_s)
     nothing = Record(t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness})
-    last = (of_kind(records, "buffer") or [nothing])[-1]
-    counters, dropped = counters_of(last), dropped_of(last)
-    pushed, trained, quarantined, ready, leased = (
-        last.count(name) for name in ("pushed", "trained", "quarantined", "ready", "leased")
-    )
-    placed = trained + sum(dropped.values()) + quarantined + ready + leased
+    last, known = (of_kind(records, "buffer") or [nothing])[-1], after or nothing
+    placed = sum(map(last.count, ("trained", "quarantined", "ready", "leased")))
     return RunResult(
         run=run,
         state=state,
@@ -161,17 +156,17 @@ def summarize(
         evals_failed=len(failed),
         eval_size=evals[-1].count("num_prompts") if evals else 0,
         eval_samples=config.rollout.eval.num_samples,
-        pass_at_k=_pass_at_k(after) if after is not None else {},
+        pass_at_k={int(k): known.number(name) for name, k in below(known.values, "pass_at_")},
         reward_first=reward_first,
         reward_last=reward_last,
         by_task=_by_task(steps, evals),
-        groups_pushed=pushed,
-        groups_trained=trained,
-        groups_dropped=dropped,
-        groups_quarantined=quarantined,
-        groups_ready=ready,
-        groups_leased=leased,
-        is_conserved=pushed == placed,
+        groups_pushed=last.count("pushed"),
+        groups_trained=last.count("trained"),
+        groups_dropped=last.dropped,
+        groups_quarantined=last.count("quarantined"),
+        groups_ready=last.count("ready"),
+        groups_leased=last.count("leased"),
+        is_conserved=last.count("pushed") == placed + sum(last.dropped.values()),
         max_staleness=max(last.count("max_staleness"), last.count("max_staleness_largest")),
         max_staleness_by_step=_staleness_bounds(records),
         max_staleness_trained=(
@@ -184,7 +179,7 @@ def summarize(
         trainer_wait_s=wait_s,
         trainer_wait_share=wait_s / train_s if train_s else None,
         tokens_generated=last.count("tokens_generated"),
-        rollout=counters,
+        rollout=last.counters,
         prompts_quarantined=last.count("prompts_quarantined"),
         tokens_dropped=last.count("tokens_dropped"),
         tokens_trained=last.count("tokens_trained"),
@@ -192,7 +187,7 @@ def summarize(
         ratio_max_abs_dev=max(series(steps, "ratio_max_abs_dev"), default=None),
         logprob_diff_mean=_mean(series(steps, "logprob_diff_mean")),
         logprob_diff_max=max(series(steps, "logprob_diff_max"), default=None),
-        logprobs_not_finite=not_finite_shares(records),
+        logprobs_not_finite=_not_finite_shares(records),
     )
 
 
@@ -241,10 +236,14 @@ def training_seconds(steps: Sequence[Record]) -> float:
     return steps[-1].t - steps[0].t + sum(first)
 
 
-def _pass_at_k(evaluation: Record) -> dict[int, float]:
-    name = "pass_at_"
-    values = {k: evaluation.number(k) for k in evaluation.values if k.startswith(name)}
-    return {int(k.removeprefix(name)): value for k, value in sorted(values.items())}
+def _not_finite_shares(records: Sequence[Record]) -> dict[int, float]:
+    """Share of the engines' log-probabilities that were missing, NaN or infinite, by version;
+    only versions with any."""
+    all_of, bad = Counter[int](), Counter[int]()
+    for record in of_kind(records, "engine"):
+        all_of.update(record.histogram("logprobs"))
+        bad.update(record.histogram("logprobs_not_finite"))
+    return {version: bad[version] / max(all_of[version], bad[version]) for version in sorted(bad)}
 
 
 def _mean(values: Sequence[float]) -> float | None:

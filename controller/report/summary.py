@@ -7,22 +7,19 @@ what a killed controller left. `make report` writes them again from the files in
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 from configs.choices import TaskKind
-from configs.load import overrides_for, read_config
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.counters import summary_rows
-from controller.metrics.records import Record, read_metrics
-from controller.report.plots import PLOTS, write_plots
+from controller.metrics.history import Record, read_metrics
 from controller.report.result import RunResult, result_line, summarize
-from controller.report.timeline import LAST_TIMELINE, find_timeline, write_timeline
-from controller.run_dir import RunDir
+from controller.run_dir import EXPERIMENT_FILE, RunDir
 from controller.units import format_bytes, format_count, format_duration
 
-PICTURES = {**PLOTS, LAST_TIMELINE: "How the last version reached the engines"}
 _QUIET_EVENTS = {"epoch", "joined"}
 """Every run has these."""
 
@@ -32,16 +29,46 @@ def write_report(run_dir: RunDir) -> RunResult:
 
     Raises ValueError if its settings or its records cannot be read.
     """
+    return write_summary(run_dir, draw_plots(run_dir))
+
+
+def draw_plots(run_dir: RunDir) -> list[Record]:
+    """Write the plots of what the run has recorded so far, which this returns."""
+    # matplotlib takes a second of a core to import, which a launch has better use for.
+    from controller.report.plots import write_plots
+    from controller.report.timeline import LAST_TIMELINE, find_timeline, write_timeline
+
     records = read_metrics(run_dir.metrics)
     write_plots(run_dir.path, records)
     if (timeline := find_timeline(records)) is not None:
         write_timeline(timeline, run_dir.path / LAST_TIMELINE)
-    return write_summary(run_dir, records)
+    return records
+
+
+def report_end(
+    run_dir: RunDir, say: Callable[[str], None], drawing: Future[list[Record]] | None = None
+) -> None:
+    """Write the report of a run that has ended; print the result, or say how the run can go on.
+
+    `drawing`: the `draw_plots` of all its records, if that has begun.
+    """
+    try:
+        records = draw_plots(run_dir) if drawing is None else drawing.result()
+        result = write_summary(run_dir, records)
+    except Exception as error:  # a failing report must not hide how the run ended
+        say(f"no summary: {error}; `{run_dir.command('report')}` tries again")
+    else:
+        if result.state == "finished":
+            print(result_line(result))
+            return
+        say(f"{run_dir.path / 'summary.md'} says how far the run got")
+    if (command := run_dir.resume_command) is not None:
+        say(f"{command} continues it")
 
 
 def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
     """Write `summary.md` and `result.json`; the summary includes the plots that exist."""
-    config = read_config(run_dir.path / "config.yaml")
+    config = run_dir.read_config()
     record = run_dir.read_record()
     state, error = record.state, record.error
     if state == "running" and not record.is_alive:
@@ -69,36 +96,43 @@ def print_report(run_dir: RunDir) -> None:
 
 def summary_markdown(folder: Path, result: RunResult, config: Config) -> str:
     """The page, with the plots that exist in `folder`."""
+    generation = list(summary_rows(result.rollout, result.tokens_dropped))
+    if result.prompts_quarantined:
+        generation.append(("prompts in quarantine", f"{result.prompts_quarantined:,}"))
     title = f"# {result.run}\n\n{_headline(result)}\n"
     title += "".join(f"\n**{alarm}**\n" for alarm in result.alarms)
-    sections = [
+    sections: list[tuple[str, Iterable[tuple[str, str]]]] = [
         ("Learning", _learning_rows(result)),
         ("Groups", _group_rows(result)),
         ("Cost", _cost_rows(result)),
-        ("Generation", _rollout_rows(result)),
+        ("Generation", generation),
         ("Weights", _weights_rows(result)),
         ("Agreement of engines and trainer", _agreement_rows(result)),
     ]
     tables = "".join(f"\n## {name}\n\n{_table(rows)}" for name, rows in sections)
+    from controller.report.plots import PLOTS
+    from controller.report.timeline import LAST_TIMELINE
+
+    pictures = {name: title for name, (title, _) in PLOTS.items()}
+    pictures[LAST_TIMELINE] = "How the last version reached the engines"
     plots = "".join(
         f"\n![{caption}]({name})\n"
-        for name, caption in PICTURES.items()
+        for name, caption in pictures.items()
         if (folder / name).exists()
     )
-    return title + tables + plots + _again(config)
+    return title + tables + plots + _again(folder, config)
 
 
-def _again(config: Config) -> str:
+def _again(folder: Path, config: Config) -> str:
     model = config.model.path or "built from scratch"
-    command = repeat_command(config)
-    how = (
-        "No command reproduces these settings from a file of `configs/experiment/`: they are in "
-        "`config.yaml`."
-        if command is None
-        else "\n".join(f"    {line}" for line in command.split("\n"))
-    )
+    experiment = folder / EXPERIMENT_FILE
+    how = ""
+    if experiment.is_file():
+        if experiment.is_relative_to(Path.cwd()):
+            experiment = experiment.relative_to(Path.cwd())
+        how = f"    make launch EXPERIMENT={shlex.quote(str(experiment))}\n\n"
     return (
-        f"\n## Repeat this run\n\n{how}\n\n"
+        f"\n## Repeat this run\n\n{how}"
         f"Model: {model}; task: {task_label(config.task)}. Every setting is in `config.yaml`, the "
         "history in `metrics.jsonl`, the output of each process in `logs/`.\n"
     )
@@ -125,18 +159,13 @@ def _first_line(text: str) -> str:
 
 def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     how = f"{result.eval_samples} answers to each of " if result.eval_samples > 1 else ""
-    yield (
-        f"held-out accuracy before ({how}{result.eval_size} prompts)",
-        _percent(result.eval_before),
-    )
+    before = f"held-out accuracy before ({how}{result.eval_size} prompts)"
+    yield before, _percent(result.eval_before)
     is_whole = result.state == "finished" or result.eval_version is None
     when = "after" if is_whole else f"of version {result.eval_version}, the last one measured"
     yield f"held-out accuracy {when}", _percent(result.eval_after)
     for task, of in result.by_task.items():
-        yield (
-            f"of {task}: before, after",
-            f"{_percent(of.eval_before)}, {_percent(of.eval_after)}",
-        )
+        yield f"of {task}: before, after", f"{_percent(of.eval_before)}, {_percent(of.eval_after)}"
     if result.evals_failed:
         yield "evaluations that failed", f"{result.evals_failed:,}"
     for k, share in sorted(result.pass_at_k.items()):
@@ -145,15 +174,10 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "mean reward of the first steps", _number(result.reward_first)
     yield "mean reward of the last steps", _number(result.reward_last)
     for task, of in result.by_task.items():
-        yield (
-            f"of {task}: first, last, groups",
-            f"{_number(of.reward_first)}, {_number(of.reward_last)}, {of.groups_trained:,}",
-        )
-    if result.steps_without_gradient:
-        yield (
-            "steps without a gradient, which changed nothing",
-            f"{result.steps_without_gradient:,}",
-        )
+        rewards = f"{_number(of.reward_first)}, {_number(of.reward_last)}"
+        yield f"of {task}: first, last, groups", f"{rewards}, {of.groups_trained:,}"
+    if number := result.steps_without_gradient:
+        yield "steps without a gradient, which changed nothing", f"{number:,}"
 
 
 def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
@@ -168,11 +192,9 @@ def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "+ ready at the end", f"{result.groups_ready:,}"
     yield "+ leased at the end", f"{result.groups_leased:,}"
     yield "the sum holds", "yes" if result.is_conserved else "**NO: please report this**"
-    trained = result.max_staleness_trained
-    yield (
-        "largest staleness trained, and the largest bound in force",
-        f"{'none' if trained is None else trained} of {result.max_staleness}",
-    )
+    trained = "none" if result.max_staleness_trained is None else result.max_staleness_trained
+    words = "largest staleness trained, and the largest bound in force"
+    yield words, f"{trained} of {result.max_staleness}"
     if len(result.max_staleness_by_step) > 1:
         changes = (f"{k} from step {step}" for step, k in result.max_staleness_by_step.items())
         yield "the bound over the run", ", ".join(changes)
@@ -184,16 +206,8 @@ def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield "tokens generated", format_count(result.tokens_generated)
     yield "tokens trained", format_count(result.tokens_trained)
     yield "tokens generated per second of training", _number(result.tokens_per_s)
-    yield (
-        "trainer waited for rollouts (share of training)",
-        f"{format_duration(result.trainer_wait_s)} ({_percent(result.trainer_wait_share)})",
-    )
-
-
-def _rollout_rows(result: RunResult) -> Iterator[tuple[str, str]]:
-    yield from summary_rows(result.rollout, result.tokens_dropped)
-    if result.prompts_quarantined:
-        yield "prompts in quarantine", f"{result.prompts_quarantined:,}"
+    waited = f"{format_duration(result.trainer_wait_s)} ({_percent(result.trainer_wait_share)})"
+    yield "trainer waited for rollouts (share of training)", waited
 
 
 def _weights_rows(result: RunResult) -> Iterator[tuple[str, str]]:
@@ -216,22 +230,18 @@ def _weights_rows(result: RunResult) -> Iterator[tuple[str, str]]:
 
 
 def _agreement_rows(result: RunResult) -> Iterator[tuple[str, str]]:
-    yield (
-        "log-probabilities, engine against trainer: mean difference",
-        _tiny(result.logprob_diff_mean),
-    )
+    words = "log-probabilities, engine against trainer: mean difference"
+    yield words, _tiny(result.logprob_diff_mean)
     yield "largest difference", _tiny(result.logprob_diff_max)
     yield "largest deviation of an importance ratio from 1", _tiny(result.ratio_max_abs_dev)
     if shares := result.logprobs_not_finite:
         worst = max(shares, key=lambda version: shares[version])
-        yield (
-            f"log-probabilities of the engines that were not finite (refused), {len(shares):,} "
-            "versions",
-            f"at most {_percent(shares[worst])}, of version {worst}",
-        )
+        words = "log-probabilities of the engines that were not finite (refused)"
+        at_most = f"at most {_percent(shares[worst])}, of version {worst}"
+        yield f"{words}, {len(shares):,} versions", at_most
 
 
-def _table(rows: Iterator[tuple[str, str]]) -> str:
+def _table(rows: Iterable[tuple[str, str]]) -> str:
     return "| | |\n|---|---:|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
 
 
@@ -254,30 +264,8 @@ def _tiny(value: float | None) -> str:
     return "not measured" if value is None else f"{value:.2g}"
 
 
-# Repeat this run ----------------------------------------------------------------------------------
-
-
-def repeat_command(config: Config) -> str | None:
-    """A shell command for the project's folder that repeats the run; None if there is none.
-
-    The new run gets its own folder. A password in an address is replaced by ***.
-    """
-    overrides = overrides_for(config)
-    if overrides is None:
-        return None
-    words = " ".join(shlex.quote(override) for override in overrides)
-    if any("\n" in override for override in overrides):  # make would end the line there
-        return f".venv/bin/leash launch --experiment {config.experiment} {words}"
-    command = f"make launch EXPERIMENT={config.experiment}"
-    if not overrides:
-        return command
-    is_plain = all(shlex.quote(override) == override for override in overrides)
-    words = words.replace("$", "$$")  # make expands $ first
-    return f'{command} ARGS="{words}"' if is_plain else f"{command} ARGS={shlex.quote(words)}"
-
-
 def task_label(config: TaskConfig) -> str:
-    """What distinguishes a task from others of its kind."""
+    """Kind of a task, and its name among others of the kind."""
     if config.kind is TaskKind.mixture:
         return f"mixture of {', '.join(config.tasks)}"
     if config.kind is TaskKind.custom:

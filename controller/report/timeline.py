@@ -21,19 +21,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from controller.metrics.records import Record, of_kind, read_metrics, series
+from controller.metrics.history import Record, of_kind, read_metrics, series
 from controller.report.plots import BLUE, FAINT, GREEN, GREY, ORANGE, PINK, SKY, STYLE
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_duration
 
-SNAPSHOT, ENCODE, WIRE, VERIFY, GATE, PAUSE = (
-    "copy of the shards",
-    "finding changes",
-    "sending",
-    "checksums",
-    "waiting for its turn",
-    "paused",
-)
+SNAPSHOT, ENCODE, WIRE = "copy of the shards", "finding changes", "sending"
+VERIFY, GATE, PAUSE = "checksums", "waiting for its turn", "paused"
 TRAINING, OLD, NEW = "training", "decoding the previous version", "decoding this version"
 _COLORS = {
     TRAINING: GREY,
@@ -95,15 +89,13 @@ def draw_timeline(run_dir: RunDir, version: int | None = None) -> None:
 def find_timeline(records: Sequence[Record], version: int | None = None) -> Timeline | None:
     """The timeline of a version, by default of the newest that every engine took (pure)."""
     committed = {r.number("version") for r in of_kind(records, "commit")}
-    publishes = [
-        r
-        for r in of_kind(records, "publish")
-        if math.isfinite(r.number("wire_at"))
-        if version is None or r.number("version") == version
-        if version is not None
+    publishes = [r for r in of_kind(records, "publish") if math.isfinite(r.number("wire_at"))]
+    if version is not None:
+        publishes = [r for r in publishes if r.number("version") == version]
+    else:
         # A version that all engines skipped converged together with the next one.
-        or (math.isfinite(r.number("converged_at")) and r.number("version") in committed)
-    ]
+        taken = [r for r in publishes if r.number("version") in committed]
+        publishes = [r for r in taken if math.isfinite(r.number("converged_at"))]
     newest = max(publishes, key=lambda r: r.number("version"), default=None)
     return None if newest is None else _timeline(newest, records)
 
@@ -112,14 +104,14 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
     version = int(publish.number("version"))
     of_version = [r for r in of_kind(records, "commit") if r.number("version") == version]
     # A restarted engine commits the version a second time: the first commit counts.
-    by_engine = {str(r.values["engine"]): r for r in reversed(of_version)}
+    by_engine = {str(r.values.get("engine")): r for r in reversed(of_version)}
     commits = [by_engine[engine] for engine in sorted(by_engine)]
     start = publish.number("snapshot_at")
     transfer = [*_publish_bars(publish), *_commit_bars(commits)]
     stop = max((bar.stop for bar in transfer), default=start)
     margin = 0.06 * max(stop - start, 1e-3)
     window = (start - margin, stop + margin)
-    engines = [str(r.values["engine"]) for r in commits]
+    engines = [str(r.values.get("engine")) for r in commits]
     return Timeline(
         version=version,
         title=_title(publish),
@@ -158,7 +150,7 @@ def _publish_bars(publish: Record) -> Iterator[Bar]:
 
 def _commit_bars(commits: Sequence[Record]) -> Iterator[Bar]:
     for commit in commits:
-        engine = str(commit.values["engine"])
+        engine = str(commit.values.get("engine"))
         paused, resumed = commit.number("paused_at"), commit.number("resumed_at")
         seen, gate_wait_s = commit.number("seen_at"), commit.number("gate_wait_s")
         if math.isfinite(seen + gate_wait_s):
@@ -169,7 +161,7 @@ def _commit_bars(commits: Sequence[Record]) -> Iterator[Bar]:
 
 def _decoding_bars(commits: Sequence[Record], start: float, stop: float) -> Iterator[Bar]:
     for commit in commits:
-        engine = str(commit.values["engine"])
+        engine = str(commit.values.get("engine"))
         yield Bar(row=engine, what=OLD, start=start, stop=commit.number("paused_at"))
         yield Bar(row=engine, what=NEW, start=commit.number("resumed_at"), stop=stop)
 
@@ -191,7 +183,7 @@ def _clip(bars: Iterator[Bar], start: float, stop: float) -> Iterator[Bar]:
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write the picture in the format of the file's suffix (svg or png)."""
-    with rc_context(STYLE | {"axes.spines.left": False, "axes.grid.axis": "x"}):
+    with rc_context({"axes.spines.left": False, "axes.grid.axis": "x"}, fname=STYLE):
         figure = Figure(figsize=(9.0, 1.6 + 0.42 * len(timeline.rows)))
         axes = figure.add_subplot()
         _draw_bars(axes, timeline)
@@ -199,9 +191,7 @@ def write_timeline(timeline: Timeline, path: Path) -> None:
         axes.set_yticks([-number for number in range(len(timeline.rows))], labels=timeline.rows)
         axes.set_xlabel("seconds since the snapshot began")
         drawn = {bar.what for bar in timeline.bars}
-        patches = [
-            Patch(color=color, label=what) for what, color in _COLORS.items() if what in drawn
-        ]
+        patches = [Patch(color=c, label=what) for what, c in _COLORS.items() if what in drawn]
         axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.01, 0.5))
         figure.savefig(path)
 

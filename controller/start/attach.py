@@ -1,4 +1,4 @@
-"""What a controller takes over from one that was killed: the run's Redis, its Ray and its pools."""
+"""Finds the Redis, the Ray and the pools of a run whose controller was killed, for the next one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from buffer.redis.server import EmbeddedServer
-from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
+from configs.environment import RUN_VARIABLE
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, open_state
+from controller.buffer_access import BufferAddress, opened_state
 from controller.run_dir import RunDir
 from controller.start.placement import RayCluster, rejoin_ray
 from controller.start.ray_keeper import RayKeeper
-from controller.start.teacher import served_teacher
-from controller.watch import supervise
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.types import TrainerSpec
@@ -26,7 +24,7 @@ TRAINING, EVALUATING_RESULT = "training", "evaluating the result"
 ATTACHABLE = (TRAINING, EVALUATING_RESULT)
 """Phases in which the pools work by themselves."""
 ANSWER_S = 20.0
-"""For each question to the actors. One that Ray is starting again answers once it has started."""
+"""Longest wait for an actor's reply. One that Ray is starting again replies once it has started."""
 
 
 class NotAttachableError(RuntimeError):
@@ -56,19 +54,11 @@ def find_attachment(run_dir: RunDir, config: Config) -> Attachment:
         ray.shutdown()
         why = f"{error.args[0]} is gone" if isinstance(error, KeyError) else str(error)
         why = why.partition("\n")[0] or type(error).__name__
-        raise NotAttachableError(
-            f"cannot attach to {run_dir.name} ({why}); "
-            + (
-                "it goes on from its last checkpoint"
-                if run_dir.has_checkpoint
-                else "launch it again"
-            )
-        ) from error
+        fix = "it goes on from its last checkpoint" if run_dir.has_checkpoint else "launch it again"
+        raise NotAttachableError(f"cannot attach to {run_dir.name} ({why}); {fix}") from error
 
 
 def _find(run_dir: RunDir, config: Config) -> Attachment:
-    if (teacher := served_teacher(config)) is not None:
-        raise LookupError(f"the teacher of task.rewards.{teacher[0]} ended with its controller")
     keeper, url = RayKeeper.find(run_dir), run_dir.read_redis_url()
     if keeper is None or url is None:
         raise LookupError("no keeper of its Ray lives" if keeper is None else "no Redis")
@@ -81,12 +71,11 @@ def _find(run_dir: RunDir, config: Config) -> Attachment:
     phase = asyncio.run(_phase(address))
     if phase not in ATTACHABLE:
         raise LookupError(f"its controller died while {phase or 'starting'}")
-    environment = {RUN_VARIABLE: run_dir.run_id, LOG_DIR_VARIABLE: str(run_dir.logs)}
-    log = run_dir.log_of("ray")
-    cluster = rejoin_ray(config, environment, supervise.SETUP_HOOK, run_dir, keeper, log)
+    cluster = rejoin_ray(config, run_dir, keeper)
     actors = {name: ray.get_actor(name) for name in ray.util.list_named_actors()}
     trainer, spec = TrainerPool.adopt(actors, ANSWER_S)
-    rollout = RolloutPool.adopt(actors, ANSWER_S)
+    has_teacher = config.task.served_teacher is not None
+    rollout = RolloutPool.adopt(actors, ANSWER_S, has_teacher=has_teacher)
     ranks = trainer.group(ANSWER_S)
     cluster.groups += [ranks, rollout.worker_group(ANSWER_S)]
     return Attachment(
@@ -102,8 +91,5 @@ def _find(run_dir: RunDir, config: Config) -> Attachment:
 
 
 async def _phase(address: BufferAddress) -> str:
-    state = await open_state(address)
-    try:
+    async with opened_state(address) as state:
         return await state.phase()
-    finally:
-        await state.close()

@@ -1,10 +1,13 @@
 """The fork servers of a run on one machine without a GPU: processes/fork_server.py.
 
-controller ── starts ──► fork servers: they import while the controller does, and Ray starts
-    │                       ▲    ▲
-    ├── keeps them ─────────┤    │
-    └──► keeper, too ───────┘    │     so that they outlive a controller, as the pools do
-            └──► Ray ──► actors ─┘ ask for their processes
+leash launch ── starts, keeps ──► fork servers ── fork ──► guard, controller
+                                    ▲     ▲                          │
+     keeper ── keeps them, too ─────┘     └── ask for processes      │ starts
+       │  so that they outlive a controller,              │          ▼
+       │  as the pools do                                 │        keeper
+       └─────────────────────────────────► Ray ──► actors ┘
+
+Guard and controller: controller/forked.py.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from processes.socket_folder import make_socket_folder
 
 KINDS = (
     Kind(
-        programs=["rollout_pool.engines.sglang_server"],
+        programs=["rollout_pool.engines.sglang.server"],
         imports=[
-            "rollout_pool.engines.sglang_server",  # the stubs, before sglang
+            "rollout_pool.engines.sglang.server",  # the stubs, before sglang
             "sglang.launch_server",
             "sglang.srt.managers.detokenizer_manager",
             "sglang.srt.managers.scheduler",
@@ -35,7 +38,7 @@ KINDS = (
     ),
     # Without ray itself: it reads its environment when it is imported.
     Kind(
-        programs=["default_worker.py", "weight_sync.receiver.app"],
+        programs=["default_worker.py", "weight_sync.receiver.app", "controller.main"],
         imports=["trainer_pool.rank", "rollout_pool.worker.build", "weight_sync.receiver.app"],
     ),
 )

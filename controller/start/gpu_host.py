@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,11 +26,11 @@ DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {"12": 525, "13": 580}
 """By major version of CUDA."""
 OLDEST_GLIBC = (2, 34)
-"""Which the packages of deploy/requirements-gpu.lock are built for."""
+"""The packages of deploy/requirements-gpu.lock are built for it."""
 NVCC_TIMEOUT_S = 60.0
-SURE_SHARE = 0.9
+SURE_FRACTION = 0.9
 """Share of an estimated size that is certain: models are hardly ever smaller."""
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 OR_CPU = "or set cluster.gpus_per_rank=0 to run on the CPU"
 
 
@@ -39,7 +40,7 @@ def check_gpus() -> None:
         return
     cuda = str(torch.version.cuda)
     if not torch.cuda.is_available():
-        raise ValueError(_no_cuda(cuda, DRIVER_FILE))
+        raise ValueError(_no_cuda(cuda))
     check_toolchain(cuda.partition(".")[0])
 
 
@@ -47,22 +48,37 @@ def check_host_memory(plan: Plan) -> None:
     """Raises ValueError if a run on GPUs of this machine needs more host memory than it has."""
     needed, has = plan.host_bytes, host_memory()
     # Sizes in a model's name are rounded.
-    if needed is not None and SURE_SHARE * needed > has:
+    if needed is not None and SURE_FRACTION * needed > has:
         raise ValueError(
             f"trainer.num_ranks={plan.devices.num_ranks}: ranks and engines on GPUs need about "
             f"{format_bytes(needed)} of host memory for {plan.model.label} (copies of weights to "
-            f"send, of training states for checkpoints, and staged weights), and this machine has "
-            f"{format_bytes(has)}; add memory (in a container: raise its limit), choose a smaller "
-            "model, or more machines (cluster.ray_address)"
+            f"send, of training states for checkpoints, staged weights, and what is offloaded), "
+            f"and this machine has {format_bytes(has)}; add memory (in a container: raise its "
+            "limit), choose a smaller model, or more machines (cluster.ray_address)"
         )
 
 
 def host_memory() -> int:
-    """Bytes that the processes of this machine, or of its container, may use."""
-    total = int(psutil.virtual_memory().total)
-    if CGROUP_LIMIT.is_file() and (limit := CGROUP_LIMIT.read_text().strip()).isdecimal():
-        return min(total, int(limit))
-    return total
+    """Bytes that the processes of this machine, or of its container or job, may use."""
+    return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
+
+
+def _cgroup_limits() -> Iterator[int]:
+    """Limits of this process's control groups, of version 1 or 2, and of the groups above them."""
+    for line in OWN_CGROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, name = CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # A container may be told the path on its host, and sees its own group as the root.
+        parts = Path(path.lstrip("/")).parts
+        for depth in range(len(parts) + 1):
+            file = root.joinpath(*parts[:depth], name)
+            if file.is_file() and (limit := file.read_text().strip()).isdecimal():
+                yield int(limit)
 
 
 def check_toolchain(cuda_major: str) -> None:
@@ -128,12 +144,11 @@ def _check_nvcc(cuda_major: str) -> None:
         raise ValueError(f"{nvcc} is {has}, and torch is built for CUDA {cuda_major}; {fix}")
 
 
-def _no_cuda(cuda: str, driver_file: Path) -> str:
+def _no_cuda(cuda: str) -> str:
     """Why CUDA cannot start though there are GPUs."""
     counted = f"this machine has {torch.cuda.device_count()} GPUs, but CUDA cannot start on them"
-    found = None
-    if driver_file.is_file():
-        found = re.search(r"\b(\d{3,})\.\d+", driver_file.read_text())
+    text = DRIVER_FILE.read_text() if DRIVER_FILE.is_file() else ""
+    found = re.search(r"\b(\d{3,})\.\d+", text)
     needed = OLDEST_DRIVER.get(cuda.partition(".")[0])
     if found is not None and needed is not None and int(found[1]) < needed:
         return (

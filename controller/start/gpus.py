@@ -14,10 +14,11 @@ import math
 from dataclasses import dataclass
 
 from configs.choices import Backend, Dtype
-from configs.schema import Config
-from controller.start.model_size import ModelSize
+from configs.schema import Config, TrainerConfig
+from controller.start.model_size import ModelSize, num_trained
 from controller.units import format_bytes, format_number_of
-from weight_sync.types import ITEM_BYTES, NUM_SNAPSHOTS
+from tensors.layout import ITEM_BYTES
+from weight_sync.types import NUM_SNAPSHOTS
 
 STATE_BYTES_PER_PARAM = {"float32": 16, "bfloat16": 18}
 """In a rank's share: gradients, updated weights and two Adam moments, each in float32, and with
@@ -28,6 +29,8 @@ sub_group_size)."""
 STEP_PARAMS = 10**9
 CHECKPOINT_BYTES_PER_PARAM = 12
 """Host memory in which a rank's updated weights and moments wait to be written."""
+COPIES_BYTES_PER_PARAM = 2 * CHECKPOINT_BYTES_PER_PARAM
+"""Shared memory for trainer.memory_copy_every: a copy is removed once the next one is whole."""
 GPU_CONTEXT_BYTES = 2**30
 """CUDA context and kernels of one process."""
 RANK_PROCESS_BYTES = 550 * 2**20
@@ -59,7 +62,7 @@ class Devices:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a rank and an engine share a GPU."""
+        """True if a rank and an engine share a GPU."""
         return 0 < self.rank_gpus < 1
 
     @property
@@ -77,17 +80,17 @@ def choose_devices(
     """
     wanted = config.cluster.gpus_per_rank
     if wanted == 0:
-        config.hold(config.rules_without_gpus("cluster.gpus_per_rank=0"))
+        config.enforce(config.rules_without_gpus("cluster.gpus_per_rank=0"))
         return _on_cpu(config, "cluster.gpus_per_rank=0")
     if num_gpus is None:
         if wanted is None:
             return _on_cpu(config, "the cluster's number of GPUs is not known yet")
         return _own_gpus(config, config.trainer.ranks, "as many GPUs as needed")
     if num_gpus == 0 and wanted is None:
-        config.hold(config.rules_without_gpus("there is no GPU"))
+        config.enforce(config.rules_without_gpus("there is no GPU"))
         return _on_cpu(config, "there is no GPU")
     gpus = format_number_of(num_gpus, "GPU")
-    engine_gpus = config.rollout.num_engines * config.rollout.engine.tp_size
+    engine_gpus = num_servers(config) * config.rollout.engine.tp_size
     if config.trainer.ranks + engine_gpus <= num_gpus:
         return _own_gpus(config, config.trainer.ranks, gpus)
     is_one_rank = config.trainer.num_ranks in (None, 1)
@@ -100,6 +103,11 @@ def choose_devices(
     if is_one_rank and num_gpus == engine_gpus == 1:
         return _one_gpu_for_both(config, model, gpu_bytes)
     raise ValueError(_too_few(config, num_gpus))
+
+
+def num_servers(config: Config) -> int:
+    """Engines of the run, with the one of a teacher that it serves."""
+    return config.rollout.num_engines + (config.task.served_teacher is not None)
 
 
 def _own_gpus(config: Config, num_ranks: int, why: str) -> Devices:
@@ -131,7 +139,7 @@ def _cpu_instead(config: Config, what: str, gpu_bytes: int | None) -> Devices:
             f"cluster.gpus_per_rank={config.cluster.gpus_per_rank}: {why}; choose a smaller model, "
             "add GPUs, or set cluster.gpus_per_rank=0 to run on the CPU"
         )
-    config.hold(config.rules_without_gpus(why))
+    config.enforce(config.rules_without_gpus(why))
     return _on_cpu(config, why)
 
 
@@ -146,13 +154,19 @@ def _one_gpu_for_both(config: Config, model: ModelSize, gpu_bytes: int | None) -
             "two members on one GPU; choose auto or gloo"
         )
     rank = rank_bytes(config, model, num_ranks=1, uses_gpu=True)
-    engine = _engine_bytes(model)
+    # In bfloat16, without its KV cache.
+    size = model.num_params
+    engine = None if size is None else 2 * size + GPU_CONTEXT_BYTES
     if rank is not None and engine is not None and _is_too_much(rank + engine, gpu_bytes):
         both = f"the rank's {format_bytes(rank)}, the engine's {format_bytes(engine)}"
         return _cpu_instead(config, both, gpu_bytes)
     fraction = config.rollout.engine.mem_fraction
     if fraction is None:
-        fraction = _shared_fraction(rank, engine, gpu_bytes)
+        fraction = SHARED_MEM_FRACTION
+        if rank is not None and engine is not None and gpu_bytes is not None:
+            # Room for the engine's weights and a third of what the rank's states leave.
+            left = gpu_bytes - rank - engine
+            fraction = math.floor(100 * (engine + left / 3) / gpu_bytes) / 100
     elif rank is not None and gpu_bytes is not None and rank + fraction * gpu_bytes > gpu_bytes:
         raise ValueError(
             f"rollout.engine.mem_fraction={fraction:g}: leaves less than the {format_bytes(rank)} "
@@ -171,53 +185,94 @@ def _one_gpu_for_both(config: Config, model: ModelSize, gpu_bytes: int | None) -
     )
 
 
-def _shared_fraction(rank: int | None, engine: int | None, gpu_bytes: int | None) -> float:
-    """Room for the engine's weights and a third of what the rank's states leave."""
-    if rank is None or engine is None or gpu_bytes is None:
-        return SHARED_MEM_FRACTION
-    left = gpu_bytes - rank - engine
-    return math.floor(100 * (engine + left / 3) / gpu_bytes) / 100
-
-
 def rank_bytes(config: Config, model: ModelSize, *, num_ranks: int, uses_gpu: bool) -> int | None:
     """Memory of a rank at the step, of its GPU where it has one, without activations; None if the
     size of the model is unknown."""
-    if model.num_params is None:
+    trained = num_trained(config.model, model)
+    if model.num_params is None or trained is None:
         return None
-    dtype = training_dtype(config, uses_gpu=uses_gpu)
-    share = model.num_params // num_ranks
+    dtype = resolved(config.trainer.dtype, uses_gpu)
+    share = trained // num_ranks
+    frozen = 0 if config.model.lora is None else model.num_params // num_ranks
     per_param = STATE_BYTES_PER_PARAM[dtype]
     if config.trainer.offload_optimizer:
         per_param -= CHECKPOINT_BYTES_PER_PARAM if dtype == "bfloat16" else 8
     if config.trainer.offload_parameters:
         per_param -= ITEM_BYTES[dtype]
+    kl, frozen_bytes = config.full_algorithm.kl, frozen * ITEM_BYTES[dtype]
+    if config.trainer.offload_parameters:
+        frozen_bytes = 0
+    if _holds_reference(config) and not kl.offload:
+        frozen_bytes += model.num_params // num_ranks * ITEM_BYTES[dtype]
     context = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
-    return share * per_param + min(share, STEP_PARAMS) * STEP_BYTES_PER_PARAM + context
+    step_bytes = min(share, STEP_PARAMS) * STEP_BYTES_PER_PARAM
+    return share * per_param + frozen_bytes + step_bytes + context
+
+
+def tokens_of_rank(config: TrainerConfig) -> int:
+    """The most tokens that a rank has in a pass."""
+    return -(-config.micro_batch_tokens // config.sequence_parallel_size)
+
+
+def activation_bytes(config: Config, model: ModelSize, uses_gpu: bool) -> int | None:
+    """Bytes that a rank's largest pass keeps for its backward pass, about; None if the shape of the
+    model is unknown.
+
+    A layer with gated MLPs keeps for each token the inputs of its products, queries, keys, values
+    and output of attention, and of both norms the input in float32 and the normalized one. With
+    gradient checkpointing it is the input of each layer, or of one if they are offloaded, and all
+    of one layer.
+    """
+    if not model.linear:
+        return None
+    size = ITEM_BYTES[resolved(config.trainer.dtype, uses_gpu)]
+    (queries, hidden), (keys, _) = model.linear["q_proj"], model.linear["k_proj"]
+    norm = (4 + 2 * size) * hidden
+    # SDPA keeps keys and values repeated for each head of queries, and its output twice.
+    attention = 2 * (queries + keys) if uses_gpu else 5 * queries
+    layer = 2 * norm + size * (attention + 4 * model.linear["gate_proj"][0])
+    layers = model.num_layers * layer
+    if config.trainer.gradient_checkpointing:
+        inputs = 1 if config.trainer.offload_activations else model.num_layers
+        layers = inputs * size * hidden + layer
+    return tokens_of_rank(config.trainer) * (layers + norm)
 
 
 def rank_host_bytes(config: Config, model: ModelSize, *, num_ranks: int, served: str) -> int | None:
     """Host memory of a rank on a GPU: copies of its share of the weights to send (as `served`) and
-    of its state for a checkpoint, and what is offloaded."""
-    if model.num_params is None:
+    of its state for checkpoints, on disk and in memory, and what is offloaded."""
+    trained = num_trained(config.model, model)
+    if model.num_params is None or trained is None:
         return None
+    dtype, whole = resolved(config.trainer.dtype, True), 0
     per_param = NUM_SNAPSHOTS * ITEM_BYTES[served] + CHECKPOINT_BYTES_PER_PARAM
     if config.trainer.offload_optimizer:
         per_param += CHECKPOINT_BYTES_PER_PARAM
     if config.trainer.offload_parameters:
-        per_param += ITEM_BYTES[training_dtype(config, uses_gpu=True)]
-    return model.num_params // num_ranks * per_param + HOST_PROCESS_BYTES
+        whole += ITEM_BYTES[dtype]
+    if _holds_reference(config) and config.full_algorithm.kl.offload:
+        whole += ITEM_BYTES[dtype]
+    if config.trainer.memory_copy_every is not None:
+        per_param += COPIES_BYTES_PER_PARAM
+    inputs = 0
+    if config.trainer.offload_activations and model.linear:
+        inputs = model.num_layers * ITEM_BYTES[dtype] * model.linear["q_proj"][1]
+    size = (trained * per_param + model.num_params * whole) // num_ranks
+    return size + tokens_of_rank(config.trainer) * inputs + HOST_PROCESS_BYTES
 
 
-def training_dtype(config: Config, *, uses_gpu: bool) -> str:
-    """trainer.dtype, with `auto` resolved as the ranks resolve it."""
-    if config.trainer.dtype is Dtype.auto:
+def _holds_reference(config: Config) -> bool:
+    """Whether ranks have weights of a reference; the base of an adapter needs none."""
+    kl = config.full_algorithm.kl
+    is_base = config.model.lora is not None and kl.reference is None
+    return kl.weight > 0 and not (is_base and not config.keeps_first_policy)
+
+
+def resolved(dtype: Dtype, uses_gpu: bool) -> str:
+    """As torch spells it, with `auto` as ranks and engines resolve it."""
+    if dtype is Dtype.auto:
         return "bfloat16" if uses_gpu else "float32"
-    return str(config.trainer.dtype.value)
-
-
-def _engine_bytes(model: ModelSize) -> int | None:
-    """Memory of an engine in bfloat16, without its KV cache."""
-    return None if model.num_params is None else 2 * model.num_params + GPU_CONTEXT_BYTES
+    return str(dtype.value)
 
 
 def _is_too_much(num_bytes: int | None, gpu_bytes: int | None) -> bool:
@@ -226,14 +281,13 @@ def _is_too_much(num_bytes: int | None, gpu_bytes: int | None) -> bool:
 
 def _too_few(config: Config, num_gpus: int) -> str:
     ranks, engines = config.trainer.ranks, config.rollout.num_engines
+    teacher = "" if config.task.served_teacher is None else " and a teacher"
     tp_size = config.rollout.engine.tp_size
-    fix = (
-        "set cluster.gpus_per_rank=0 to run on the CPU, or add GPUs to the Ray cluster"
-        if num_gpus == 0
-        else "lower trainer.num_ranks or rollout.num_engines, or add GPUs to the Ray cluster"
-    )
+    fix = "lower trainer.num_ranks or rollout.num_engines, or add GPUs to the Ray cluster"
+    if num_gpus == 0:
+        fix = "set cluster.gpus_per_rank=0 to run on the CPU, or add GPUs to the Ray cluster"
     return (
         f"trainer.num_ranks={ranks} (1 GPU each) and rollout.num_engines={engines} "
-        f"(rollout.engine.tp_size={tp_size} each) need {ranks + engines * tp_size} GPUs, and Ray "
-        f"has {num_gpus}: {fix}"
+        f"(rollout.engine.tp_size={tp_size} each){teacher} need "
+        f"{ranks + num_servers(config) * tp_size} GPUs, and Ray has {num_gpus}: {fix}"
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,19 +22,19 @@ import torch
 from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from configs.environment import worker_environment
 from configs.schema import Config
 from controller.ray_environment import AUTH_MODE, LOOPBACK, TOKEN, TOKEN_PATH
 from controller.run_dir import RunDir
 from controller.signals import StopRequest
 from controller.start.ray_keeper import KeeperError, RayKeeper
-from controller.watch.supervise import POLL_S
+from controller.watch.supervise import POLL_S, SETUP_HOOK
 
 CPUS_PER_PROCESS = 1
 SPARE_CPUS = 32
-"""For engines that join a run on this machine."""
+"""Room for engines that join a run on this machine."""
 NAMESPACE = "leash"
-"""Of a Ray that was started for a run, in which the names of its actors are those of its processes.
-"""
+"""Namespace of a Ray that was started for a run: its actors have the names of the processes."""
 TOKEN_FILE = "token"
 KEEPER_STOP_S = 20.0
 SESSIONS = "ray"
@@ -63,11 +65,10 @@ class RayCluster:
     num_cpus: float
     num_gpus: float
     most_gpus: float
-    """Of one machine."""
+    """Most GPUs of one machine."""
     private: Path | None
     """Folder of a Ray that was started here; None for an existing cluster."""
     keeper: RayKeeper | None = None
-    """Of a Ray that was started here."""
     groups: list[PlacementGroup] = field(default_factory=list)
 
     def check_cpus(self, num_cpus: int) -> None:
@@ -130,49 +131,38 @@ class RayCluster:
             shutil.rmtree(self.private, ignore_errors=True)
 
 
-def start_ray(
-    config: Config,
-    process_env: Mapping[str, str],
-    setup_hook: str,
-    run_dir: RunDir,
-    messages: Path,
-) -> RayCluster:
+def start_ray(config: Config, run_dir: RunDir) -> RayCluster:
     """Join the cluster at `cluster.ray_address`, or start Ray on this machine, in a private folder.
 
-    Every worker process gets `process_env` and runs `setup_hook` (a dotted name) first. Ray's
-    output in this process goes to the file `messages`.
+    Every worker process of it gets the run's environment and runs `supervise.enter_process` first.
+    Ray's output in this process goes to a log of the run.
     """
-    _divert_messages(messages)
-    runtime_env = {"env_vars": dict(process_env), "worker_process_setup_hook": setup_hook}
-    keeper, private = None, None
-    if config.cluster.ray_address is not None:
-        _join(config, runtime_env)
-        here = str(ray.util.get_node_ip_address())
-    else:
-        private = run_dir.make_temporary()
-        keeper = _start_local(config, run_dir, private, messages)
-        _join_kept(keeper, runtime_env)
-        here = LOOPBACK
-    return _cluster(config, here, private, keeper)
+    _divert_messages(run_dir.log_of("ray"))
+    if (address := config.cluster.ray_address) is not None:
+        _join(address, run_dir)
+        return _cluster(config, str(ray.util.get_node_ip_address()), None, None)
+    private = run_dir.make_temporary()
+    return _join_kept(config, run_dir, private, _start_local(config, run_dir, private))
 
 
-def rejoin_ray(
-    config: Config,
-    process_env: Mapping[str, str],
-    setup_hook: str,
-    run_dir: RunDir,
-    keeper: RayKeeper,
-    messages: Path,
-) -> RayCluster:
+def rejoin_ray(config: Config, run_dir: RunDir, keeper: RayKeeper) -> RayCluster:
     """Join the Ray of this run, started by a controller that died. Otherwise like `start_ray`."""
-    _divert_messages(messages)
-    runtime_env = {"env_vars": dict(process_env), "worker_process_setup_hook": setup_hook}
+    _divert_messages(run_dir.log_of("ray"))
     private = run_dir.temporary
     assert private is not None, "the keeper's record is there"
-    os.environ.pop(TOKEN, None)
-    os.environ[TOKEN_PATH] = str(private / TOKEN_FILE)
-    _join_kept(keeper, runtime_env)
-    return _cluster(config, LOOPBACK, private, keeper)
+    _use_token(private / TOKEN_FILE)
+    return _join_kept(config, run_dir, private, keeper)
+
+
+def _init(address: str, run_dir: RunDir, namespace: str | None = None) -> None:
+    environment = worker_environment(run_dir.run_id, str(run_dir.logs))
+    ray.init(
+        address=address,
+        namespace=namespace,
+        runtime_env={"env_vars": environment, "worker_process_setup_hook": SETUP_HOOK},
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
 
 
 def _cluster(
@@ -189,40 +179,41 @@ def _cluster(
     )
 
 
-def _join_kept(keeper: RayKeeper, runtime_env: Mapping[str, object]) -> None:
+def _join_kept(config: Config, run_dir: RunDir, private: Path, keeper: RayKeeper) -> RayCluster:
     try:
-        ray.init(
-            address=keeper.address,
-            namespace=NAMESPACE,
-            runtime_env=dict(runtime_env),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        _init(keeper.address, run_dir, namespace=NAMESPACE)
     except BaseException:
         ray.shutdown()
         keeper.process.stop(KEEPER_STOP_S)
         raise
+    return _cluster(config, LOOPBACK, private, keeper)
 
 
 def _divert_messages(log: Path) -> None:
-    """On a lost node Ray prints the end of its own log with stack traces; no option prevents it."""
+    """Ray writes to `log`, whatever part of it; what Python prints goes where it went.
+
+    No option does it: its C++ part writes errors, and the trace of a crash, to descriptor 2, and on
+    a lost node Ray prints the end of its own log with stack traces.
+    """
+    before = sys.stderr
+    sys.stderr = os.fdopen(
+        os.dup(2), "w", buffering=1, encoding=before.encoding, errors=before.errors
+    )
+    messages = log.open("a", buffering=1)
+    os.dup2(messages.fileno(), 2)
+    handler = logging.StreamHandler(messages)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("ray").handlers = [handler]
 
     def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
-        with log.open("a") as file:
-            file.writelines(f"{line}\n" for line in data["lines"])
+        messages.writelines(f"{line}\n" for line in data["lines"])
 
     ray_worker.print_to_stdstream = write
 
 
-def _join(config: Config, runtime_env: Mapping[str, object]) -> None:
-    address = config.cluster.ray_address
+def _join(address: str, run_dir: RunDir) -> None:
     try:
-        ray.init(
-            address=address,
-            runtime_env=dict(runtime_env),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        _init(address, run_dir)
     except ray.exceptions.AuthenticationError as error:
         raise PlacementError(
             f"the Ray cluster at cluster.ray_address={address!r} does not let this process in: "
@@ -236,9 +227,13 @@ def _join(config: Config, runtime_env: Mapping[str, object]) -> None:
         ) from error
 
 
-def _start_local(config: Config, run_dir: RunDir, private: Path, messages: Path) -> RayKeeper:
+def _start_local(config: Config, run_dir: RunDir, private: Path) -> RayKeeper:
     # Ray makes its folders readable to all users; their parent `private` closes them.
-    _use_own_token(private / TOKEN_FILE)
+    # A new token for this Ray only: the user's tokens are neither used nor changed.
+    descriptor = os.open(private / TOKEN_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    _use_token(private / TOKEN_FILE)
     # CPUs are only nominal here: a small machine runs all processes of a small run.
     num_cpus = config.cluster.num_cpus
     if num_cpus is None:
@@ -257,7 +252,7 @@ def _start_local(config: Config, run_dir: RunDir, private: Path, messages: Path)
             "_temp_dir": str(private / SESSIONS),
             "_node_ip_address": config.cluster.host or LOOPBACK,
         }
-        return asyncio.run(RayKeeper.start(run_dir.path, messages, options))
+        return asyncio.run(RayKeeper.start(run_dir.path, run_dir.log_of("ray"), options))
     except KeeperError as error:
         raise PlacementError(
             f"Ray did not start on this machine: {error} Is the machine very busy, or short of "
@@ -265,11 +260,7 @@ def _start_local(config: Config, run_dir: RunDir, private: Path, messages: Path)
         ) from error
 
 
-def _use_own_token(path: Path) -> None:
-    """A new token for this Ray only: the user's tokens are neither used nor changed."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+def _use_token(path: Path) -> None:
     os.environ.pop(TOKEN, None)  # it would take precedence over the file
     os.environ[TOKEN_PATH] = str(path)
 
@@ -282,19 +273,12 @@ def _keep_ray_logs(sessions: Path, destination: Path) -> None:
 
 def copy_files(source: Path, destination: Path) -> None:
     """Copy folders and regular files only: no link is followed, no device is read."""
-    for folder, _, files in os.walk(source):
-        target = destination / Path(folder).relative_to(source)
-        target.mkdir(exist_ok=True)
-        for name in files:
-            _copy_plain(Path(folder) / name, target / name)
-
-
-def _copy_plain(source: Path, target: Path) -> None:
-    try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return  # a link, a socket, or gone meanwhile
-    with open(descriptor, "rb") as file:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            with target.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
+    destination.mkdir(exist_ok=True)
+    for path in sorted(source.rglob("*")):  # which looks into no link
+        target = destination / path.relative_to(source)
+        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+            mode = path.lstat().st_mode
+            if stat.S_ISDIR(mode):
+                target.mkdir(exist_ok=True)
+            elif stat.S_ISREG(mode):
+                shutil.copyfile(path, target, follow_symlinks=False)

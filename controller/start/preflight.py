@@ -14,70 +14,77 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.choices import OnLongPrompt, RewardKind, TaskKind
+from configs.choices import LoraMode, OnLongPrompt, TaskKind
+from configs.load import load_config, to_yaml
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.sinks import check_loggers
 from controller.ray_environment import LOOPBACK
-from controller.start.gpu_host import SURE_SHARE, check_gpus, check_host_memory
+from controller.start.gpu_host import SURE_FRACTION, check_gpus, check_host_memory
+from controller.start.gpus import COPIES_BYTES_PER_PARAM, num_servers
+from controller.start.model_size import num_trained
 from controller.start.placement import num_cpus_needed
 from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
-from controller.start.sandboxes import check_remote_sandboxes, check_sandbox
+from controller.start.sandboxes import check_sandbox
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
-from rollout_pool.engines.engine import shared_memory_bytes
-from rollout_pool.engines.sglang_models import check_served, context_length
-from rollout_pool.episodes.env import Chat, Message, Observation, SingleTurn, ToolSpec, opening
-from rollout_pool.episodes.renderer import AnyFormat, chat_format
+from controller.start.with_pictures import check_pictures, check_shown, shown_by
+from rollout_pool.engines.kinds import (
+    check_adapters,
+    check_routes,
+    check_served,
+    context_length,
+    shared_memory_bytes,
+)
+from rollout_pool.episodes.conversation import Message, ToolSpec, TrainableChat, opening
+from rollout_pool.episodes.environment import Observation
+from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.template import QUESTION
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer
-from rollout_pool.rewards.code_tests import PYTHON, languages_of
-from rollout_pool.rewards.process import load_function
-from rollout_pool.rewards.teacher import check_teacher
+from rollout_pool.rewards.reward import class_of
 from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
 from rollout_pool.sampling.sample import Constraint
 from rollout_pool.sampling.stop import first_stop
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.tasks.agent import find_agent
-from rollout_pool.tasks.environments import environment_factory, load_tools
-from rollout_pool.tasks.mixture import Mixture
-from rollout_pool.tasks.programs import CodeTask
+from rollout_pool.tasks.env_episodes import environment_factory, load_tools
+from rollout_pool.tasks.mixture import for_each_member
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
-from rollout_pool.worker.loop import PromptReader
+from rollout_pool.worker.prompt_filter import PromptFilter
+from tensors.base_weights import BaseWeights
+from tensors.pictures import PictureProcessor
 from trainer_pool.algorithms.trial import check_algorithm
 from trainer_pool.model.attention import sliding_windows
 from trainer_pool.model.checkpoint_names import (
     check_names,
+    check_reference,
     check_tied_head,
+    checkpoint_parts,
     model_without_weights,
-    parameter_names,
 )
+from trainer_pool.model.lora import adapted_layers, add_adapter, check_base, last_names
+from trainer_pool.model.routers import check_gates, gates
 from trainer_pool.model.scratch import byte_tokenizer, model_config
+from trainer_pool.model.sequence import check_heads
 
 ANSWER = Message(role="assistant", content="!")
 WEIGHTS = (".safetensors", ".bin")
 NUM_PROMPTS = 32
 """Training prompts that are checked, besides all held-out prompts."""
+NUM_PROBE_PROMPTS = 1024
 NUM_DEMONSTRATIONS = 4
-SHAPE_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-)
-"""Fields of a model's config.json that decide the names and shapes of its weights."""
 
 
-def check_inputs(config: Config) -> Task:
+def check_inputs(config: Config, *, is_resumed: bool = False) -> Task:
     """The run's task. Raises ValueError for a task, model, address, port or number of GPUs with
-    which a launch on this machine would fail later."""
+    which a launch on this machine would fail later.
+
+    `is_resumed`: its checkpoint has the adapter that it began with.
+    """
     cluster = config.cluster
     num_gpus, promised = torch.cuda.device_count(), cluster.num_gpus
     if cluster.ray_address is None and promised is not None and promised > num_gpus:
@@ -85,7 +92,7 @@ def check_inputs(config: Config) -> Task:
             f"cluster.num_gpus={promised}: this machine has {num_gpus}; only `make dry-run` can "
             "plan with more"
         )
-    plan = _check_here(config)
+    plan = _check_here(config, is_resumed=is_resumed)
     check_loggers(config.run.loggers)
     if config.cluster.ray_address is None:
         check_shared_memory(plan.config, plan)
@@ -94,15 +101,11 @@ def check_inputs(config: Config) -> Task:
     _check_ports(config)
     task, tokenizer = check_task(config.task), tokenizer_of(config)
     if config.model.path is not None and not Path(config.model.path).is_dir():
-        _check_architecture(config, config.model.path)
+        built = _check_architecture(config, config.model.path)
+        _check_adapter(config, built, config.model.path, is_resumed)
     check_first_words(config, task, tokenizer)
-    check_grammar(config, tokenizer)
-    uses_gpu = plan.devices.engine_gpus > 0
-    check_served_teacher(config, uses_gpu=uses_gpu, student=tokenizer)
-    for name, reward in config.task.rewards.items():
-        if reward.kind is RewardKind.teacher and reward.url is not None:
-            asyncio.run(check_teacher(name, reward, tokenizer))
-    check_remote_sandboxes(config.task, task)
+    check_served_teacher(config, tokenizer)
+    check_services(config.task, task, tokenizer)
     return task
 
 
@@ -125,11 +128,23 @@ def check_plan(config: Config) -> list[str]:
         skipped.append(f"the model {model}")
     elif task is not None:
         check_first_words(config, task, tokenizer_of(config))
-        check_grammar(config, tokenizer_of(config))
     return skipped
 
 
-def _check_here(config: Config) -> Plan:
+def dry_run(overrides: Sequence[str], experiment: str) -> None:
+    """`make dry-run`: print the settings and the plan. Raises ValueError as `check_plan` does."""
+    config = load_config(overrides, experiment)
+    skipped = check_plan(config)
+    console = Console(highlight=False)
+    console.print(to_yaml(config), markup=False)
+    console.print(plan_here(config).render())
+    if config.idle_settings:
+        console.print(config.idle_settings, markup=False)
+    if skipped:
+        console.print(f"Not checked before a launch: {', '.join(skipped)}", markup=False)
+
+
+def _check_here(config: Config, *, is_resumed: bool = False) -> Plan:
     """The checks that cost nothing; returns the plan on this machine."""
     plan = plan_here(config)
     cluster, needed = config.cluster, num_cpus_needed(config)
@@ -160,66 +175,99 @@ def _check_here(config: Config) -> Plan:
                 f"{setting}.api_key_env={reward.api_key_env!r}: there is no such environment "
                 "variable; set it before the run is launched"
             )
-    has_teacher = any(r.kind is RewardKind.teacher for r in config.task.rewards.values())
-    check_algorithm(config.full_algorithm, has_teacher=has_teacher)
+    check_algorithm(config.full_algorithm, has_teacher=bool(config.task.teachers))
     if config.rollout.trace_endpoint is not None:
         make_exporter(config.rollout.trace_endpoint).shutdown()
-    check_model(config)
+    check_model(config, is_resumed=is_resumed)
     return plan
 
 
-def check_model(config: Config) -> None:
+def check_model(config: Config, *, is_resumed: bool = False) -> None:
     """Checks against the model's own config, if it is known."""
     model, tp_size = config.model, config.rollout.engine.tp_size
-    fields: dict[str, Any] = {}
+    policy: Any = None
     if model.scratch is not None:
-        fields = model_config(model.scratch, byte_tokenizer()).to_dict()
+        policy = model_config(model.scratch, byte_tokenizer())
+        check_gates("model.scratch", (), config.algorithm.load_balancing_weight)  # it is dense
+        if config.rollout.engine.routing_replay:
+            check_routes("model.scratch", policy)  # it has none
+        if model.lora is not None:
+            with torch.device("meta"):
+                built = AutoModelForCausalLM.from_config(policy)
+                _check_adapter(config, built, "model.scratch", is_resumed)
     elif model.path is not None and Path(model.path).is_dir():
-        fields = _model_fields("model.path", model.path)
+        _check_folder("model.path", model.path)
         built = _check_architecture(config, model.path)
+        policy = built.config
         # For a model that is still to be downloaded, the trainer reads the files.
-        check_names(model.path, parameter_names(built))
+        check_names(model.path, checkpoint_parts(built))
         check_tied_head(model.path, built)
+        _check_adapter(config, built, model.path, is_resumed)
+        if model.lora is not None:
+            with BaseWeights(model.path) as base:  # receivers merge into its files
+                check_base(built, base)
     reference = config.algorithm.kl.reference
     if reference is not None and reference.startswith("/"):  # a local folder is absolute by now
-        _check_reference(config, fields, _model_fields("algorithm.kl.reference", reference))
-    num_heads = fields.get("num_attention_heads")
+        setting = "algorithm.kl.reference"
+        _check_folder(setting, reference)
+        if policy is not None:
+            trust = model.trust_remote_code
+            other = AutoConfig.from_pretrained(reference, trust_remote_code=trust)
+            check_reference(f"{setting}={reference!r}", policy, other)
+    if policy is not None:
+        check_heads(config.trainer.sequence_parallel_size, policy)
+    text = None if policy is None else policy.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None)
     if num_heads is not None and num_heads % tp_size:
         raise ValueError(
             f"rollout.engine.tp_size={tp_size}: must divide the model's {num_heads} attention heads"
         )
 
 
+def _check_adapter(config: Config, built: Any, model_path: str, is_resumed: bool) -> None:
+    """Raises ValueError if the adapter cannot be added to the model, or not be served; adds it."""
+    if (lora := config.model.lora) is None:
+        return
+    if lora.mode is LoraMode.versions:
+        layers = last_names(adapted_layers(built, lora, model_path))
+        check_adapters(f"model.path={model_path!r}", lora.targets, built, layers)
+    add_adapter(built, replace(lora, resume_from=None) if is_resumed else lora, model_path)
+
+
 def _check_architecture(config: Config, path: str) -> Any:
     """The model on the meta device. Raises ValueError if trainer or engines cannot compute it, or
     would not compute the same, for the longest trajectories."""
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.rollout.longest_trajectory
     model = model_without_weights(path, trust_remote_code=config.model.trust_remote_code)
-    most = context_length(model.config)
+    check_pictures(config, model.config)
+    check_gates(f"model.path={path!r}", gates(model), config.algorithm.load_balancing_weight)
+    text = model.config.get_text_config()
+    most = context_length(text)
     if most is not None and longest > most:
         raise ValueError(
             f"rollout.max_prompt_tokens + rollout.max_response_tokens={longest}: the model "
             f"takes {most} tokens (max_position_embeddings in its config.json); lower them"
         )
     check_served(path, model.config, sliding_windows(model), longest)
+    if config.rollout.engine.routing_replay:
+        _check_routes(config, f"model.path={path!r}", model.config)
     return model
 
 
-def _check_reference(config: Config, policy: dict[str, Any], reference: dict[str, Any]) -> None:
-    """Compare what the config.json of both have; the ranks compare the weights themselves."""
-    for name in SHAPE_FIELDS:
-        own, other = policy.get(name), reference.get(name)
-        if own is not None and other is not None and own != other:
-            path = config.model.path
-            whose = "model.scratch" if path is None else f"model.path={path!r}"
-            raise ValueError(
-                f"algorithm.kl.reference={config.algorithm.kl.reference!r}: its {name} is "
-                f"{other!r}, the policy's {own!r}; choose a model of the same shape as {whose}"
-            )
+def _check_routes(config: Config, model: str, policy: Any) -> None:
+    check_routes(model, policy)
+    rollout, per_token = config.rollout, policy.num_hidden_layers * policy.num_experts_per_tok
+    size = rollout.group_size * rollout.longest_trajectory * per_token / 2**30
+    if size > 1:
+        raise ValueError(
+            f"rollout.engine.routing_replay=true: {rollout.group_size} trajectories of up to "
+            f"{rollout.longest_trajectory} tokens could take {size:.1f} GiB for their experts, "
+            "and the most is 1; lower rollout.group_size or the limits of tokens, or set it to "
+            "false"
+        )
 
 
-def _model_fields(setting: str, path: str) -> dict[str, Any]:
-    """The config.json of the model in a folder."""
+def _check_folder(setting: str, path: str) -> None:
     folder = Path(path)
     has_weights = folder.is_dir() and any(file.suffix in WEIGHTS for file in folder.iterdir())
     if not has_weights or not (folder / "config.json").is_file():
@@ -227,8 +275,6 @@ def _model_fields(setting: str, path: str) -> dict[str, Any]:
             f"{setting}={path!r}: neither a folder with a Hugging Face model (config.json and "
             "weights) nor the name of a model"
         )
-    fields: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return fields
 
 
 def _check_ports(config: Config) -> None:
@@ -265,20 +311,43 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return cast(Tokenizer, byte_tokenizer())
 
 
+def pictures_of(config: Config) -> PictureProcessor | None:
+    """The processor of the model's pictures. Raises ValueError if it takes some and has none."""
+    path, trust = config.model.path, config.model.trust_remote_code
+    return None if path is None else PictureProcessor.of(path, trust_remote_code=trust)
+
+
+def probe_text(config: Config, task: Task) -> tuple[int, ...]:
+    """The run's first prompts, one after the other, as many tokens as its longest trajectory may
+    have; empty if none of them is accepted."""
+    if pictures_of(config) is not None:
+        return ()  # its texts would hold places without pictures, and marks that no side samples
+    longest = config.rollout.longest_trajectory
+    skipping = replace(config.rollout, on_long_prompt=OnLongPrompt.skip)
+    chat = chat_format(tokenizer_of(config), config.task)
+    reader, tokens = PromptFilter(chat, config.task, skipping), list[int]()
+    for prompt in itertools.islice(TaskStream(task, 0, 1), NUM_PROBE_PROMPTS):
+        if reader.accepts(prompt):
+            tokens += reader.opening(prompt)
+        if len(tokens) >= longest:
+            break
+    return tuple(itertools.islice(itertools.cycle(tokens), longest))
+
+
 def check_grammar(config: Config, tokenizer: Tokenizer) -> None:
     """Raises ValueError if `task.grammar` can't be compiled."""
+
+    async def check(grammar: str) -> None:
+        grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id or 0])
+        try:
+            await grammars.check(Constraint(grammar=grammar))
+        except ConstraintFailed as error:
+            raise ValueError(f"task.grammar: no answer can have this form: {error}") from error
+        finally:
+            await grammars.close()
+
     if config.task.grammar is not None:
-        asyncio.run(_check_form(config.task.grammar, tokenizer))
-
-
-async def _check_form(grammar: str, tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer, len(tokenizer), [tokenizer.eos_token_id or 0])
-    try:
-        await grammars.check(Constraint(grammar=grammar))
-    except ConstraintFailed as error:
-        raise ValueError(f"task.grammar: no answer can have this form: {error}") from error
-    finally:
-        await grammars.close()
+        asyncio.run(check(config.task.grammar))
 
 
 def plan_here(config: Config) -> Plan:
@@ -301,20 +370,37 @@ def check_shared_memory(config: Config, plan: Plan) -> None:
     """Raises ValueError if this machine has too little shared memory for the run."""
     staged = Path(config.weight_sync.stage_dir or DEFAULT_STAGE_DIR)
     folder = next(path for path in (staged, *staged.parents) if path.exists())
-    slots = config.weight_sync.num_staged
-    size = (plan.model.num_params or 0) * getattr(torch, plan.serving_dtype).itemsize
+    slots, params = config.weight_sync.num_staged, num_trained(config.model, plan.model) or 0
+    size, lora = plan.staged_bytes or 0, config.model.lora
+    if (
+        lora is not None and lora.mode is LoraMode.versions
+    ):  # engines keep copies of what they serve
+        slots += num_servers(config) * (config.buffer.max_staleness + 3)
     # Sizes in a model's name are rounded.
-    needed = int(SURE_SHARE * slots * size)
+    needed = int(SURE_FRACTION * slots * size)
     what = f"{slots} slots of about {size} bytes"
+    every, copies = config.trainer.memory_copy_every, 0
+    if every is not None:
+        copies = int(SURE_FRACTION * COPIES_BYTES_PER_PARAM * params)
     if str(folder) == DEFAULT_STAGE_DIR:
-        needed += config.rollout.num_engines * shared_memory_bytes(config.rollout.engine.tp_size)
+        needed += num_servers(config) * shared_memory_bytes(config.rollout.engine.tp_size)
+        needed += copies
         what += " and SGLang's shared memory"
+        if copies:
+            what += f", and for trainer.memory_copy_every={every}"
+    elif copies:
+        setting, states = f"trainer.memory_copy_every={every}", "two copies of the training state"
+        _check_room(setting, Path(DEFAULT_STAGE_DIR), states, copies, "set it to null")
+    _check_room("weight_sync.stage_dir", folder, what, needed, "choose a larger file system")
+
+
+def _check_room(setting: str, folder: Path, what: str, needed: int, fix: str) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ValueError(
-            f"weight_sync.stage_dir: no room in {folder} for {what} ({needed} bytes in total), "
+            f"{setting}: no room in {folder} for {what} ({needed} bytes in total), "
             f"{free} bytes are free; remove files there, make it larger (in a container: "
-            "--shm-size), or choose a larger file system"
+            f"--shm-size), or {fix}"
         )
 
 
@@ -325,55 +411,36 @@ def check_task(config: TaskConfig) -> Task:
     if an agent, tool or reward function does not exist, or if the task cannot give its rewards.
     """
     task = build_task(config)
-    if isinstance(task, Mixture):
-        for name, member in task.members.items():
-            with task.named_in_errors(name):
-                _check_rewards_and_environment(member.config, member.task)
-        for index in range(task.round_size):
-            task.example(index)
-    else:
-        _check_rewards_and_environment(config, task)
+    for_each_member(config, task, _check_rewards_and_environment)
+    for index in range(sum(one.weight for one in config.tasks.values())):  # a round of a mixture
+        task.example(index)
     return task
 
 
-def _check_rewards_and_environment(config: TaskConfig, task: Task) -> None:
+def _check_rewards_and_environment(name: str, config: TaskConfig, task: Task) -> None:
     if find_agent(config, task) is None:
         make_environment = environment_factory(config, task)
         try:
             make_environment(task.example(0))
         except (Exception, SystemExit) as error:
-            name = f"task.env={config.env!r}" if config.env else f"task.kind={config.kind.name}"
+            what = f"task.env={config.env!r}" if config.env else f"task.kind={config.kind.name}"
             raise ValueError(
-                f"{name}: made no environment of prompt 0: {type(error).__name__}: {error}"
+                f"{what}: made no environment of prompt 0: {type(error).__name__}: {error}"
             ) from error
-        _check_env_rewards(config, task)
-    for name, reward in config.rewards.items():
-        if reward.function is not None:
-            load_function(name, reward.function, task)
-        if reward.kind is RewardKind.code_tests and not isinstance(task, CodeTask):
-            raise ValueError(
-                f"task.rewards.{name}.kind=code_tests: the prompts of task.kind={config.kind.name} "
-                "have no tests; those of task.kind=code have, or score by task.rewards."
-                f"{name}.kind=task"
-            )
-        if isinstance(task, CodeTask) and reward.command:
-            task.check_inputs_only(f"task.rewards.{name}.command={reward.command}")
-        if isinstance(task, CodeTask) and languages_of(reward)[0] not in PYTHON:
-            task.check_inputs_only(f"task.rewards.{name}.languages={reward.languages}")
+    for part, reward in config.rewards.items():
+        class_of(reward).check(part, config, task)
     check_sandbox(config)
 
 
-def _check_env_rewards(config: TaskConfig, task: Task) -> None:
-    """An environment with a single question and answer gives no reward itself."""
-    if config.env is not None or type(task.environment(task.example(0))) is not SingleTurn:
-        return
-    for name, reward in config.rewards.items():
-        if reward.kind is RewardKind.env:
-            raise ValueError(
-                f"task.rewards.{name}.kind=env: the environment of task.kind={config.kind.name} "
-                f"gives no reward; set task.rewards.{name}.kind=task, or name an environment in "
-                "task.env"
-            )
+def check_services(config: TaskConfig, task: Task, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for a service that cannot give its part of the reward."""
+
+    def probe(name: str, config: TaskConfig, task: Task) -> None:
+        for part, reward in config.rewards.items():
+            if reward.url is not None:
+                asyncio.run(class_of(reward).probe(part, reward, tokenizer))
+
+    for_each_member(config, task, probe)
 
 
 # Errors that workers and the warm start would otherwise find after everything has started -------
@@ -383,16 +450,16 @@ def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
     """Raises ValueError for a chat template that is missing or fails, leaves out what the task
     needs, or has an end that ends no answer, prompts that `rollout.max_prompt_tokens` rejects, and
     demonstrations that cannot be made."""
-    chat = chat_format(tokenizer, config.task)
-    if not isinstance(task, Mixture):
-        _check_words(config, task, tokenizer, chat)
-        return
-    for name, member in task.members.items():
-        with task.named_in_errors(name):
-            _check_words(replace(config, task=member.config), member.task, tokenizer, chat)
+    chat = chat_format(tokenizer, config.task, pictures_of(config))
+
+    def check(name: str, task_config: TaskConfig, member: Task) -> None:
+        _check_words(replace(config, task=task_config), member, tokenizer, chat)
+
+    for_each_member(config.task, task, check)
+    check_grammar(config, tokenizer)
 
 
-def _check_words(config: Config, task: Task, tokenizer: Tokenizer, chat: AnyFormat) -> None:
+def _check_words(config: Config, task: Task, tokenizer: Tokenizer, chat: TrainableChat) -> None:
     _check_prompts(config, task, chat)
     tools = [tool.spec for tool in load_tools(config.task.tools)]
     if find_agent(config.task, task) is None:
@@ -404,11 +471,17 @@ def _check_words(config: Config, task: Task, tokenizer: Tokenizer, chat: AnyForm
             imitate(chat, messages, tools)
 
 
-def _check_prompts(config: Config, task: Task, chat: Chat) -> None:
-    reader = PromptReader(chat, config.task, config.rollout)
-    for prompt in itertools.islice(TaskStream(task, 0, 1), NUM_PROMPTS):
+def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
+    reader = PromptFilter(chat, config.task, config.rollout)
+    first, rest = [*itertools.islice(TaskStream(task, 0, 1), NUM_PROMPTS)], task.eval_prompts()
+    if (shown := shown_by(task, [*first, *rest])) is not None:
+        for prompt in (shown, *first, *rest):
+            if prompt.pictures:  # a missing file is an error here, and not one of an episode
+                reader.opening(prompt)
+        check_shown(config, shown, has_agent=find_agent(config.task, task) is not None)
+    for prompt in first:
         reader.accepts(prompt)
-    held_out = [reader.accepts(prompt) for prompt in task.eval_prompts()]
+    held_out = [reader.accepts(prompt) for prompt in rest]
     if held_out and not any(held_out):
         raise ValueError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: every held-out prompt "
@@ -416,7 +489,9 @@ def _check_prompts(config: Config, task: Task, chat: Chat) -> None:
         )
 
 
-def _check_opening(config: Config, task: Task, chat: AnyFormat, tools: Sequence[ToolSpec]) -> None:
+def _check_opening(
+    config: Config, task: Task, chat: TrainableChat, tools: Sequence[ToolSpec]
+) -> None:
     """Check the first prompt as an episode begins, with its tools, and that it can go on."""
     prompt = task.example(0)
     # A user's own environment may do anything at its start, so it is not run here.
@@ -425,9 +500,9 @@ def _check_opening(config: Config, task: Task, chat: AnyFormat, tools: Sequence[
     )
     if config.task.env is None:
         first = asyncio.run(environment_factory(config.task, task)(prompt).reset())
-    tokens, most = chat.first(first.messages, first.tools), config.rollout.max_prompt_tokens
+    tokens, most = chat.first_prompt(first.messages, first.tools), config.rollout.max_prompt_tokens
     if config.task.max_turns > 1:
-        chat.follow(tokens, chat.answer(ANSWER, first.tools), [QUESTION], first.tools)
+        chat.next_prompt(tokens, chat.demonstration(ANSWER, first.tools), [QUESTION], first.tools)
     if len(tokens) <= most:
         return
     if first.tools or config.rollout.on_long_prompt is OnLongPrompt.refuse:
@@ -438,10 +513,10 @@ def _check_opening(config: Config, task: Task, chat: AnyFormat, tools: Sequence[
         )
 
 
-def _check_end(config: Config, tokenizer: Tokenizer, chat: AnyFormat) -> None:
+def _check_end(config: Config, tokenizer: Tokenizer, chat: TrainableChat) -> None:
     """Check that an engine ends an answer where the chat format does: those of base models often
     have an end that their configs do not name."""
-    end, path = chat.answer(ANSWER)[-1], config.model.path
+    end, path = chat.demonstration(ANSWER)[-1], config.model.path
     ends = {tokenizer.eos_token_id}
     if path is not None:
         ends |= end_tokens(path, tokenizer, trust_remote_code=config.model.trust_remote_code)

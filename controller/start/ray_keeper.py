@@ -37,12 +37,17 @@ class _Record:
     address: str
 
 
+@dataclass(slots=True, frozen=True)
 class RayKeeper:
-    """The keeper of a run as its controller sees it."""
+    """The keeper of a run as its controller sees it.
 
-    def __init__(self, process: Child | Adopted, address: str) -> None:
-        self.process = process
-        self.address = address
+    keeper = await RayKeeper.start(run_dir.path, log, {"num_cpus": 8})
+    ray.init(address=keeper.address)
+    keeper.process.stop(timeout_s=20)     # Ray ends with it
+    """
+
+    process: Child | Adopted
+    address: str
 
     @classmethod
     async def start(cls, run_dir: Path, log: Path, options: dict[str, Any]) -> RayKeeper:

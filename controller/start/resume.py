@@ -1,4 +1,4 @@
-"""What a run continues from: its last checkpoint, and its settings with legal changes."""
+"""Finds the last checkpoint of a run and its settings with legal changes, to go on from there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.load import ConfigError, differences, read_config
+from configs.load import ConfigError, differences
 from configs.schema import Config
-from controller.metrics.records import read_metrics
+from controller.metrics.history import read_metrics
 from controller.run_dir import RunDir, RunDirError
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.types import KEPT_REFERENCE
@@ -45,8 +45,8 @@ class Resumption:
 
 def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
     """Raises RunDirError if the run cannot go on, and ConfigError for an illegal change."""
-    before = read_config(run_dir.path / "config.yaml")
-    config = read_config(run_dir.path / "config.yaml", overrides)
+    before = run_dir.read_config()
+    config = run_dir.read_config(overrides)
     for name, (old, _) in differences(before, config).items():
         fixed = [part for part in FIXED if name == part or name.startswith(f"{part}.")]
         if fixed:
@@ -90,8 +90,7 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
 def _check_reference(config: Config, run_dir: RunDir) -> None:
     """The policy that RL began with is kept from the start, or not at all."""
     kl = config.algorithm.kl
-    is_needed = kl.weight > 0 and kl.reference is None and config.trainer.warm_start.num_steps
-    if is_needed and not (run_dir.path / KEPT_REFERENCE).is_dir():
+    if config.keeps_first_policy and not (run_dir.path / KEPT_REFERENCE).is_dir():
         raise ConfigError(
             f"algorithm.kl.weight={kl.weight:g}: the run began without a reference, and the policy "
             "that it began with was not kept; set algorithm.kl.reference to a model, or "

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from configs.schema import Config
-from rollout_pool.episodes.env import Message, ToolSpec
-from rollout_pool.episodes.renderer import AnyFormat, chat_format
+from rollout_pool.episodes.conversation import Message, ToolSpec, TrainableChat
+from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.tokenizer import load_tokenizer
-from rollout_pool.tasks.environments import load_tools
-from rollout_pool.tasks.mixture import Mixture
+from rollout_pool.tasks.env_episodes import load_tools
+from rollout_pool.tasks.mixture import member_of
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import demonstrations
 from trainer_pool.types import SupervisedExample
@@ -22,7 +22,7 @@ from trainer_pool.types import SupervisedExample
 def supervised_examples(config: Config, model_path: str) -> list[SupervisedExample]:
     """The examples of all warm-start steps. Raises ValueError for a bad task or model."""
     tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
-    chat = chat_format(tokenizer, config.task)
+    chat = chat_format(tokenizer, config.task)  # which refuses pictures
     task, warm_start = build_task(config.task), config.trainer.warm_start
     tools = {
         name: [tool.spec for tool in load_tools(one.tools)]
@@ -31,10 +31,9 @@ def supervised_examples(config: Config, model_path: str) -> list[SupervisedExamp
     draw = random.Random(config.run.seed)
     examples = []
     for prompt, messages in demonstrations(task, warm_start.num_steps * warm_start.batch_size):
-        name = task.of(prompt)[0].name if isinstance(task, Mixture) else ""
         if draw.random() < warm_start.echo_fraction:
             messages = echo(messages)
-        examples.append(imitate(chat, messages, tools[name]))
+        examples.append(imitate(chat, messages, tools[member_of(task, prompt)[0]]))
     return examples
 
 
@@ -47,7 +46,7 @@ def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def imitate(
-    chat: AnyFormat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    chat: TrainableChat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
 ) -> SupervisedExample:
     """Tokens of a conversation as an episode would produce them; the assistant's are learnt.
 
@@ -73,10 +72,10 @@ def imitate(
             pending.append(message)
             continue
         if answer:
-            prompt = chat.follow(prompt, answer, pending, tools)
+            prompt = chat.next_prompt(prompt, answer, pending, tools)
         else:
-            prompt = chat.first(pending, tools)
-        answer = chat.answer(message, tools)
+            prompt = chat.first_prompt(pending, tools)
+        answer = chat.demonstration(message, tools)
         loss_mask += [0] * (len(prompt) - len(loss_mask)) + [1] * len(answer)
         tokens = [*prompt, *answer]
         pending = []

@@ -17,19 +17,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from controller.metrics.history import Waits
 from controller.metrics.weights import WeightsPace, behind_words
 from controller.units import format_duration
 
 K = TypeVar("K")
-Waits = Mapping[tuple[str, str], float]
 
 MUCH = 0.25
-"""Share of the time from which a wait needs a remedy."""
+"""Fraction of the time from which a wait needs a remedy."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class WaitShares:
-    """Shares of the time, each between 0 and 1."""
+class WaitFractions:
+    """Fractions of the time, each between 0 and 1."""
 
     trainer_for_rollout: float
     trainer_for_weights: float
@@ -37,35 +37,35 @@ class WaitShares:
     rollout_for_rewards: float = 0.0
 
 
-def wait_shares(waits: Waits, elapsed_s: float, num_workers: int = 1) -> WaitShares:
-    """Shares of `elapsed_s`; the waits of rollout are sums over `num_workers` workers."""
+def wait_fractions(waits: Waits, elapsed_s: float, num_workers: int = 1) -> WaitFractions:
+    """Fractions of `elapsed_s`; the waits of rollout are sums over `num_workers` workers."""
 
-    def share(waiter: str, waited_on: str, num_processes: int) -> float:
+    def fraction(waiter: str, waited_on: str, num_processes: int) -> float:
         seconds = waits.get((waiter, waited_on), 0.0)
         return min(1.0, seconds / (elapsed_s * num_processes)) if elapsed_s > 0 else 0.0
 
-    return WaitShares(
-        trainer_for_rollout=share("trainer", "rollout", 1),
-        trainer_for_weights=share("trainer", "weight_sync", 1),
-        rollout_for_trainer=share("rollout", "trainer", num_workers),
-        rollout_for_rewards=share("rollout", "rewards", num_workers),
+    return WaitFractions(
+        trainer_for_rollout=fraction("trainer", "rollout", 1),
+        trainer_for_weights=fraction("trainer", "weight_sync", 1),
+        rollout_for_trainer=fraction("rollout", "trainer", num_workers),
+        rollout_for_rewards=fraction("rollout", "rewards", num_workers),
     )
 
 
 def bottleneck_sentence(
-    shares: WaitShares,
+    fractions: WaitFractions,
     max_staleness: int,
     when: str = "so far",
     weights: WeightsPace = WeightsPace(),  # noqa: B008 (it is frozen)
 ) -> str:
     """The largest wait and what to change; `when` is for example "of the last 2 minutes"."""
-    trainer, rollout = shares.trainer_for_rollout, shares.rollout_for_trainer
+    trainer, rollout = fractions.trainer_for_rollout, fractions.rollout_for_trainer
     if rollout >= MUCH and rollout > trainer and (late := _late_weights(weights)):
         return f"Weights are the bottleneck: rollouts waited {rollout:.0%} {when} for room. {late}"
     # If rollouts wait for the trainer, faster rewards would not help.
-    if shares.rollout_for_rewards >= MUCH and rollout < max(MUCH, trainer):
+    if fractions.rollout_for_rewards >= MUCH and rollout < max(MUCH, trainer):
         return (
-            f"The reward pool is too small: episodes waited {shares.rollout_for_rewards:.0%} "
+            f"The reward pool is too small: episodes waited {fractions.rollout_for_rewards:.0%} "
             f"{when} for a scoring process. Raise rollout.reward_processes or "
             "rollout.reward_actors."
         )
@@ -74,9 +74,9 @@ def bottleneck_sentence(
             f"Trainer and rollouts take turns, as max_staleness=0 requires: the trainer waited "
             f"{trainer:.0%} {when}. buffer.max_staleness=1 lets them overlap."
         )
-    if shares.trainer_for_weights >= max(MUCH, trainer):
+    if fractions.trainer_for_weights >= max(MUCH, trainer):
         return (
-            f"The trainer spent {shares.trainer_for_weights:.0%} {when} on handing over weights"
+            f"The trainer spent {fractions.trainer_for_weights:.0%} {when} on handing over weights"
             f"{_slower_words(weights)}: train more groups per step (trainer.groups_per_step), send "
             "fewer versions (trainer.publish_every), or send less (weight_sync.full_every)."
         )
@@ -134,11 +134,15 @@ class Window(Generic[K]):
     def add(self, t: float, totals: Mapping[K, float]) -> None:
         """Add the totals at time `t` (seconds of any monotonic clock)."""
         if self._samples and any(totals.get(k, 0.0) < v for k, v in self._samples[-1][1].items()):
-            self._samples.clear()  # a server without its data counts anew
+            self.clear()  # a server without its data counts anew
         self._samples.append((t, totals))
         # The oldest sample stays just outside the horizon, so the window is never shorter.
         while len(self._samples) > 2 and self._samples[1][0] <= t - self._horizon_s:
             self._samples.popleft()
+
+    def clear(self) -> None:
+        """Begin anew: nothing grew in the time since the last sample."""
+        self._samples.clear()
 
     @property
     def elapsed_s(self) -> float:

@@ -1,6 +1,6 @@
 """One evaluation, on a reserved engine if there are several.
 
-hold an engine at the version ── evaluate there ── always release it
+hold an engine at the version, or at the later one that it serves ── evaluate there ── release it
   └─ none available in time: on all engines, with that version or later ones
 """
 
@@ -8,47 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any
 
-from controller.metrics.records import EVAL_FAILED, Scalar
-from processes.pending import Pending, T
-from rollout_pool.types import EvalReport
+from controller.metrics.history import EVAL_FAILED, Scalar
+from processes.pending import Pending
+from rollout_pool.pool import RolloutPool
 
 log = logging.getLogger(__name__)
 
 HOLD_WAIT_S = 60.0
-"""For an engine to reach the version; then the next one is tried."""
+"""Longest wait for an engine to reach the version; then the next one is tried."""
 HOLD_LIMIT_S = 900.0
 """A longer evaluation ends with newer versions, as its report says."""
 
 RELEASE_S = 30.0
-"""For the call that releases an engine; the hold also ends by itself, after HOLD_LIMIT_S."""
+"""Longest call that releases an engine; the hold also ends by itself, after HOLD_LIMIT_S."""
 
 
-class AwaitResult(Protocol):
-    def __call__(self, name: str, ref: Pending[T], /) -> Awaitable[T]:
-        """The result of process `name`; its errors name the process."""
-        ...
-
-
-class EnginePool(Protocol):
-    """The part of the rollout pool that evaluations use."""
-
-    @property
-    def engine_names(self) -> list[str]: ...
-
-    def hold(self, engine: str, version: int, wait_s: float, limit_s: float) -> Pending[bool]: ...
-
-    def release(self, engine: str) -> Pending[None]: ...
-
-    def evaluate(
-        self, version: int, engine: str | None = None
-    ) -> tuple[str, Pending[EvalReport]]: ...
+AwaitResult = Callable[[str, Pending[Any]], Awaitable[Any]]
+"""Returns the result of the process with this name; an error of its names the process."""
 
 
 async def evaluate(
-    pool: EnginePool, version: int, *, may_hold: bool, await_result: AwaitResult
+    pool: RolloutPool, version: int, *, may_hold: bool, await_result: AwaitResult
 ) -> dict[str, Scalar]:
     """Evaluate `version`, or later ones too if no engine could be held; returns the record."""
     engine = await _hold(pool, version, await_result) if may_hold else None
@@ -62,7 +45,7 @@ async def evaluate(
 
 
 async def try_evaluate(
-    pool: EnginePool, version: int, *, may_hold: bool, await_result: AwaitResult
+    pool: RolloutPool, version: int, *, may_hold: bool, await_result: AwaitResult
 ) -> tuple[str, dict[str, Scalar]]:
     """Kind and values of the record: `eval`, or `eval_failed` with the reason.
 
@@ -77,8 +60,11 @@ async def try_evaluate(
         return EVAL_FAILED, {"version": version, "why": why}
 
 
-async def _hold(pool: EnginePool, version: int, await_result: AwaitResult) -> str | None:
-    """An engine that now stays at `version`; None if there is none, or only one engine."""
+async def _hold(pool: RolloutPool, version: int, await_result: AwaitResult) -> str | None:
+    """An engine that now stays at `version` or at a later one; None if there is none, or only one.
+
+    The last one first: of engines that commit in turn it most likely still has `version`.
+    """
     names = pool.engine_names
     for engine in reversed(names if len(names) > 1 else []):
         try:
@@ -92,7 +78,7 @@ async def _hold(pool: EnginePool, version: int, await_result: AwaitResult) -> st
     return None
 
 
-async def _release(pool: EnginePool, engine: str, await_result: AwaitResult) -> None:
+async def _release(pool: RolloutPool, engine: str, await_result: AwaitResult) -> None:
     try:
         async with asyncio.timeout(RELEASE_S):
             await await_result(engine, pool.release(engine))

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +40,23 @@ LEAVE_SLACK_S = 60.0
 """Time to stop, beyond the drain, of an engine that leaves."""
 
 
+@dataclass(eq=False)
 class Fleet:
-    """`run` is called once, when every engine has started."""
+    """The engines of a run; `run` is called once, when every engine has started.
 
-    def __init__(
-        self,
-        pool: RolloutPool,
-        state: RunState,
-        config: Config,
-        *,
-        log_of: Callable[[str], Path],
-        say: Callable[[str], None],
-    ) -> None:
-        self._pool = pool
-        self._state = state
-        self._config = config.rollout
-        self._drain_s = config.weight_sync.drain_timeout_s
-        self._grace_s = config.rollout.preemption_grace_s
-        self._log_of = log_of
-        self._say = say
+    fleet = Fleet(pool, state, config, log_of=run_dir.log_of, say=panel.say)
+    failed = await fleet.run()    # the RunFailed of the last engine, or of a receiver
+    """
+
+    pool: RolloutPool
+    state: RunState
+    config: Config
+    _: KW_ONLY
+    log_of: Callable[[str], Path]
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._grace_s = self.config.rollout.preemption_grace_s
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeping: dict[str, asyncio.Task[None]] = {}
         """By engine; without those that leave."""
@@ -74,9 +73,9 @@ class Fleet:
         """Returns what ends the run: the last engine or a receiver was given up."""
         self._end = asyncio.get_running_loop().create_future()
         try:
-            for engine in self._pool.engine_names:
+            for engine in self.pool.engine_names:
                 self._keeping[engine] = self._spawn(self._keep(engine))
-            for worker in self._pool.worker_names:
+            for worker in self.pool.worker_names:
                 self._spawn(self._watch_worker(worker))
             self._watch_receivers()
             self._spawn(self._follow_setting())
@@ -103,10 +102,10 @@ class Fleet:
         watching = self._spawn(self._watch_process(engine))
         noticing = self._spawn(self._replace_at_notice(engine))
         try:
-            what = await value(self._pool.given_up(engine))
-            lost = failure(engine, what, self._log_of(engine))
+            what = await value(self.pool.given_up(engine))
+            lost = failure(engine, what, self.log_of(engine))
         except RayActorError as error:
-            lost = death(engine, error, self._log_of(engine))
+            lost = death(engine, error, self.log_of(engine))
         finally:
             watching.cancel()
             noticing.cancel()
@@ -119,12 +118,12 @@ class Fleet:
             self._end.set_result(lost)
             return
         left = format_number_of(len(self._keeping), "engine")
-        self._say(f"{lost}\nThe run goes on with {left}; another one joins in {pause_s:.0f} s")
+        self.say(f"{lost}\nThe run goes on with {left}; another one joins in {pause_s:.0f} s")
 
     async def _watch_process(self, engine: str) -> None:
         while True:
             why = await self._loss_of(engine)
-            await self._state.forget_engine(engine)
+            await self.state.forget_engine(engine)
             await self._note("engine_lost", engine, why)
             try:
                 await self._settle(engine)
@@ -134,26 +133,26 @@ class Fleet:
     async def _loss_of(self, name: str) -> str:
         """Waits until the process of an engine or a worker is lost; returns how, in words."""
         try:
-            await value(self._pool.lost(name))
+            await value(self.pool.lost(name))
         except RayActorError as error:
             node = lost_node(str(error))
         why = "lost its process" if node is None else f"is lost with its node {node}"
         if name in self._draining and node is None:
             why = "has ended"
-        self._say(f"{name} {why}; Ray starts it again")
+        self.say(f"{name} {why}; Ray starts it again")
         return why
 
     async def _place_of(self, name: str) -> str:
         """The node of an engine or a worker, once Ray has placed it."""
-        placing = asyncio.ensure_future(value(self._pool.node(name)))
+        placing = asyncio.ensure_future(value(self.pool.node(name)))
         done, _ = await asyncio.wait({placing}, timeout=ROOM_S)
         if not done:
-            self._say(f"{name} waits: Ray has found no room for it so far")
+            self.say(f"{name} waits: Ray has found no room for it so far")
         return await placing
 
     async def _settle(self, engine: str) -> None:
         """Waits for the engine's place, and for a receiver to be beside it."""
-        self._pool.receiver_for(engine, await self._place_of(engine))
+        self.pool.receiver_for(engine, await self._place_of(engine))
         self._watch_receivers()
 
     async def _watch_worker(self, worker: str) -> None:
@@ -173,11 +172,11 @@ class Fleet:
     async def _replace_at_notice(self, engine: str) -> None:
         while True:
             try:
-                await value(self._pool.noticed(engine))
+                await value(self.pool.noticed(engine))
                 break
             except RayActorError:  # its process was lost
                 try:
-                    await value(self._pool.node(engine))
+                    await value(self.pool.node(engine))
                 except RayActorError:
                     return  # for good, as `_keep` learns
         self._leave(engine, self._grace_s, "was told to end")
@@ -185,54 +184,54 @@ class Fleet:
 
     async def _drain_at_notice(self, worker: str) -> None:
         try:
-            await value(self._pool.noticed(worker))
+            await value(self.pool.noticed(worker))
         except RayActorError:
             return
         self._draining.add(worker)
-        self._say(
+        self.say(
             f"{worker} was told to end: it starts no more groups, and those that it has may end "
             f"for {self._grace_s:g} s"
         )
         try:
             async with asyncio.timeout(self._grace_s + LEAVE_SLACK_S):
-                await value(self._pool.drain_worker(worker, self._grace_s))
-            await self._state.count("workers_drained")
+                await value(self.pool.drain_worker(worker, self._grace_s))
+            await self.state.count("workers_drained")
         except RayActorError:
             return  # it was lost before
         except TimeoutError as error:
-            self._say(f"{worker} did not end in order: {error!r}")
-        self._pool.restart_worker(worker)
+            self.say(f"{worker} did not end in order: {error!r}")
+        self.pool.restart_worker(worker)
 
     async def _follow_nodes(self) -> None:
         """Notifies the processes on nodes that Ray is draining."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            if not (nodes := await asyncio.to_thread(self._pool.draining_nodes)):
+            if not (nodes := await asyncio.to_thread(self.pool.draining_nodes)):
                 continue
-            for name in (*self._keeping, *self._pool.worker_names):
+            for name in (*self._keeping, *self.pool.worker_names):
                 with contextlib.suppress(RayActorError, TimeoutError):  # it has no place now
                     async with asyncio.timeout(LOOK_AGAIN_S):
-                        if await value(self._pool.node(name)) in nodes:
-                            await value(self._pool.notify(name))
+                        if await value(self.pool.node(name)) in nodes:
+                            await value(self.pool.notify(name))
 
     # More and fewer engines -----------------------------------------------------------------------
 
     async def _follow_setting(self) -> None:
         seen: dict[str, str] = {}
         while True:
-            before, seen = (
-                seen,
-                await self._state.wait_settings_changed([SETTING], seen, LOOK_AGAIN_S),
-            )
-            wanted = with_live(self._config, seen).num_engines
+            before = seen
+            seen = await self.state.wait_settings_changed([SETTING], seen, LOOK_AGAIN_S)
+            wanted = with_live(self.config.rollout, seen).num_engines
             if seen != before or time.monotonic() >= self._join_at:
                 while len(self._keeping) < wanted:
                     self._join()
             while len(self._keeping) > wanted:
-                self._leave(next(reversed(self._keeping)), self._drain_s, "")
+                self._leave(
+                    next(reversed(self._keeping)), self.config.weight_sync.drain_timeout_s, ""
+                )
 
     def _join(self) -> None:
-        engine, starting = self._pool.add_engine()
+        engine, starting = self.pool.add_engine()
 
         async def join() -> None:
             try:
@@ -242,7 +241,7 @@ class Fleet:
                 return  # `_keep` learns why
             await self._note(ENGINE_JOINED, engine, "")
 
-        self._say(f"{engine} joins the run")
+        self.say(f"{engine} joins the run")
         self._keeping[engine] = self._spawn(self._keep(engine))
         self._spawn(join())
 
@@ -253,38 +252,37 @@ class Fleet:
         async def leave() -> None:
             try:
                 async with asyncio.timeout(drain_s + LEAVE_SLACK_S):
-                    await value(self._pool.leave(engine, drain_s))
+                    await value(self.pool.leave(engine, drain_s))
             except (RayActorError, RayTaskError, TimeoutError) as error:
-                self._say(f"{engine} did not leave in order: {error!r}")
+                self.say(f"{engine} did not leave in order: {error!r}")
             await self._remove(engine, why or "left the run")
 
-        self._say(f"{engine} {why and f'{why}: it '}leaves the run, once its requests have ended")
+        self.say(f"{engine} {why and f'{why}: it '}leaves the run, once its requests have ended")
         self._spawn(leave())
 
     async def _remove(self, engine: str, why: str) -> None:
-        await self._state.remove_engine(engine)
-        self._pool.remove_engine(engine)
+        await self.state.remove_engine(engine)
+        self.pool.remove_engine(engine)
         await self._note(ENGINE_LEFT, engine, why)
 
     async def _note(self, event: str, who: str, why: str) -> None:
-        await self._state.append_metrics(
-            {"event": event, "who": who, "detail": why}, "weights_event"
-        )
+        record = {"event": event, "who": who, "detail": why}
+        await self.state.append_metrics(record, "weights_event")
 
     # Receivers ------------------------------------------------------------------------------------
 
     def _watch_receivers(self) -> None:
-        for name in self._pool.receivers_given_up().keys() - self._receivers:
+        for name in self.pool.receivers_given_up().keys() - self._receivers:
             self._receivers.add(name)
             self._spawn(self._watch_receiver(name))
 
     async def _watch_receiver(self, name: str) -> None:
         try:
-            what = await value(self._pool.receivers_given_up()[name])
+            what = await value(self.pool.receivers_given_up()[name])
         except (RayActorError, ActorUnschedulableError):
             # Its node is gone, and its engines with it. Ray may say that it could not start it
             # again anywhere else.
-            await self._state.forget_receiver(name)
+            await self.state.forget_receiver(name)
             return
         if not self._end.done():
-            self._end.set_result(failure(name, what, self._log_of(name)))
+            self._end.set_result(failure(name, what, self.log_of(name)))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 
-from controller.metrics.records import Record, series
+from configs.run_files import parse_json
+from controller.metrics.history import Record, series
 from controller.units import format_number_of
 
 WINDOW = 10
@@ -20,7 +19,8 @@ COLLAPSED = 0.25
 MUCH_LONGER = 2.0
 MANY_TRUNCATED = 0.5
 LARGE_LOGPROB_DIFF = 0.25
-"""Nats, on average: importance ratios are then wrong by a quarter."""
+"""Nats, on average: importance ratios are then wrong by a quarter. At half of the run's own bound,
+which ends it, if that is less."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -56,12 +56,8 @@ _SKIPPED = {
 """By the metric that counts skipped updates: why, and what to do."""
 
 
-def _has_any(name: str, step: Record) -> bool:
-    return step.number(name) > 0
-
-
 def has_no_gradient(step: Record) -> bool:
-    """Whether every update of the step was skipped because its gradient was zero."""
+    """Returns whether every update of the step was skipped because its gradient was zero."""
     num_updates = step.number("num_updates")
     if num_updates == 0 and step.number("num_tokens") > 0:  # a later step makes the update
         return False
@@ -69,9 +65,9 @@ def has_no_gradient(step: Record) -> bool:
 
 
 def _gradient(steps: Sequence[Record]) -> Alarm | None:
-    if steps and steps[-1].number("num_skipped_updates") > 0:
-        number = _trailing(steps, lambda step: step.number("num_skipped_updates") > 0)
-        groups = json.loads(str(steps[-1].values.get("not_finite_groups", "[]")))
+    if number := _num_trailing(steps, "num_skipped_updates"):
+        found = str(steps[-1].values.get("not_finite_groups", "[]"))
+        groups = parse_json(found, list[str], "not_finite_groups of a record of kind 'step'")
         source = f", last of {', '.join(groups[:3])}" if groups else ""
         return Alarm(
             words=f"a gradient was not finite ({format_number_of(number, 'step')}{source})",
@@ -79,7 +75,7 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
             "trainer.max_grad_norm, and check num_bounded_tokens",
         )
     for name, (why, advice) in _SKIPPED.items():
-        if number := _trailing(steps, partial(_has_any, name)):
+        if number := _num_trailing(steps, name):
             words = f"updates skipped: {why} ({format_number_of(number, 'step')})"
             return Alarm(words=words, advice=advice)
     number = _trailing(steps, has_no_gradient)
@@ -146,13 +142,19 @@ def _length(steps: Sequence[Record]) -> Alarm | None:
 
 def _engines(steps: Sequence[Record]) -> Alarm | None:
     recent = series(steps[-WINDOW:], "logprob_diff_mean")
-    if not recent or (mean := sum(recent) / len(recent)) <= LARGE_LOGPROB_DIFF:
+    bounds = series(steps[-1:], "logprob_diff_bound")
+    most = min([LARGE_LOGPROB_DIFF, *(bound / 2 for bound in bounds)])
+    if not recent or (mean := sum(recent) / len(recent)) <= most:
         return None
     return Alarm(
         words=f"engines and trainer disagree by {mean:.2f} nats per token",
         advice="the engines serve other weights, or compute them differently; compare model, "
         "dtype and chat template of both",
     )
+
+
+def _num_trailing(steps: Sequence[Record], name: str) -> int:
+    return _trailing(steps, lambda step: step.number(name) > 0)
 
 
 def _trailing(steps: Sequence[Record], holds: Callable[[Record], bool]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from buffer.results import BufferStats
-from controller.metrics.records import Record
+from controller.metrics.history import Record
 from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
 
@@ -40,7 +40,7 @@ def engine_remarks(stats: BufferStats, weights: WeightsView) -> list[str]:
 
 
 def overdue_words(stats: BufferStats, since_s: float, usual_s: float, still_s: float) -> str:
-    """Who keeps a step waiting. `still_s`: since the last token or group came."""
+    """Names the part that keeps a step waiting. `still_s`: since the last token or group came."""
     head = f"No step for {format_duration(since_s)}, where one takes {format_duration(usual_s)}: "
     may_want_more = stats.gradient_accumulation_steps > 1 and stats.ready < stats.groups_per_step
     if stats.leased and not may_want_more:

@@ -9,22 +9,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE
-from configs.printable import PrintableStream
 from controller.ray_environment import OUTLAST_S
 from controller.run_dir import umask_like
-from controller.signals import StopRequest
+from host.printable import PrintableStream
 from processes.logs import last_lines
 from processes.pending import Pending, T
 
 SETUP_HOOK = "controller.watch.supervise.enter_process"
 POLL_S = 0.2
-"""How often a wait for Ray checks for a stop request: `ray.wait` cannot be woken."""
+"""How often a wait for Ray looks at the rest of the run: `ray.wait` cannot be woken."""
 
 
 class RunFailed(RuntimeError):
@@ -106,37 +105,27 @@ def error_of(name: str, error: RayTaskError | RayActorError, log: Path) -> Excep
     return failure(name, cause_of(error), log)
 
 
-def wait_for_one(
-    refs: list[Any], timeout_s: float, stop: StopRequest
-) -> tuple[list[Any], list[Any]]:
-    """`ray.wait` that a stop request interrupts, with Stopped."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        stop.check()
-        left_s = max(0.0, deadline - time.monotonic())
-        ready, pending = ray.wait(refs, num_returns=1, timeout=min(left_s, POLL_S))
-        if ready or left_s <= POLL_S:
-            return ready, pending
-
-
 def wait_for_all(
     refs: Mapping[str, Pending[T]],
     log_of: Callable[[str], Path],
     timeout_s: float,
     doing: str,
     on_ready: Callable[[str], None],
-    stop: StopRequest,
+    look: Callable[[], None],
 ) -> dict[str, T]:
-    """Results by process name; calls `on_ready` with each name as it finishes.
+    """Results by process name; calls `on_ready` with each name that finishes, and `look` meanwhile.
 
-    Raises Stopped, and the error of the first process that fails or exceeds `timeout_s`.
+    Raises what `look` raises, and the error of the first process that fails or exceeds `timeout_s`.
     """
     names = {ref: name for name, ref in refs.items()}
     pending, results = list(names), dict[str, T]()
     deadline = time.monotonic() + timeout_s
     while pending:
-        ready, pending = wait_for_one(pending, deadline - time.monotonic(), stop)
+        look()
+        ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
         if not ready:
+            if time.monotonic() < deadline:
+                continue
             name = names[pending[0]]
             raise failure(name, f"was not done {doing} after {timeout_s:g} s", log_of(name))
         name = names[ready[0]]

@@ -14,8 +14,7 @@ from collections.abc import Mapping
 
 from rollout_pool.cancelling import contained, end_tasks
 from rollout_pool.endpoint.sessions import Outcome, Session, Sessions
-from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.episode import Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.tasks.agent import Agent, SessionHandle
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt

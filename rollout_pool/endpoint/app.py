@@ -22,6 +22,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import uvicorn
@@ -33,27 +34,31 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from host.http_server import HttpLimits, ServerConfig, read_body
 from rollout_pool.cancelling import end_tasks, unless_gone
-from rollout_pool.endpoint.answers import Answer
 from rollout_pool.endpoint.chat import ChatTurn
 from rollout_pool.endpoint.completions import CompletionTurn
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.group_stream import GroupStream
 from rollout_pool.endpoint.groups import ExternalGroups
-from rollout_pool.endpoint.room import RequestRoom
-from rollout_pool.endpoint.schema import Fields, check_whole, shown
+from rollout_pool.endpoint.pending_completion import PendingCompletion
+from rollout_pool.endpoint.request_limits import RequestLimits
+from rollout_pool.endpoint.schema import (
+    ChatRequest,
+    CompletionRequest,
+    GroupRequest,
+    Reward,
+    decode,
+    shown,
+)
 from rollout_pool.endpoint.sessions import Outcome, Serving, Session, SessionOver, Sessions
 from rollout_pool.endpoint.stream import Stream, Turn, ended
 from rollout_pool.episodes.episode import check_parts
-from weight_sync.http_server import HttpLimits, ServerConfig, read_body
 
 log = logging.getLogger(__name__)
 
 MAX_SMALL_BODY_BYTES = 64 * 1024
 """Limit of a request without a conversation."""
-GROUP_TIMEOUT_S = 600.0
-"""Longest wait for a credit, unless the request says otherwise."""
-MAX_GROUP_TIMEOUT_S = 86_400.0
 MAX_RETRY_COUNT_DIGITS = 6
 REQUEST_ID = "x-request-id"
 REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
@@ -101,7 +106,7 @@ class _Api:
         self._sessions = sessions
         self._groups = groups
         self._admin_key = admin_key
-        self._room = RequestRoom(sessions.serving)
+        self._limits = RequestLimits(sessions.serving)
 
     def app(self) -> ASGIApp:
         pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
@@ -132,25 +137,30 @@ class _Api:
     # The model ------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatTurn)
+        return await self._serve(
+            request, lambda session, body: ChatTurn(session, decode(body, ChatRequest))
+        )
 
     async def completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionTurn)
+        return await self._serve(
+            request, lambda session, body: CompletionTurn(session, decode(body, CompletionRequest))
+        )
 
-    async def _answer(
-        self, request: Request, turn_of: Callable[[Session, Fields], Turn]
-    ) -> Response:
+    async def _serve(self, request: Request, turn_of: Callable[[Session, bytes], Turn]) -> Response:
         session = self._session(request)
-        async with self._room.bodies.place(request, self._room.max_body_bytes):
-            body = await read_body(request, self._room.max_body_bytes)
-            return await self._answer_to(body, request, session, turn_of)
+        most = self._limits.max_body_bytes
+        async with AsyncExitStack() as held:
+            async with session.reading:
+                await held.enter_async_context(self._limits.bodies.place(request, most))
+                body = await read_body(request, most)
+            return await self._serve_body(body, request, session, turn_of)
 
-    async def _answer_to(
+    async def _serve_body(
         self,
         body: bytes,
         request: Request,
         session: Session,
-        turn_of: Callable[[Session, Fields], Turn],
+        turn_of: Callable[[Session, bytes], Turn],
     ) -> Response:
         page = request.url.path.rpartition("/v1/")[2]
 
@@ -158,42 +168,42 @@ class _Api:
             return hashlib.sha256(page.encode() + b"\n" + body).digest()
 
         def read() -> tuple[Turn, bytes]:
-            self._room.check_values(body)
-            return turn_of(session, Fields(_as_json(body))), fingerprint_of()
+            self._limits.check_values(body)
+            return turn_of(session, body), fingerprint_of()
 
         session.check_requests(fingerprint_of)
         with session.activity():
-            turn, fingerprint = await self._room.read(body, read)
+            turn, fingerprint = await self._limits.read(body, read)
             is_retry = _is_retry(request) and not session.was_refused(fingerprint)
             fingerprints = [fingerprint + index.to_bytes() for index in range(turn.n)]
-            known = self._first_answers(request, fingerprints, is_retry)
+            known = self._first_completions(request, fingerprints, is_retry)
             if len(known) < turn.n:
                 await turn.check_form()
-                prompt = await self._room.read(body, turn.render)
-                known = self._first_answers(request, fingerprints, is_retry)
+                prompt = await self._limits.read(body, turn.render)
+                known = self._first_completions(request, fingerprints, is_retry)
                 missing = [one for one in fingerprints if one not in known]
                 known |= zip(missing, turn.begin(prompt, missing), strict=True)
-            answers = [known[one] for one in fingerprints]
+            completions = [known[one] for one in fingerprints]
             if turn.is_streamed:
-                return Stream(turn, answers)
+                return Stream(turn, completions)
             async with AsyncExitStack() as reading:
-                for answer in answers:
-                    await reading.enter_async_context(answer.reading())
-                await unless_gone(request.receive, asyncio.wait([one.task for one in answers]))
-                if any(answer.is_running for answer in answers):  # its client disconnected
+                for completion in completions:
+                    await reading.enter_async_context(completion.reading())
+                await unless_gone(request.receive, asyncio.wait([one.task for one in completions]))
+                if any(one.is_running for one in completions):  # its client disconnected
                     return Response(status_code=499)
-                for answer in answers:
-                    await ended(answer, session)
-                return JSONResponse(turn.result(answers))
+                for completion in completions:
+                    await ended(completion, session)
+                return JSONResponse(turn.result(completions))
 
-    def _first_answers(
+    def _first_completions(
         self, request: Request, fingerprints: Sequence[bytes], is_retry: bool
-    ) -> dict[bytes, Answer]:
-        """For a retry, the answers to the original request. Raises ApiError if the session has
+    ) -> dict[bytes, PendingCompletion]:
+        """For a retry, the completions to the original request. Raises ApiError if the session has
         ended meanwhile."""
         session = self._session(request)
         found = {one: session.again(one) for one in fingerprints} if is_retry else {}
-        return {one: answer for one, answer in found.items() if answer is not None}
+        return {one: completion for one, completion in found.items() if completion is not None}
 
     async def models(self, request: Request) -> Response:
         if not self._is_admin(request):
@@ -212,17 +222,11 @@ class _Api:
     async def open_group(self, request: Request) -> Response:
         """A credit and the next prompt; waits until there is one."""
         self._check_admin(request)
-        fields = Fields(_as_json(await read_body(request, MAX_SMALL_BODY_BYTES) or b"{}"))
-        fields.only("timeout_s", "stream")
-        is_streamed = fields.flag("stream", False)
-        timeout_s = fields.number("timeout_s", GROUP_TIMEOUT_S)
-        if not 0 <= timeout_s <= MAX_GROUP_TIMEOUT_S:
-            problem = f"{timeout_s:g} must be between 0 and {MAX_GROUP_TIMEOUT_S:g}"
-            raise refuse("timeout_s", problem)
+        asked = decode(await read_body(request, MAX_SMALL_BODY_BYTES) or b"{}", GroupRequest)
         group = self._groups.request()
         is_told = False
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(asked.timeout_s):
                 await unless_gone(request.receive, asyncio.wait([group.opened]))
             if not group.opened.done():
                 return Response(status_code=499)
@@ -231,7 +235,8 @@ class _Api:
         except TimeoutError as error:
             raise ApiError(
                 503,
-                f"no group could be admitted within {timeout_s:g} s: {self._groups.waits_for}",
+                f"no group could be admitted within {asked.timeout_s:g} s: "
+                f"{self._groups.waits_for}",
                 code="no_credit",
                 should_retry=False,
             ) from error
@@ -239,7 +244,7 @@ class _Api:
             if not is_told:
                 group.withdraw()
         about = group.describe(str(request.base_url).rstrip("/"))
-        if is_streamed:
+        if asked.stream:
             return GroupStream(group, about, self._sessions.serving.keep_alive_s)
         return JSONResponse(about)
 
@@ -255,7 +260,7 @@ class _Api:
         """Ends a session. Posting the same reward again is allowed."""
         session_id = request.path_params["session_id"]
         self._check_may_reward(request, session_id)
-        outcome = _read_outcome(Fields(_as_json(await read_body(request, MAX_SMALL_BODY_BYTES))))
+        outcome = _read_outcome(await read_body(request, MAX_SMALL_BODY_BYTES))
         try:
             session = self._session_named(request, session_id)
         except SessionOver as over:
@@ -322,7 +327,7 @@ def _bearer(request: Request) -> str:
 
 
 def _is_retry(request: Request) -> bool:
-    """Whether this is a retry of an official client."""
+    """Returns whether this is a retry of an official client."""
     name = "x-stainless-retry-count"
     count = request.headers.get(name, "0")
     if not count.isdecimal() or len(count) > MAX_RETRY_COUNT_DIGITS:
@@ -330,30 +335,13 @@ def _is_retry(request: Request) -> bool:
     return int(count) > 0
 
 
-def _as_json(body: bytes) -> object:
+def _read_outcome(body: bytes) -> Outcome:
+    posted = decode(body, Reward)
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"body: not valid JSON: {error}", param="body") from error
-    if b"\\u" in body:
-        check_whole("body", value)
-    return value
-
-
-def _read_outcome(fields: Fields) -> Outcome:
-    fields.only("reward", "parts")
-    if not fields.has("reward"):
-        raise refuse("reward", "is missing: it must be a number")
-    parts = fields.raw("parts") or {}
-    named = Fields(parts, "parts")
-    try:
-        check_parts(parts)
+        check_parts(posted.parts)
     except ValueError as error:
         raise refuse("parts", str(error)) from error
-    return Outcome(
-        reward=fields.number("reward", 0.0),
-        parts={name: named.number(name, 0.0) for name in parts},
-    )
+    return Outcome(reward=posted.reward, parts=posted.parts)
 
 
 BACKLOG = 4096
@@ -396,7 +384,8 @@ class Endpoint:
         host, port = listening.getsockname()[:2]
         self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         app = _Api(self.sessions, self.groups, self.admin_key).app()
-        self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S))
+        count = self.sessions.serving.count
+        self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S, count=count))
         self.serving = asyncio.create_task(self._serve(self._server, listening))
 
     async def _serve(self, server: _Server, listening: socket.socket) -> None:
@@ -408,12 +397,10 @@ class Endpoint:
         """Writes the address and the admin key, for programs with access to the run's folder."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"url": self.url, "admin_key": self.admin_key}) + "\n"
-        new = path.with_name(f".{path.name}.{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            new.unlink()
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        # A temporary file can be read by its owner only.
+        with NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False) as file:
             file.write(text)
-        new.replace(path)
+        os.replace(file.name, path)
 
     async def close(self) -> None:
         """Ends every session and stops listening. May be called twice."""
@@ -437,17 +424,18 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     """Listens at once, so that no client that has the address is refused."""
-    [(family, kind, _, _, address), *_] = socket.getaddrinfo(
+    [(family, _, _, _, address), *_] = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
-    listening = socket.socket(family, kind)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(BACKLOG)
-        listening.setblocking(False)
+        listening = socket.create_server(
+            address,
+            family=family,
+            backlog=BACKLOG,
+            dualstack_ipv6=family == socket.AF_INET6,
+        )
     except OSError as error:
-        listening.close()
         problem = f"rollout.openai.port={port}: cannot listen on {host}: {error.strerror}"
         raise OSError(error.errno, problem) from error
+    listening.setblocking(False)
     return listening

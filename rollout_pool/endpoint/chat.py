@@ -5,10 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from rollout_pool.endpoint.answers import Answer
+from rollout_pool.endpoint.constraints import read_form
 from rollout_pool.endpoint.errors import refuse
-from rollout_pool.endpoint.forms import read_form
-from rollout_pool.endpoint.schema import Fields, calls_json, message_json, read_messages, read_tool
+from rollout_pool.endpoint.pending_completion import PendingCompletion
+from rollout_pool.endpoint.schema import (
+    ChatRequest,
+    message_json,
+    only,
+    read_messages,
+)
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import (
     ContentStream,
@@ -17,19 +22,8 @@ from rollout_pool.endpoint.stream import (
     logprob_entries,
     rest_of,
 )
-from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.conversation import Message
 from rollout_pool.sampling.stop import before_stop
-
-_FIELDS = (
-    "messages",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "top_logprobs",
-    "max_completion_tokens",
-    "response_format",
-    "modalities",
-)
 
 
 class ChatTurn(Turn):
@@ -37,27 +31,24 @@ class ChatTurn(Turn):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, session: Session, fields: Fields) -> None:
-        super().__init__(session, fields, *_FIELDS)
-        fields.must_be("modalities", [["text"]], "the model only writes text")
-        fields.must_be(
-            "top_logprobs", [0], "only the log-probability of the token itself is recorded"
+    def __init__(self, session: Session, request: ChatRequest) -> None:
+        super().__init__(session, request)
+        only("modalities", request.modalities or ["text"], ["text"], "the model only writes text")
+        why = "only the log-probability of the token itself is recorded"
+        only("top_logprobs", request.top_logprobs, 0, why)
+        self._wants_logprobs = request.logprobs
+        self._messages = read_messages(request.messages)
+        self._tools = tuple(
+            tool.spec(f"tools[{place}]") for place, tool in enumerate(request.tools)
         )
-        self._wants_logprobs = fields.flag("logprobs", False)
-        self._messages = read_messages(fields)
-        self._tools = tuple(read_tool(one) for one in fields.objects("tools"))
         task = session.serving.task
         self._parser = task.tool_parser if task.renderer is None else None
-        form = read_form(fields, self._tools, self._parser, session.serving.tokenizer)
-        self.constrain(fields, form)
-        self._may_call = bool(self._tools) and fields.raw("tool_choice") != "none"
+        form = read_form(request, self._tools, self._parser, session.serving.tokenizer)
+        self.constrain(request, form)
+        self._may_call = bool(self._tools) and request.tool_choice != "none"
         """If False, tool calls in the text are left as text."""
-        limits = [
-            limit
-            for key in ("max_completion_tokens", "max_tokens")
-            if (limit := fields.optional_count(key, at_least=1)) is not None
-        ]
-        self.max_tokens = min(limits, default=None)
+        limits = (request.max_completion_tokens, request.max_tokens)
+        self.max_tokens = min((limit for limit in limits if limit is not None), default=None)
 
     def new_texts(self) -> TextStream | ContentStream:
         tokenizer = self.session.serving.tokenizer
@@ -81,76 +72,76 @@ class ChatTurn(Turn):
         except ValueError as error:  # the template may refuse a conversation
             raise refuse("messages", str(error)) from error
 
-    def _deliver(self, answer: Answer) -> Message:
-        """The message of `answer`, which becomes a turn of the session."""
-        message = self._message(answer)
-        if self.session.deliver(answer, (*self._messages, message)):
-            self._note(answer, message)
+    def _deliver(self, completion: PendingCompletion) -> Message:
+        """The message of `completion`, which becomes a turn of the session."""
+        message = self._message(completion)
+        if self.session.deliver(completion, (*self._messages, message)):
+            self._note(completion, message)
         return message
 
-    def _note(self, answer: Answer, message: Message) -> None:
-        """Lets a later conversation that includes `message` reuse the answer's tokens."""
-        sample = answer.sample
+    def _note(self, completion: PendingCompletion, message: Message) -> None:
+        """Lets a later conversation that includes `message` reuse the sampled tokens."""
+        sample = completion.sample
         self.session.conversations.note(
             (*self._messages, message), self._tools, sample.prompt, sample.output_ids
         )
 
-    def _message(self, answer: Answer) -> Message:
-        sample = answer.sample
+    def _message(self, completion: PendingCompletion) -> Message:
+        sample = completion.sample
         assert sample.finish_reason is not None
-        completion = self.session.serving.chat.parse(
+        parsed = self.session.serving.chat.parse(
             sample.output_ids, sample.finish_reason, sample.prompt, self._tools
         )
-        if not self._may_call or not completion.tool_calls:
-            return Message(role="assistant", content=before_stop(completion.text, self.stop))
+        if not self._may_call or not parsed.tool_calls:
+            return Message(role="assistant", content=before_stop(parsed.text, self.stop))
         calls = tuple(
             dataclasses.replace(call, call_id=f"call_{sample.sample_id}.{place}")
-            for place, call in enumerate(completion.tool_calls)
+            for place, call in enumerate(parsed.tool_calls)
         )
-        content = before_stop(completion.content, self.stop)
+        content = before_stop(parsed.content, self.stop)
         return Message(role="assistant", content=content, tool_calls=calls)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        message = self._deliver(answer)
+    def whole(self, completion: PendingCompletion) -> dict[str, Any]:
+        message = self._deliver(completion)
         return {
             "index": self.index,
             "message": message_json(message),
-            "logprobs": self._logprobs(answer, 0),
-            "finish_reason": _finish_reason(answer, message),
+            "logprobs": self._logprobs(completion, 0),
+            "finish_reason": _finish_reason(completion, message),
         }
 
     def opening(self) -> list[dict[str, Any]]:
         return [self._choice({"role": "assistant", "content": ""})]
 
-    def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        content = self.feed(answer, is_end=False)
-        logprobs = self._logprobs(answer, start)
+    def piece(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        content = self.feed(completion, is_end=False)
+        logprobs = self._logprobs(completion, start)
         if not content and not logprobs:
             return []
         return [self._choice({"content": content}, logprobs)]
 
-    def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        message = self._deliver(answer)
+    def ending(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        message = self._deliver(completion)
         choices = []
-        rest = self.feed(answer, is_end=True)
+        rest = self.feed(completion, is_end=True)
         if isinstance(self.texts, ContentStream):
             unsent = rest_of(message.content, self.streamed)
             self.streamed += unsent
             rest += unsent
         if self.streamed != message.content:
             # Invalid UTF-8 can decode differently in pieces.
-            self._note(answer, dataclasses.replace(message, content=self.streamed))
+            self._note(completion, dataclasses.replace(message, content=self.streamed))
         if rest:
             choices.append(self._choice({"content": rest}))
-        for index, call in enumerate(calls_json(message.tool_calls)):
+        for index, call in enumerate(message_json(message).get("tool_calls", ())):
             choices.append(self._choice({"tool_calls": [{"index": index, **call}]}))
-        reason = _finish_reason(answer, message)
-        return [*choices, self._choice({}, self._logprobs(answer, start), reason)]
+        reason = _finish_reason(completion, message)
+        return [*choices, self._choice({}, self._logprobs(completion, start), reason)]
 
-    def _logprobs(self, answer: Answer, start: int) -> dict[str, Any] | None:
-        if not self._wants_logprobs or start >= answer.sample.num_ready:
+    def _logprobs(self, completion: PendingCompletion, start: int) -> dict[str, Any] | None:
+        if not self._wants_logprobs or start >= completion.sample.num_ready:
             return None
-        entries = logprob_entries(answer.sample, self.session.serving.tokenizer, start)
+        entries = logprob_entries(completion.sample, self.session.serving.tokenizer, start)
         return {"content": entries, "refusal": None}
 
     def _choice(
@@ -163,6 +154,6 @@ class ChatTurn(Turn):
         return {**body, "finish_reason": finish_reason}
 
 
-def _finish_reason(answer: Answer, message: Message) -> str | None:
-    is_call = bool(message.tool_calls) and answer.sample.finish_reason == "stop"
-    return "tool_calls" if is_call else answer.sample.finish_reason
+def _finish_reason(completion: PendingCompletion, message: Message) -> str | None:
+    is_call = bool(message.tool_calls) and completion.sample.finish_reason == "stop"
+    return "tool_calls" if is_call else completion.sample.finish_reason

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_pool.endpoint.answers import Answer
+from rollout_pool.endpoint.constraints import response_form
 from rollout_pool.endpoint.errors import refuse
-from rollout_pool.endpoint.forms import response_form
-from rollout_pool.endpoint.schema import Fields, shown
+from rollout_pool.endpoint.pending_completion import PendingCompletion
+from rollout_pool.endpoint.schema import CompletionRequest, only, shown
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import TextStream, Turn, logprob_entries
-from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.tokenizer import TextTokens
 from rollout_pool.sampling.stop import before_stop
 
@@ -22,18 +22,17 @@ class CompletionTurn(Turn):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, session: Session, fields: Fields) -> None:
-        super().__init__(session, fields, "prompt", "echo", "suffix", "best_of", "response_format")
-        fields.must_be("echo", [False], "the prompt is not repeated")
-        fields.must_be("suffix", [], "the model only continues a text")
-        fields.must_be("best_of", [1], "only one answer is sampled")
-        fields.must_be(
-            "logprobs", [0, 1], "only the log-probability of the token itself is recorded"
-        )
-        self.constrain(fields, response_form(fields))
-        self._wants_logprobs = fields.has("logprobs")
-        self._prompt = _read_prompt(fields, session.serving.num_embeddings)
-        self.max_tokens = fields.count("max_tokens", DEFAULT_MAX_TOKENS, at_least=1)
+    def __init__(self, session: Session, request: CompletionRequest) -> None:
+        super().__init__(session, request)
+        only("echo", request.echo, False, "the prompt is not repeated")
+        only("suffix", request.suffix, None, "the model only continues a text")
+        only("best_of", request.best_of, 1, "only one completion is sampled")
+        why = "only the log-probability of the token itself is recorded"
+        only("logprobs", request.logprobs or 1, 1, why)
+        self.constrain(request, response_form(request.response_format))
+        self._wants_logprobs = request.logprobs is not None
+        self._prompt = _read_prompt(request.prompt, session.serving.num_embeddings)
+        self.max_tokens = request.max_tokens or DEFAULT_MAX_TOKENS
         self._offset = 0
         """Position of the next token's text, among those whose log-probabilities were sent."""
 
@@ -53,8 +52,8 @@ class CompletionTurn(Turn):
         new = prompt[len(known) :]
         return [*tokens, *(text.continuation(new) if new else [])]
 
-    def _deliver(self, answer: Answer) -> str:
-        sample = answer.sample
+    def _deliver(self, completion: PendingCompletion) -> str:
+        sample = completion.sample
         decode = self.session.serving.tokenizer.decode
         whole = decode(sample.output_ids, skip_special_tokens=True)
         text = before_stop(whole, self.stop)
@@ -64,39 +63,41 @@ class CompletionTurn(Turn):
             Message(role="user", content=shown),
             Message(role="assistant", content=text),
         )
-        if self.session.deliver(answer, messages):
-            self._note(answer, text)
-            self._note(answer, whole)  # the next prompt may repeat the text that ended it
+        if self.session.deliver(completion, messages):
+            self._note(completion, text)
+            self._note(completion, whole)  # the next prompt may repeat the text that ended it
         return text
 
-    def _note(self, answer: Answer, text: str) -> None:
-        """Lets a later prompt that begins with this prompt and `text` reuse the answer's tokens."""
+    def _note(self, completion: PendingCompletion, text: str) -> None:
+        """Lets a later prompt that begins with this prompt and `text` reuse the sampled tokens."""
         if isinstance(self._prompt, str):
-            tokens = [*answer.sample.prompt, *answer.sample.output_ids]
+            tokens = [*completion.sample.prompt, *completion.sample.output_ids]
             self.session.texts.note(self._prompt + text, tokens)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        choice = self._choice(answer, self._deliver(answer), 0, answer.sample.finish_reason)
+    def whole(self, completion: PendingCompletion) -> dict[str, Any]:
+        choice = self._choice(
+            completion, self._deliver(completion), 0, completion.sample.finish_reason
+        )
         # A client that sends tokens needs them.
-        return {**choice, "token_ids": list(answer.sample.output_ids)}
+        return {**choice, "token_ids": list(completion.sample.output_ids)}
 
-    def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        return [self._choice(answer, self.feed(answer, is_end=False), start, None)]
+    def piece(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        return [self._choice(completion, self.feed(completion, is_end=False), start, None)]
 
-    def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        self._deliver(answer)
-        text = self.feed(answer, is_end=True)
+    def ending(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        self._deliver(completion)
+        text = self.feed(completion, is_end=True)
         # Invalid UTF-8 can decode differently in pieces.
-        self._note(answer, self.streamed)
-        return [self._choice(answer, text, start, answer.sample.finish_reason)]
+        self._note(completion, self.streamed)
+        return [self._choice(completion, text, start, completion.sample.finish_reason)]
 
     def _choice(
-        self, answer: Answer, text: str, start: int, finish_reason: str | None
+        self, completion: PendingCompletion, text: str, start: int, finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = None
-        if self._wants_logprobs and start < answer.sample.num_ready:
+        if self._wants_logprobs and start < completion.sample.num_ready:
             tokenizer = self.session.serving.tokenizer
-            entries = logprob_entries(answer.sample, tokenizer, start)
+            entries = logprob_entries(completion.sample, tokenizer, start)
             logprobs = {
                 "tokens": [entry["token"] for entry in entries],
                 "token_logprobs": [entry["logprob"] for entry in entries],
@@ -114,15 +115,15 @@ class CompletionTurn(Turn):
         return offsets
 
 
-def _read_prompt(fields: Fields, num_embeddings: int) -> str | list[int]:
-    prompt = fields.raw("prompt")
-    if isinstance(prompt, str) and prompt:
+def _read_prompt(prompt: str | list[int | str], num_embeddings: int) -> str | list[int]:
+    if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
-        if (wrong := next((t for t in prompt if not 0 <= t < num_embeddings), None)) is not None:
-            problem = f"there is no token {shown(wrong)}: the model has 0 to {num_embeddings - 1}"
-            raise refuse("prompt", problem)
-        return prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
-        return prompt[0]
-    raise refuse("prompt", "must be one text or one list of tokens, not empty")
+    tokens = [one for one in prompt if isinstance(one, int)]
+    if len(tokens) < len(prompt):
+        if len(prompt) == 1 and isinstance(prompt[0], str) and prompt[0]:
+            return prompt[0]
+        raise refuse("prompt", "must be one text or one list of tokens, not empty")
+    if (wrong := next((t for t in tokens if not 0 <= t < num_embeddings), None)) is not None:
+        problem = f"there is no token {shown(wrong)}: the model has 0 to {num_embeddings - 1}"
+        raise refuse("prompt", problem)
+    return tokens

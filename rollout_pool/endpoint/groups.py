@@ -24,8 +24,7 @@ from rollout_pool.endpoint.sessions import (
     SessionLost,
     Sessions,
 )
-from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.episode import Episode, EpisodeRequest
 from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt
 
@@ -179,7 +178,7 @@ class ExternalGroup(EpisodeSource):
         }
 
     async def state_in_buffer(self) -> str | None:
-        """What has become of it there; None if it was not pushed, or is forgotten."""
+        """Its state there; None if it was not pushed, or is forgotten."""
         look_up = self._sessions.serving.group_state
         if self.end is not GroupEnd.pushed or look_up is None:
             return None
@@ -252,7 +251,7 @@ class ExternalGroups:
 
     @property
     def waits_for(self) -> str:
-        """What a request for a group waits for."""
+        """The reason why a request for a group waits."""
         if self._is_full:
             most = self._max_groups
             return f"{most} are in progress at this worker (rollout.openai.max_groups={most})"

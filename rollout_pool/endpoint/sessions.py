@@ -1,7 +1,7 @@
 """Sessions: each is one episode, in which an agent or an external program calls the model.
 
 open ──► requests, one after the other or several at once ──► closed (why)
-          each answer that was delivered is a turn              no request is served any more
+          each completion that was delivered is a turn              no request is served any more
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from typing import Any
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.endpoint.answers import RETRY_GRACE_S, Answer
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.episodes.env import Chat, Message, ToolSpec
-from rollout_pool.episodes.episode import Branch, Episode, add_turn
-from rollout_pool.episodes.request import (
+from rollout_pool.endpoint.pending_completion import RETRY_GRACE_S, PendingCompletion
+from rollout_pool.episodes.conversation import Chat, Message, ToolSpec
+from rollout_pool.episodes.episode import (
     HEEDS_INTERRUPT_S,
+    Branch,
+    Episode,
     EpisodeClock,
     EpisodeFailed,
     EpisodeRequest,
+    add_turn,
 )
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
@@ -39,7 +41,7 @@ from rollout_pool.sampling.sample import Completer, Constraint, Sample, SampleFa
 log = logging.getLogger(__name__)
 
 RETRY_WINDOW_S = 120.0
-"""How long a finished answer is kept for a retry."""
+"""How long a finished completion is kept for a retry."""
 KEEP_ALIVE_S = 15.0
 """Longest silence of a stream: proxies close idle connections."""
 MODEL_NAME = "policy"
@@ -48,14 +50,15 @@ CHARACTERS_PER_TOKEN = 16
 """No tokenizer averages as many over a whole text, however long its longest tokens are."""
 NUM_REMEMBERED = 10_000
 """Closed sessions that are remembered, so that late requests get the reason."""
-
-
+MAX_READ_AT_ONCE = 4
+"""Bodies of one session that may be on their way at a time. Further ones wait, unread: who sends
+them slowly must not take the room of the other sessions."""
 RETRY_AFTER_S = 1
 """When a session with too many requests in progress may ask again."""
 
 
 class SessionLost(EpisodeFailed):
-    """An episode that cannot be scored: it has no answer, or its program disconnected."""
+    """An episode that cannot be scored: it has no completion, or its program disconnected."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -87,7 +90,7 @@ class Serving:
     grammars: Grammars
     model: str = MODEL_NAME
     grace_s: float = RETRY_GRACE_S
-    """How long an answer whose client disconnected waits for a retry."""
+    """How long a completion whose client disconnected waits for a retry."""
     keep_alive_s: float = KEEP_ALIVE_S
     count: Callable[[str], None] = _count_nothing
     """Counts a request that a limit refused."""
@@ -102,8 +105,8 @@ class Serving:
 
     @property
     def max_tokens(self) -> int:
-        """Limit of a conversation: prompts and answers together."""
-        return self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        """Limit of a conversation: prompts and completions together."""
+        return self.rollout.longest_trajectory
 
 
 class Session:
@@ -117,28 +120,27 @@ class Session:
         self.conversations = Conversations(serving.chat)
         self.texts = Texts()
         self.messages: tuple[Message, ...] = ()
-        """The conversation that was answered last."""
+        """The conversation that the model completed last."""
         self.clock = EpisodeClock(serving.task.episode_timeout_s)
         """Paused while any of its samples waits for a slot or may not go on."""
         self.num_turns = 0
         self.is_full = False
-        """Whether a request was too long for the remaining context, or the session reached a
-        limit."""
+        """A request was too long for the remaining context, or the session reached a limit."""
         self.failure: SampleFailed | TimeoutError | None = None
         """Why sampling failed; the engines' fault, not the agent's."""
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         """Set when the reward is posted."""
+        self.reading = asyncio.Semaphore(MAX_READ_AT_ONCE)
+        """Held while a request's body is read."""
         self.over_because: str | None = None
         """Set when it is closed."""
         self._branches: list[Branch] = []
-        self._answers: list[Answer] = []
-        self._is_cut = False
-        """Whether its time is over."""
+        self._completions: list[PendingCompletion] = []
         self._refused: deque[bytes] = deque(maxlen=NUM_REMEMBERED)
         """Fingerprints of requests that max_requests refused and that have not been retried."""
         self._num_begun = 0
         self._num_old_tokens = 0
-        """Of answers too old for a retry."""
+        """Tokens of completions that are too old for a retry."""
         self._num_active = 0
         self._last_active = time.monotonic()
 
@@ -157,12 +159,12 @@ class Session:
     def activity(self) -> Iterator[None]:
         """Marks the session as active while a request is served."""
         self._num_active += 1
-        self.request.activity.note(requests=1)
+        self.request.samples.activity.note(requests=1)
         try:
             yield
         finally:
             self._num_active -= 1
-            self.request.activity.note(requests=-1)
+            self.request.samples.activity.note(requests=-1)
             self._last_active = time.monotonic()
 
     async def wait_idle(self, timeout_s: float) -> None:
@@ -204,18 +206,18 @@ class Session:
         )
 
     def was_refused(self, fingerprint: bytes) -> bool:
-        """Whether the first attempt of this retry got 429. It then has no answer to join: one with
-        the same fingerprint belongs to another request."""
+        """Returns whether the first attempt of this retry got 429. It then has none to join: a
+        completion with the same fingerprint belongs to another request."""
         with contextlib.suppress(ValueError):
             self._refused.remove(fingerprint)
             return True
         return False
 
     def _check_spent(self, num_more: int) -> None:
-        """Raises ApiError if the session may not have `num_more` answers, or has had all its
+        """Raises ApiError if the session may not have `num_more` completions, or has had all its
         tokens."""
         limits = self.serving.rollout.openai
-        num_tokens = self._num_old_tokens + sum(len(a.sample.output_ids) for a in self._answers)
+        num_tokens = self._num_old_tokens + sum(len(a.sample.output_ids) for a in self._completions)
         for what, spent, more, most, setting in (
             ("answers", self._num_begun, num_more, limits.max_answers, "max_answers"),
             ("tokens", num_tokens, 1, limits.max_session_tokens, "max_session_tokens"),
@@ -232,29 +234,29 @@ class Session:
                 should_retry=False,
             )
 
-    def again(self, fingerprint: bytes) -> Answer | None:
-        """The answer that a retry of this request wants, of several the one most likely missed;
+    def again(self, fingerprint: bytes) -> PendingCompletion | None:
+        """The completion that a retry of this request wants, of several the one most likely missed;
         None if there is none."""
         now = time.monotonic()
-        known, self._answers = self._answers, []
-        # All answers of one request stay as long as any of them.
+        known, self._completions = self._completions, []
+        # All completions of one request stay as long as any of them.
         wanted = {
-            answer.fingerprint[:-1]
-            for answer in known
-            if answer.ended_at is None
-            or now - answer.ended_at < RETRY_WINDOW_S
-            or answer.num_readers
+            completion.fingerprint[:-1]
+            for completion in known
+            if completion.ended_at is None
+            or now - completion.ended_at < RETRY_WINDOW_S
+            or completion.num_readers
         }
-        for answer in known:
-            if answer.fingerprint[:-1] in wanted:
-                self._answers.append(answer)
+        for completion in known:
+            if completion.fingerprint[:-1] in wanted:
+                self._completions.append(completion)
             else:
-                self._num_old_tokens += len(answer.sample.output_ids)
-                self._give_up(answer)
+                self._num_old_tokens += len(completion.sample.output_ids)
+                self._give_up(completion)
         same = [
-            answer
-            for answer in self._answers
-            if answer.fingerprint == fingerprint and not answer.has_failed
+            completion
+            for completion in self._completions
+            if completion.fingerprint == fingerprint and not completion.has_failed
         ]
         return min(same, key=lambda one: (one.is_delivered, one.num_readers), default=None)
 
@@ -267,19 +269,19 @@ class Session:
         sampling: SamplingParams,
         stop: Sequence[str],
         constraint: Constraint | None,
-    ) -> list[Answer]:
-        """Starts answers of at most `max_tokens`, each to the first text of `stop`; all or none.
-        `fingerprints`: of their request, each with the answer's index as the last byte.
+    ) -> list[PendingCompletion]:
+        """Starts completions of at most `max_tokens`, each to the first text of `stop`; all or
+        none. `fingerprints`: that of their request, each with its index as the last byte.
 
         Raises ApiError if the prompt is too long, or the session has had what it may.
         """
-        if self._is_cut:
+        if self.clock.is_over:
             why = f"session {self.session_id} is over: its time is up"
             raise ApiError(410, why, code="session_over", should_retry=False)
         self._check_spent(len(fingerprints))
         room = self.serving.max_tokens - len(prompt)
         if room < 1:
-            raise self._no_room("messages", f"{len(prompt)}, so there is no room for an answer")
+            raise self._no_room("messages", f"{len(prompt)}, so there is no room for a completion")
         limits = (room, max_tokens, self.serving.task.max_turn_tokens)
         max_new_tokens = min(limit for limit in limits if limit is not None)
         begun = []
@@ -288,18 +290,18 @@ class Session:
                 self._num_begun,
                 prompt,
                 max_new_tokens,
-                self.clock,
                 sampling=sampling,
                 stop=stop,
                 constraint=constraint,
+                branches=self._branches,
             )
             self._num_begun += 1
             begun.append(
-                Answer(
+                PendingCompletion(
                     sample, self._complete, fingerprint=fingerprint, grace_s=self.serving.grace_s
                 )
             )
-        self._answers += begun
+        self._completions += begun
         return begun
 
     def check_size(self, param: str, num_characters: int, num_parts: int = 0) -> None:
@@ -323,25 +325,24 @@ class Session:
             code="context_length_exceeded",
         )
 
-    def deliver(self, answer: Answer, messages: tuple[Message, ...]) -> bool:
-        """Makes `answer` a turn, since a client receives it; `messages` include it at their end.
+    def deliver(self, completion: PendingCompletion, messages: tuple[Message, ...]) -> bool:
+        """Makes `completion` a turn, since a client receives it; `messages` end with it.
+
         One without a token, cut at the episode's timeout, is none. False if it was delivered
         already."""
-        if answer.is_delivered:
+        if completion.is_delivered:
             return False
-        answer.delivered.set()
-        self.request.on_end(answer.sample)
-        if answer.sample.output_ids:
-            add_turn(self._branches, answer.sample)
+        completion.delivered.set()
+        self.request.samples.end(completion.sample)
+        if completion.sample.output_ids:
+            add_turn(self._branches, completion.sample)
             self.messages = messages
             self.num_turns += 1
         return True
 
     async def _complete(self, sample: Sample) -> None:
         try:
-            has_ended = await self.request.complete(
-                sample, self.serving.completer, self.clock, is_over=lambda: self._is_cut
-            )
+            has_ended = await self.request.complete(sample, self.serving.completer, self.clock)
         except ConstraintFailed:
             raise  # the agent asked for what can't be
         except (SampleFailed, TimeoutError) as error:
@@ -353,7 +354,7 @@ class Session:
     # The end --------------------------------------------------------------------------------------
 
     def episode(self, *, end: str, outcome: Outcome | None, error: str | None = None) -> Episode:
-        """The answers delivered so far. Raises SessionLost if there are none."""
+        """The completions delivered so far. Raises SessionLost if there are none."""
         if self.num_turns == 0:
             why = f": {error}" if error else ""
             raise SessionLost(f"session {self.session_id} got no token of the model{why}")
@@ -368,37 +369,41 @@ class Session:
         )
 
     async def cut_short(self) -> None:
-        """Ends the session at its time limit: answers that a client waits for are cut and
+        """Ends the session at its time limit: completions that a client waits for are cut and
         delivered, new requests are refused."""
-        self._is_cut = True
-        awaited = [answer for answer in self._answers if answer.is_running and answer.num_readers]
-        for answer in awaited:
-            self.serving.completer.interrupt(answer.sample)
+        self.clock.is_over = True
+        awaited = [
+            completion
+            for completion in self._completions
+            if completion.is_running and completion.num_readers
+        ]
+        for completion in awaited:
+            self.serving.completer.interrupt(completion.sample)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEEDS_INTERRUPT_S):
-                for answer in awaited:
-                    await answer.wait()
-                    if not answer.has_failed:
-                        await answer.delivered.wait()
+                for completion in awaited:
+                    await completion.wait()
+                    if not completion.has_failed:
+                        await completion.delivered.wait()
 
-    async def stop_answers(self) -> None:
-        """Cancels the answers in progress."""
-        await end_tasks(answer.task for answer in self._answers)
-        for answer in self._answers:
-            self._give_up(answer)
+    async def stop_completions(self) -> None:
+        """Cancels the completions in progress."""
+        await end_tasks(completion.task for completion in self._completions)
+        for completion in self._completions:
+            self._give_up(completion)
 
-    def _give_up(self, answer: Answer) -> None:
+    def _give_up(self, completion: PendingCompletion) -> None:
         """No client will receive it, unless one has."""
-        if answer.is_delivered:
+        if completion.is_delivered:
             return
-        if not answer.has_failed:
-            answer.drop()
-        self.request.on_end(answer.sample)
+        if not completion.has_failed:
+            completion.drop()
+        self.request.samples.end(completion.sample)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Closed:
-    """What is remembered of a closed session."""
+    """The part of a closed session that is remembered."""
 
     session_id: str
     why: str
@@ -429,7 +434,7 @@ class Sessions:
         key = f"sk-leash-{secrets.token_urlsafe(24)}"
         request = replace(request, session=f"{request.session}-{secrets.token_hex(3)}")
         session = self._open[_digest(key)] = Session(key, request, self.serving)
-        request.activity.note(sessions=1)
+        request.samples.activity.note(sessions=1)
         return session
 
     def find(self, key: str) -> Session:
@@ -457,12 +462,12 @@ class Sessions:
         if self._open.pop(digest, None) is None:
             return
         session.over_because = why
-        session.request.activity.note(sessions=-1)
+        session.request.samples.activity.note(sessions=-1)
         outcome = session.outcome.result() if session.outcome.done() else None
         self._closed[digest] = Closed(session_id=session.session_id, why=why, outcome=outcome)
         while len(self._closed) > NUM_REMEMBERED:
             self._closed.popitem(last=False)
-        await session.stop_answers()
+        await session.stop_completions()
 
     async def close_all(self, why: str) -> None:
         await asyncio.gather(*(self.close(one, why) for one in list(self._open.values())))
@@ -474,22 +479,22 @@ def _digest(key: str) -> bytes:
 
 
 class Conversations:
-    """The conversations of one session, each ending with an answer of the model.
+    """The conversations of one session, each ending with a completion of the model.
 
-        request 1   [system, user]                   rendered whole             -> answer a
-        request 2   [system, user, a, tool]          tokens of 1 and a, + tool  -> answer b
-        request 3   [system, user, a, tool, b, user] tokens of 2 and b, + user  -> answer c
-        request 4   [system, summary]                rendered whole: a branch   -> answer d
+        request 1   [system, user]                   rendered whole             -> completion a
+        request 2   [system, user, a, tool]          tokens of 1 and a, + tool  -> completion b
+        request 3   [system, user, a, tool, b, user] tokens of 2 and b, + user  -> completion c
+        request 4   [system, summary]                rendered whole: a branch   -> completion d
 
     Clients send text. Tokenizing the model's text again need not give the tokens that it sampled,
-    and then the log-probabilities would not match. So messages that a session has already answered
+    and then the log-probabilities would not match. So messages that a session has already completed
     keep their original tokens, and only new text is tokenized.
     """
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._tokens: dict[bytes, tuple[list[int], list[int]]] = {}
-        """Digest of messages up to an answer -> the tokens before it, and its own."""
+        """Digest of messages up to a completion -> the tokens before it, and its own."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """The prompt's tokens. They extend those of the longest known conversation that `messages`
@@ -497,23 +502,23 @@ class Conversations:
         for place, digest in reversed(list(enumerate(_digests(messages, tools), start=1))):
             known, new = self._tokens.get(digest), messages[place:]
             if known is not None and new and all(m.role != "assistant" for m in new):
-                return self._chat.follow(*known, new, tools)
-        return self._chat.first(messages, tools)
+                return self._chat.next_prompt(*known, new, tools)
+        return self._chat.first_prompt(messages, tools)
 
     def note(
         self,
         messages: Sequence[Message],
         tools: Sequence[ToolSpec],
         prompt: list[int],
-        answer: list[int],
+        completion: list[int],
     ) -> None:
-        """`answer` has the tokens of the last of `messages`, `prompt` those before it."""
+        """`completion` has the tokens of the last of `messages`, `prompt` those before it."""
         *_, digest = _digests(messages, tools)
-        self._tokens[digest] = prompt, answer
+        self._tokens[digest] = prompt, completion
 
 
 class Texts:
-    """The same for plain text: each prompt with its answer, and the tokens of both."""
+    """The same for plain text: each prompt with its completion, and the tokens of both."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, list[int]] = {}
@@ -521,7 +526,7 @@ class Texts:
     def known_start(self, text: str) -> tuple[str, list[int]]:
         """The longest known prefix of `text`, and its tokens."""
         start = max(
-            # A copy: this may run in a thread while another answer is noted.
+            # A copy: this may run in a thread while another completion is noted.
             (known for known in list(self._tokens) if text.startswith(known)),
             key=len,
             default="",

@@ -1,7 +1,7 @@
-"""Sends an answer to the client, as one JSON object or as server-sent events.
+"""Sends a completion to the client, as one JSON object or as server-sent events.
 
-The client may disconnect at any moment. That ends the sending here; `Answer.reading` decides what
-happens to the answer.
+The client may disconnect at any moment. That ends the sending here; `PendingCompletion.reading`
+decides what becomes of the completion.
 """
 
 from __future__ import annotations
@@ -12,55 +12,48 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from configs.choices import ToolParser
 from rollout_pool.cancelling import unless_gone
-from rollout_pool.endpoint.answers import Answer
+from rollout_pool.endpoint.constraints import FORM_FIELDS, read_constraint
 from rollout_pool.endpoint.errors import ApiError, refuse
-from rollout_pool.endpoint.forms import FORM_FIELDS, read_constraint
-from rollout_pool.endpoint.schema import (
-    SHARED,
-    Fields,
-    check_shared,
-    read_n,
-    read_sampling,
-    read_stop,
-    read_stream,
-)
+from rollout_pool.endpoint.pending_completion import PendingCompletion
+from rollout_pool.endpoint.schema import ModelRequest, check_shared, read_sampling
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.episodes.request import constraint_of
+from rollout_pool.episodes.episode import constraint_of
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.episodes.tool_calls import OPEN, PYTHON_TAG
 from rollout_pool.sampling.grammars import ConstraintFailed
 from rollout_pool.sampling.sample import Constraint, Priority, Sample, SampleFailed
 from rollout_pool.sampling.stop import first_stop, safe_length
 
-T = TypeVar("T")
+BROKEN = "\ufffd"
+"""Stands in decoded text for bytes that are no character, or only a part of one."""
 
 
-async def ended(answer: Answer, session: Session) -> None:
-    """Waits until `answer` has ended. Raises ApiError if it failed."""
-    await answer.wait()
-    error = None if answer.task.cancelled() else answer.task.exception()
-    if answer.task.cancelled() or answer.is_dropped:
+async def ended(completion: PendingCompletion, session: Session) -> None:
+    """Waits until `completion` has ended. Raises ApiError if it failed."""
+    await completion.wait()
+    error = None if completion.task.cancelled() else completion.task.exception()
+    if completion.task.cancelled() or completion.is_dropped:
         why = "its client disconnected for too long"
         if session.over_because is not None:
             why = f"session {session.session_id} is over: {session.over_because}"
         raise ApiError(
-            410, f"this answer was given up: {why}", code="session_over", should_retry=False
+            410, f"this completion was given up: {why}", code="session_over", should_retry=False
         )
     if isinstance(error, ConstraintFailed):
         raise ApiError(
-            400, f"the answer can't go on in its form: {error}", should_retry=False
+            400, f"the completion can't go on in its form: {error}", should_retry=False
         ) from error
     if isinstance(error, SampleFailed | TimeoutError):
         # The sampler has already retried as often as the settings allow.
         raise ApiError(
-            503, f"no engine gave an answer: {error}", code="sample_failed", should_retry=False
+            503, f"no engine gave a completion: {error}", code="sample_failed", should_retry=False
         ) from error
     if error is not None:
         raise error
@@ -91,12 +84,12 @@ def event_of(body: Mapping[str, Any]) -> bytes:
 
 
 class Stream(EventStream):
-    """The answers of one request as server-sent events."""
+    """The completions of one request as server-sent events."""
 
-    def __init__(self, turn: Turn, answers: Sequence[Answer]) -> None:
+    def __init__(self, turn: Turn, completions: Sequence[PendingCompletion]) -> None:
         super().__init__()
         self._turn = turn
-        self._answers = answers
+        self._completions = completions
         self._news = asyncio.Event()
         self._request_id = ""
 
@@ -107,33 +100,33 @@ class Stream(EventStream):
 
     async def _send(self, send: Send) -> None:
         async with AsyncExitStack() as reading:
-            for answer in self._answers:
-                await reading.enter_async_context(answer.reading())
-                answer.news.add(self._news)
-                reading.callback(answer.news.discard, self._news)
+            for completion in self._completions:
+                await reading.enter_async_context(completion.reading())
+                completion.news.add(self._news)
+                reading.callback(completion.news.discard, self._news)
             await self.send_events(send)
 
     async def events(self) -> AsyncGenerator[bytes]:
         turn = self._turn
-        running = dict(enumerate(zip(turn.each(), self._answers, strict=True)))
+        running = dict(enumerate(zip(turn.each(), self._completions, strict=True)))
         sent = dict.fromkeys(running, 0)
         for writer, _ in running.values():
             for choice in writer.opening():
                 yield self._chunk(choice)
         while running:
             self._news.clear()
-            for index, (writer, answer) in list(running.items()):
-                if not answer.is_running:
+            for index, (writer, completion) in list(running.items()):
+                if not completion.is_running:
                     try:
-                        await ended(answer, turn.session)
+                        await ended(completion, turn.session)
                     except ApiError as error:
                         yield event_of(error.body(self._request_id))
                         return
-                    choices = writer.ending(answer, sent[index])
+                    choices = writer.ending(completion, sent[index])
                     del running[index]
-                elif answer.sample.num_ready > sent[index]:
-                    choices = writer.piece(answer, sent[index])
-                    sent[index] = answer.sample.num_ready
+                elif completion.sample.num_ready > sent[index]:
+                    choices = writer.piece(completion, sent[index])
+                    sent[index] = completion.sample.num_ready
                 else:
                     continue
                 for choice in choices:
@@ -141,13 +134,13 @@ class Stream(EventStream):
             if running and not await is_set_within(self._news, turn.session.serving.keep_alive_s):
                 yield b": the model has nothing new yet\n\n"
         if turn.wants_usage:
-            yield self._chunk(usage=usage(self._answers))
+            yield self._chunk(usage=usage(self._completions))
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         # Usage, if requested, is null in all chunks but the last.
         extra = {"usage": usage} if self._turn.wants_usage else {}
-        body = self._turn.about(self._answers, self._turn.chunk_kind)
+        body = self._turn.about(self._completions, self._turn.chunk_kind)
         return event_of({**body, "choices": choices, **extra})
 
 
@@ -163,7 +156,7 @@ async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
 class Turn(ABC):
     """One request to one of the two endpoints, and how its response is written.
 
-    Constructed from the request's fields; raises ApiError naming one that can't be served.
+    Constructed from the request; raises ApiError naming a field that can't be served.
     """
 
     kind: str
@@ -174,42 +167,45 @@ class Turn(ABC):
     """Prefix of its id."""
     max_tokens: int | None
     texts: TextStream | ContentStream
-    """Of the answer that it writes; set by `each`."""
+    """The stream of the completion that it writes; set by `each`."""
 
-    def __init__(self, session: Session, fields: Fields, *allowed: str) -> None:
-        fields.only(*SHARED, *allowed)
-        check_shared(fields, session.serving.model)
+    def __init__(self, session: Session, request: ModelRequest) -> None:
+        check_shared(request, session.serving.model)
         self.sampling = read_sampling(
-            fields,
+            request,
             session.request.sampling,
             may_override=session.serving.rollout.openai.sampling_overrides,
             is_trained=session.request.priority is Priority.rollout,
         )
         self.session = session
-        self.is_streamed, self.wants_usage = read_stream(fields)
-        self.n = read_n(fields)
-        stop = read_stop(fields)
-        self.stop = tuple(session.serving.task.stop) if stop is None else stop
+        self.is_streamed = request.stream
+        options = request.stream_options
+        self.wants_usage = options is not None and bool(options.include_usage)
+        self.n = request.n
+        stop = session.serving.task.stop if request.stop is None else request.stop
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self.constraint: Constraint | None = None
         self._form_field = ""
         """The request's field that asks for it."""
         self.index = 0
-        """Of the answer that it writes, among the n of the request."""
+        """Place of the completion that it writes, among the n of the request."""
         self.streamed = ""
         """Text that was streamed."""
         self._held = ""
-        """Text that may be the beginning of one that ends the answer."""
+        """Text that may be the beginning of one that ends the completion."""
 
-    def constrain(self, fields: Fields, grammar: str) -> None:
-        """Takes what the request, and else the run, wants of the answer's form. Raises ApiError."""
-        serving, request = self.session.serving, self.session.request
+    def constrain(self, request: ModelRequest, grammar: str) -> None:
+        """Takes the form that the request, and else the run, wants. Raises ApiError."""
+        serving, episode = self.session.serving, self.session.request
         usual = constraint_of(serving.task)
-        wanted = read_constraint(fields, grammar, usual, serving.num_embeddings, serving.max_tokens)
+        wanted = read_constraint(
+            request, grammar, usual, serving.num_embeddings, serving.max_tokens
+        )
         if wanted == Constraint():
             return
-        asked = next((name for name in FORM_FIELDS if fields.has(name)), "")
-        is_trained = request.priority is Priority.rollout
-        if wanted != usual and is_trained and not request.sampling.is_truncated:
+        asked = next((name for name in FORM_FIELDS if getattr(request, name, None)), "")
+        is_trained = episode.priority is Priority.rollout
+        if wanted != usual and is_trained and not episode.sampling.is_truncated:
             raise refuse(
                 asked,
                 "needs rollout.sampling.top_k, which this run has not set: tokens are trained on "
@@ -225,11 +221,11 @@ class Turn(ABC):
             try:
                 await self.session.serving.grammars.check(self.constraint)
             except ConstraintFailed as error:
-                problem = f"no answer can have this form: {error}"
+                problem = f"no completion can have this form: {error}"
                 raise refuse(self._form_field, problem) from error
 
     def each(self) -> Iterator[Turn]:
-        """One for each of the request's answers, to write them side by side."""
+        """One for each of the request's completions, to write them side by side."""
         for index in range(self.n):
             turn = copy.copy(self)
             turn.index, turn.texts = index, turn.new_texts()
@@ -243,23 +239,23 @@ class Turn(ABC):
         """The prompt's tokens. Raises ApiError. May be called in a thread."""
 
     @abstractmethod
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The choice of a response in one piece; marks the answer as delivered."""
+    def whole(self, completion: PendingCompletion) -> dict[str, Any]:
+        """The choice of a response in one piece; marks the completion as delivered."""
 
     def opening(self) -> list[dict[str, Any]]:
         """Choices of a stream's first chunks."""
         return []
 
     @abstractmethod
-    def piece(self, answer: Answer, start: int) -> list[dict[str, Any]]:
+    def piece(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
         """Choices of the next chunks; tokens before `start` have been sent."""
 
     @abstractmethod
-    def ending(self, answer: Answer, start: int) -> list[dict[str, Any]]:
-        """Choices of the last chunks; marks the answer as delivered."""
+    def ending(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        """Choices of the last chunks; marks the completion as delivered."""
 
-    def begin(self, prompt: list[int], fingerprints: Sequence[bytes]) -> list[Answer]:
-        """Starts answers to a rendered `prompt`. Raises ApiError."""
+    def begin(self, prompt: list[int], fingerprints: Sequence[bytes]) -> list[PendingCompletion]:
+        """Starts completions to a rendered `prompt`. Raises ApiError."""
         return self.session.begin(
             prompt,
             self.max_tokens,
@@ -269,31 +265,38 @@ class Turn(ABC):
             constraint=self.constraint,
         )
 
-    def feed(self, answer: Answer, *, is_end: bool) -> str:
+    def feed(self, completion: PendingCompletion, *, is_end: bool) -> str:
         """The text of the tokens that arrived since the last call, up to one of `stop`."""
-        sample = answer.sample
+        sample = completion.sample
         text = self._held + self.texts.feed(sample.output_ids[: sample.num_ready], is_end=is_end)
         if self.stop:
             end = safe_length(text, self.stop)
-            # A content stream leaves white space out, so its rest comes from the parsed answer.
+            # A content stream leaves white space out: its rest comes from the parsed completion.
             is_exact = isinstance(self.texts, TextStream)
             is_last = is_end and is_exact and first_stop(text, self.stop) is None
             text, self._held = (text, "") if is_last else (text[:end], text[end:])
         self.streamed += text
         return text
 
-    def result(self, answers: Sequence[Answer]) -> dict[str, Any]:
+    def result(self, completions: Sequence[PendingCompletion]) -> dict[str, Any]:
         """The response in one piece."""
-        choices = [turn.whole(answer) for turn, answer in zip(self.each(), answers, strict=True)]
-        return {**self.about(answers, self.kind), "choices": choices, "usage": usage(answers)}
-
-    def about(self, answers: Sequence[Answer], kind: str) -> dict[str, Any]:
-        """Fields that all responses share; `leash` holds what OpenAI's API has no field for."""
-        versions = [span.version for one in answers for span in one.sample.version_spans]
+        choices = [
+            turn.whole(completion)
+            for turn, completion in zip(self.each(), completions, strict=True)
+        ]
         return {
-            "id": f"{self.prefix}-{answers[0].sample.sample_id}",
+            **self.about(completions, self.kind),
+            "choices": choices,
+            "usage": usage(completions),
+        }
+
+    def about(self, completions: Sequence[PendingCompletion], kind: str) -> dict[str, Any]:
+        """Fields that all responses share; `leash` holds what OpenAI's API has no field for."""
+        versions = [span.version for one in completions for span in one.sample.version_spans]
+        return {
+            "id": f"{self.prefix}-{completions[0].sample.sample_id}",
             "object": kind,
-            "created": answers[0].created,
+            "created": completions[0].created,
             "model": self.session.serving.model,
             "leash": {
                 "session": self.session.session_id,
@@ -303,9 +306,9 @@ class Turn(ABC):
         }
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    given = len(answers[0].sample.prompt)
-    written = sum(len(answer.sample.output_ids) for answer in answers)
+def usage(completions: Sequence[PendingCompletion]) -> dict[str, Any]:
+    given = len(completions[0].sample.prompt)
+    written = sum(len(completion.sample.output_ids) for completion in completions)
     return {
         "prompt_tokens": given,
         "completion_tokens": written,
@@ -314,12 +317,12 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def logprob_entries(sample: Sample, tokenizer: Tokenizer, start: int) -> list[dict[str, Any]]:
-    """Log-probabilities of the tokens from `start` on, including the one that ends the answer."""
+    """Log-probabilities of the tokens from `start` on, including the one that ends them."""
     entries = []
     ready = slice(start, sample.num_ready)
     for token, logprob in zip(sample.output_ids[ready], sample.logprobs[ready], strict=True):
         text = tokenizer.decode([token])
-        is_whole = "\ufffd" not in text
+        is_whole = BROKEN not in text
         entries.append(
             {
                 "token": text,
@@ -331,7 +334,6 @@ def logprob_entries(sample: Sample, tokenizer: Tokenizer, start: int) -> list[di
     return entries
 
 
-_BROKEN = "\ufffd"
 _MARKERS = {ToolParser.hermes: OPEN, ToolParser.llama3_json: PYTHON_TAG}
 MAX_BROKEN_TOKENS = 8
 """A character has at most four bytes, so text incomplete for longer stays invalid."""
@@ -356,7 +358,7 @@ class TextStream:
             return ""
         before = self._decode(tokens[self._start : self._sent])
         text = self._decode(tokens[self._start :])
-        waits = text.endswith(_BROKEN) and len(tokens) - self._sent < MAX_BROKEN_TOKENS
+        waits = text.endswith(BROKEN) and len(tokens) - self._sent < MAX_BROKEN_TOKENS
         if waits and not is_end:
             return ""
         self._start, self._sent = self._sent, len(tokens)
@@ -376,7 +378,7 @@ def rest_of(content: str, streamed: str) -> str:
 class ContentStream:
     """The same up to the first tool call. White space is held back until text follows, since
     around calls it is no content. Without a `parser` (task.renderer) nothing is content before the
-    whole answer is parsed."""
+    whole completion is parsed."""
 
     def __init__(self, tokenizer: Tokenizer, parser: ToolParser | None) -> None:
         self.sent = ""

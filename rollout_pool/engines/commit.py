@@ -3,6 +3,9 @@
     prepare ── pause ── load ── which version are you at? ── continue ──► CommitReport
                  └─ pause_s: only last tokens are decoded ───────┘
 
+An engine that serves versions of an adapter beside each other takes one without a pause; if the
+load fails, but for a time-out, it serves on as before.
+
 With weight_sync.pause_mode=drain the engine's requests end before all that. With resubmit those in
 flight end with their tokens so far and are sent again; with retract and in_place they pause and
 then continue. If a step before the load fails, the engine continues at its old
@@ -18,15 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.choices import PauseMode
-from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.engine import EngineControl, Strategy, TornEngine
 from rollout_pool.sampling.engine_client import EngineError
-
-
-class TornEngine(EngineError):
-    """The engine's weights or state are unknown: it must never decode again, only be restarted.
-
-    The message names the engine and what failed.
-    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -37,41 +33,27 @@ class CommitReport:
     version: int
     strategy: str
     pause_s: float
-    """From the call that stops decoding to the return of the one that resumes it."""
+    """From the call that stops decoding to the return of the one that resumes it; 0 for one that
+    was not paused."""
     stop_s: float
     """Part of `pause_s`: until the running requests have paused, or have ended with a last token.
     """
     load_s: float
-    """Part of `pause_s`."""
+    """Part of `pause_s`, if there was one."""
     paused_at: float
-    """Unix time."""
-
-
-class Strategy:
-    """One way to load a staged version into an engine. New for each start of a server."""
-
-    name: str
-    """Its value of weight_sync.commit."""
-
-    async def check(self) -> None:
-        """Raises ValueError, naming the setting and the fix, if it can't work with this server."""
-
-    async def prepare(self, folder: Path) -> None:
-        """Work that can be done while the engine still decodes. Raises EngineError."""
-
-    async def load(self, version: int, folder: Path) -> None:
-        """Load `folder`/model.safetensors into the paused engine. May raise anything."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Free what is kept between commits."""
+    """Unix time; of the load, if there was no pause."""
 
 
 class Committer:
-    """Switches one engine from version to version. One call at a time."""
+    """Switches one engine from version to version. One call at a time.
 
-    def __init__(self, client: SGLangClient, strategy: Strategy, pause_mode: PauseMode) -> None:
-        self._client = client
+    committer = Committer(engine.client, engine.strategy(config), PauseMode.resubmit)
+    report = await committer.commit(7, Path("/dev/shm/leash-run/receiver-0/1"))
+    report.pause_s          the engine decoded nothing for so long
+    """
+
+    def __init__(self, client: EngineControl, strategy: Strategy, pause_mode: PauseMode) -> None:
+        self.client = client
         self._strategy = strategy
         self._pause_mode = pause_mode
         self._torn: str | None = None
@@ -84,7 +66,7 @@ class Committer:
         Raises EngineError.
         """
         self._is_drained = True  # an error may leave it paused
-        self._is_drained = await self._client.drain(limit_s)
+        self._is_drained = await self.client.drain(limit_s)
 
     async def undo_drain(self) -> None:
         """Serve on at the old version; does nothing after a commit. Raises TornEngine."""
@@ -92,7 +74,7 @@ class Committer:
             return
         self._is_drained = False
         try:
-            await self._client.resume()
+            await self.client.resume()
         except EngineError as error:
             self._torn = f"it does not resume after it has drained: {error}"
             raise self._tear() from error
@@ -107,6 +89,8 @@ class Committer:
         if self._torn is not None:
             raise self._tear()
         await self._strategy.prepare(folder)
+        if not self._strategy.pauses:
+            return await self._load_beside(version, folder)
         self._torn = f"the commit of version {version} was cancelled"
         paused_at, pause_began = time.time(), time.perf_counter()
         if not self._is_drained:
@@ -116,10 +100,10 @@ class Committer:
             load_at = time.perf_counter()
             await self._strategy.load(version, folder)
             load_s = time.perf_counter() - load_at
-            served = await self._client.served_version()
+            served = await self.client.served_version()
             if served != version:
                 raise EngineError(f"the engine reports version {served}")
-            await self._client.resume()
+            await self.client.resume()
         except Exception as error:
             what = str(error) or type(error).__name__
             self._torn = f"the commit of version {version} failed: {what}"
@@ -127,7 +111,7 @@ class Committer:
         pause_s = time.perf_counter() - pause_began
         self._torn = None
         return CommitReport(
-            engine=self._client.name,
+            engine=self.client.name,
             version=version,
             strategy=self._strategy.name,
             pause_s=pause_s,
@@ -136,13 +120,28 @@ class Committer:
             paused_at=paused_at,
         )
 
+    async def _load_beside(self, version: int, folder: Path) -> CommitReport:
+        """Loads the version for new requests; those that run keep theirs."""
+        began_at, load_at = time.time(), time.perf_counter()
+        await self._strategy.load(version, folder)
+        load_s = time.perf_counter() - load_at
+        return CommitReport(
+            engine=self.client.name,
+            version=version,
+            strategy=self._strategy.name,
+            pause_s=0.0,
+            stop_s=0.0,
+            load_s=load_s,
+            paused_at=began_at,
+        )
+
     async def _pause(self) -> None:
         """Stops decoding; a pause that fails is undone, since it may have taken effect."""
         try:
-            await self._client.pause(self._pause_mode)
+            await self.client.pause(self._pause_mode)
         except EngineError as error:
             try:
-                await self._client.resume()
+                await self.client.resume()
             except EngineError:
                 self._torn = f"it neither pauses nor resumes: {error}"
                 raise self._tear() from error
@@ -150,4 +149,4 @@ class Committer:
             raise
 
     def _tear(self) -> TornEngine:
-        return TornEngine(f"{self._client.name} must be restarted: {self._torn}")
+        return TornEngine(f"{self.client.name} must be restarted: {self._torn}")

@@ -1,48 +1,40 @@
-"""One SGLang server as a child process: start, readiness, end."""
+"""The protocol of an engine: what its actor, the weights' way and the benchmarks ask of any kind.
+
+    engine = make_engine(spec)                        kinds.py knows which class that is
+    await engine.start()                              EngineInfo: its URL, for its clients
+    strategy = engine.strategy(config)                one way to load a staged version
+    await engine.client.pause(PauseMode.resubmit)     the calls of a commit: commit.py
+    await strategy.load(7, folder)
+    await engine.client.resume()
+    await engine.stop()
+
+Each kind has a folder of its own: an Engine, its EngineControl, its strategies.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
 import os
-import shutil
-import socket
 import sys
-import time
-import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-import psutil
+from buffer.probes import Agreement, Probes
+from configs.choices import PauseMode
+from configs.rollout_schema import EngineConfig, RolloutConfig
+from configs.schema import WeightSyncConfig
+from processes.leftovers import list_path
+from rollout_pool.sampling.engine_client import EngineClient, EngineError
+from rollout_pool.types import AdapterSpec
+from tensors.pictures import has_pictures
 
-from configs.choices import Dtype, PauseMode
-from configs.environment import asked_directly
-from configs.rollout_schema import EngineConfig
-from processes import tree
-from processes.child import Child
-from processes.leftovers import write_list
-from processes.logs import last_lines
-from processes.socket_folder import make_socket_folder
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.sampling.engine_client import EngineError
 
-log = logging.getLogger(__name__)
+class TornEngine(EngineError):
+    """The engine's weights or state are unknown: it must never decode again, only be restarted.
 
-PORT_ATTEMPTS = 3
-SHARED_MEMORY_BYTES = 2**20
-"""Shared memory that a server of one rank needs; without it its scheduler dies of SIGBUS, minutes
-later."""
-SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
-"""Per rank where there are several, since they communicate through it."""
-THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
-"""Cores of each rank; without it SGLang starts at most one rank for each NUMA node."""
-RESTART_STOP_S = 5.0
-"""Longest wait for a server to exit before it is killed."""
-PROBE_INTERVAL_S = 0.25
-PROGRESS_INTERVAL_S = 10.0
-LOOK_INTERVAL_S = 2.0
-LOG_TAIL_LINES = 20
+    The message names the engine and what failed.
+    """
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -63,7 +55,48 @@ class EngineSpec:
     """Sampling seed; must differ between engines, or they would draw the same samples."""
     key: str = field(repr=False)
     context_length: int | None = None
-    """Most tokens of a request with its answer; None: what SGLang finds in the model's config."""
+    """Most tokens of a request with its completion; None: what the engine finds in the model's
+    config."""
+    adapter: AdapterSpec | None = None
+    """Its versions are committed; None: weights are."""
+    has_pictures: bool = False
+    """The model takes pictures."""
+
+
+def engine_spec(
+    name: str,
+    rollout: RolloutConfig,
+    run_dir: Path,
+    *,
+    model_path: str,
+    trust_remote_code: bool,
+    host: str,
+    num_threads: int,
+    uses_gpu: bool,
+    key: str,
+    seed: int = 0,
+    pause_mode: PauseMode = PauseMode.resubmit,
+    adapter: AdapterSpec | None = None,
+) -> EngineSpec:
+    """Describes an engine that serves `rollout`, with room for its longest trajectory, and keeps
+    its log and the list of its leftovers in `run_dir`."""
+    return EngineSpec(
+        name=name,
+        config=rollout.engine,
+        pause_mode=pause_mode,
+        model_path=model_path,
+        trust_remote_code=trust_remote_code,
+        host=host,
+        log_path=run_dir / "logs" / f"{name}.log",
+        leftovers_path=list_path(run_dir, name),
+        num_threads=num_threads,
+        uses_gpu=uses_gpu,
+        seed=seed,
+        key=key,
+        context_length=rollout.longest_trajectory,
+        adapter=adapter,
+        has_pictures=has_pictures(model_path, trust_remote_code=trust_remote_code),
+    )
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -73,314 +106,113 @@ class EngineInfo:
     pid: int
 
 
-class SGLangEngine:
-    """Owns one server process, its folder of sockets and its log. Used in one event loop."""
+class EngineControl(EngineClient, Protocol):
+    """The connection of the process that owns an engine. Every call may raise EngineError.
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
-        self._server: _Server | None = None
-        self._client: SGLangClient | None = None
-        self._info: EngineInfo | None = None
-        self._reserved: socket.socket | None = None
-        """Reserves the port for the next server after one has died."""
+    Implementation: SGLangClient (sglang/client.py).
+    """
+
+    async def responds(self, timeout_s: float) -> bool:
+        """Returns whether the server responds at all; it may be loading weights or be paused."""
+        ...
+
+    async def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache has room for."""
+        ...
+
+    async def drain(self, limit_s: float) -> bool:
+        """Waits until all requests have ended, and pauses the engine then: none is inside, and no
+        cached prefix. Returns False if some still run after `limit_s`. For an engine that is sent
+        no new ones; any that were on their way end first, too."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stops decoding: running requests pause, or end if they are to be sent again; new ones
+        wait outside."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def served_version(self) -> int: ...
+
+    async def compare(self, probes: Probes) -> Agreement:
+        """Compares the server with the trainer. Raises EngineError if it serves another version
+        than that of `probes`; no commit may begin meanwhile."""
+        ...
+
+    async def weight_hashes(self, timeout_s: float) -> Mapping[str, Sequence[str]]:
+        """Hashes of each parameter, one of each rank that has it. It decodes nothing meanwhile."""
+        ...
+
+
+class Strategy:
+    """One way to load a staged version into an engine. New for each start of a server."""
+
+    name: str
+    """In records of commits."""
+    pauses: bool = True
+    """The engine must be paused for `load`."""
+
+    async def check(self) -> None:
+        """Raises ValueError, naming the setting and the fix, if it can't work with this server."""
+
+    async def prepare(self, folder: Path) -> None:
+        """Work that can be done while the engine still decodes. Raises EngineError."""
+
+    async def load(self, version: int, folder: Path) -> None:
+        """Load `folder`/model.safetensors into the engine. May raise anything; where it does not
+        pause, the engine then serves on as before."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Free what is kept between commits."""
+
+
+class Engine(Protocol):
+    """Owns one server: its processes, their leftovers and its log. Used in one event loop.
+
+    Implementation: SGLangEngine (sglang/engine.py).
+    """
+
+    spec: EngineSpec
 
     @property
-    def info(self) -> EngineInfo:
-        assert self._info is not None, "start() comes first"
-        return self._info
+    def info(self) -> EngineInfo: ...
 
     @property
-    def has_server(self) -> bool:
-        return self._client is not None
-
-    @property
-    def client(self) -> SGLangClient:
-        assert self._client is not None, "start() comes first"
-        return self._client
+    def client(self) -> EngineControl:
+        """To the server that runs now: another one after a restart. Raises EngineError if there is
+        none."""
+        ...
 
     async def start(self) -> EngineInfo:
-        """Start the server on a free port and wait until it is ready.
+        """Starts the server on a free port and waits until it is ready.
 
         Raises EngineError with the end of its log if it dies or is not ready within
         `rollout.engine.start_timeout_s`.
         """
-        deadline = time.monotonic() + self.spec.config.start_timeout_s
-        for attempts_left in reversed(range(PORT_ATTEMPTS)):
-            self._reserved = _reserve_port(self.spec.host)
-            try:
-                return await self._start_at(self._reserved, deadline)
-            except BaseException as error:
-                self._let_port_go()
-                was_taken = "address already in use" in self.log_tail().lower()
-                if not (isinstance(error, EngineError) and was_taken and attempts_left):
-                    raise
-                log.warning("%s: its port was taken, trying another", self.spec.name)
-        raise AssertionError("unreachable")
-
-    def _check_shared_memory(self) -> None:
-        needed = shared_memory_bytes(self.spec.config.tp_size)
-        free = shutil.disk_usage(tree.SHARED_MEMORY).free
-        if free < needed:
-            raise EngineError(
-                f"{self.spec.name}: no room in {tree.SHARED_MEMORY} for its server, which "
-                f"needs {needed} bytes; {free} bytes are free. Delete files there, or make it "
-                "larger (in a container: --shm-size)"
-            )
+        ...
 
     async def restart(self) -> EngineInfo:
-        """End what is left of the server and start another one, at the same URL if there was one.
-        Raises EngineError like `start`; it may be called again then.
-        """
-        if self._reserved is None:
-            return await self.start()
-        await self._end_server(RESTART_STOP_S)
-        deadline = time.monotonic() + self.spec.config.start_timeout_s
-        return await self._start_at(self._reserved, deadline)
-
-    async def _start_at(self, reserved: socket.socket, deadline: float) -> EngineInfo:
-        port = int(reserved.getsockname()[1])
-        self._check_shared_memory()
-        self._launch(port)
-        try:
-            return await self._wait_ready(port, deadline)
-        except BaseException:
-            await self._end_server(RESTART_STOP_S)
-            raise
+        """Ends what is left of the server and starts another one, at the same URL if there was
+        one. Raises EngineError like `start`; it may be called again then."""
+        ...
 
     async def wait_dead(self) -> int:
         """Returns the server's exit code once it has ended, also after `stop`."""
-        assert self._server is not None, "start() comes first"
-        return await self._server.child.exit()
+        ...
 
     async def stop(self, timeout_s: float = 10.0) -> None:
-        """End the server and its processes, and remove what they left."""
-        try:
-            await self._end_server(timeout_s)
-        finally:
-            self._let_port_go()
+        """Ends the server and its processes, and removes what they left."""
+        ...
 
-    async def _end_server(self, timeout_s: float) -> None:
-        client, self._client = self._client, None
-        try:
-            if self._server is not None:
-                await asyncio.to_thread(self._server.stop, timeout_s)
-        finally:
-            if client is not None:
-                await client.close()
+    def strategy(self, config: WeightSyncConfig) -> Strategy:
+        """The strategy of weight_sync.commit, for the server that runs now."""
+        ...
 
-    def _let_port_go(self) -> None:
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
-
-    def log_tail(self) -> str:
-        return last_lines(self.spec.log_path, LOG_TAIL_LINES)
-
-    def _launch(self, port: int) -> None:
-        spec = self.spec
-        served_name = f"leash-{spec.name}-{uuid.uuid4().hex[:8]}"  # unique
-        self._server = _Server(served_name, server_arguments(spec, served_name, port), spec)
-        self._client = SGLangClient(
-            spec.name,
-            _url(spec.host, port),
-            key=spec.key,
-            request_timeout_s=spec.config.request_timeout_s,
-            has_prefix_cache=spec.config.radix_cache,
-            keys_prefix_by_version=spec.pause_mode is PauseMode.in_place,
-            has_overlap_schedule=spec.uses_gpu,
-            needs_seeds=spec.config.deterministic,
-        )
-
-    async def _wait_ready(self, port: int, deadline: float) -> EngineInfo:
-        server, started = self._server, time.monotonic()
-        assert server is not None
-        next_word, next_look = started + PROGRESS_INTERVAL_S, started
-        while not await self.client.is_ready(server.served_name, timeout_s=5.0):
-            now = time.monotonic()
-            if (exit_code := server.child.wait(0.0)) is not None:
-                raise EngineError(f"{self._failed_start('ended')} (exit code {exit_code})")
-            if now > deadline:
-                limit = f"rollout.engine.start_timeout_s={self.spec.config.start_timeout_s:g}"
-                raise EngineError(self._failed_start(f"was not ready within {limit}"))
-            if now > next_word:
-                log.info("%s: starting for %.0f s", self.spec.name, now - started)
-                next_word += PROGRESS_INTERVAL_S
-            if now > next_look:  # a killed server leaves what it has created
-                server.note_family()
-                next_look = now + LOOK_INTERVAL_S
-            # There is an event for the end of a process, but none for its readiness.
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.child.exit(), PROBE_INTERVAL_S)
-        # SGLang tries it itself, but without its warm-up before it listens. On a CPU each flush of
-        # the cache collects garbage: half a second if all that was imported is walked through.
-        await self.client.freeze_garbage()
-        log.info("%s: ready after %.1f s", self.spec.name, time.monotonic() - started)
-        server.note_family()
-        self._info = EngineInfo(
-            name=self.spec.name,
-            url=_url(self.spec.host, port),
-            pid=server.child.pid,
-        )
-        return self._info
-
-    def _failed_start(self, what: str) -> str:
-        return (
-            f"{self.spec.name}: the SGLang server {what} during its start; the last lines of "
-            f"{self.spec.log_path}:\n{self.log_tail()}\n"
-        )
-
-
-class _Server:
-    """The process, and the list of what it leaves if it is killed."""
-
-    def __init__(self, served_name: str, arguments: list[str], spec: EngineSpec) -> None:
-        self.served_name = served_name
-        self._socket_folder = str(make_socket_folder("leash-sglang-"))
-        self._shared_memory: frozenset[Path] = frozenset()
-        self._children: list[psutil.Process] = []
-        self._leftovers_path = spec.leftovers_path
-        self._note_leftovers()
-        command = [sys.executable, "-m", "rollout_pool.engines.sglang_server", self._socket_folder]
-        self.child = Child(
-            [*command, *arguments],
-            spec.log_path,
-            secret=spec.key,
-            environment=engine_environment(spec),
-        )
-
-    def note_family(self) -> None:
-        """Notes what a killed server would leave: children and shared memory."""
-        family = tree.family(self.child.pid)
-        self._children = family[1:]
-        if not (found := tree.shared_memory_files(family)) <= self._shared_memory:
-            self._shared_memory |= found
-            self._note_leftovers()
-
-    def _note_leftovers(self) -> None:
-        write_list(
-            self._leftovers_path, [self._socket_folder, *sorted(map(str, self._shared_memory))]
-        )
-
-    def stop(self, timeout_s: float) -> None:
-        """Blocks. Also removes what a killed server has left."""
-        children = [*self._children, *tree.descendants(self.child.pid)]
-        self.child.stop(timeout_s, whole_group=False)  # `tree.kill` ends the right ones
-        tree.kill(children, timeout_s)
-        for path in self._shared_memory:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self._socket_folder, ignore_errors=True)
-        self._leftovers_path.unlink(missing_ok=True)
+    def log_tail(self) -> str: ...
 
 
 def program_path() -> str:
-    """PATH of a server: SGLang looks there for the programs of its own packages, such as ninja."""
+    """PATH of a server: the programs of its own packages, such as ninja, stand beside Python."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-def engine_environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables of a server's process, beside those of this one."""
-    environment = {"PATH": program_path()}
-    # SGLang warms up by requests to its own address, which a proxy would answer.
-    environment |= asked_directly([spec.host])
-    if spec.context_length is not None:
-        # By itself SGLang takes no more than max_position_embeddings with YaRN.
-        environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
-    if not spec.uses_gpu:
-        environment["OMP_NUM_THREADS"] = str(spec.num_threads)
-        # Ray does not hide GPUs from an actor without any, and SGLang would take the first.
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-        if (tp_size := spec.config.tp_size) > 1 and THREADS_BIND not in os.environ:
-            cores = sorted(os.sched_getaffinity(0))
-            shares = [cores[rank::tp_size] or cores for rank in range(tp_size)]
-            environment[THREADS_BIND] = "|".join(",".join(map(str, share)) for share in shares)
-    if not any(word.startswith("--dist-init-addr") for word in spec.config.extra_args):
-        # All ranks and their sender run on this machine. By default gloo listens where the host
-        # name points, and it accepts every connection.
-        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = "lo"
-    return environment
-
-
-def shared_memory_bytes(tp_size: int) -> int:
-    return SHARED_MEMORY_BYTES if tp_size == 1 else tp_size * SHARED_MEMORY_BYTES_OF_RANKS
-
-
-def _reserve_port(host: str) -> socket.socket:
-    """A free port, held until the socket is closed.
-
-    The server binds its port only after loading its model. Until then a bound socket that does not
-    listen reserves the port, and SO_REUSEADDR on both lets the server bind it.
-    """
-    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        holder.bind((host, 0))
-    except OSError as error:
-        holder.close()
-        raise EngineError(
-            f"no server can listen on cluster.host={host!r} on this machine: {error}"
-        ) from error
-    return holder
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-CONTEXT_MARGIN = 8
-"""SGLang refuses prompts that come within 6 tokens of its context length, and cuts answers 2 tokens
-before it."""
-CPU_TOTAL_TOKENS = 65536
-"""KV cache of a server without a GPU: SGLang would size it by the machine's whole memory."""
-
-
-def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]:
-    """Arguments after the module's name.
-
-    On a GPU SGLang chooses attention and sampling kernels itself. `config.extra_args` come last, so
-    they override the others.
-    """
-    config = spec.config
-    arguments = ["--model-path", spec.model_path, "--served-model-name", served_name]
-    arguments += ["--host", spec.host, "--port", str(port)]
-    dtype = _dtype(config.dtype, spec.uses_gpu)
-    arguments += ["--tp-size", str(config.tp_size), "--dtype", dtype]
-    arguments += ["--max-running-requests", str(config.max_running_requests)]
-    arguments += ["--random-seed", str(spec.seed)]
-    arguments += ["--skip-tokenizer-init"]  # token ids in, token ids out
-    # Each part of an answer has only the new tokens, not all so far.
-    arguments += ["--incremental-streaming-output"]
-    arguments += ["--log-level-http", "warning"]  # no line per request
-    if spec.context_length is not None:
-        arguments += ["--context-length", str(spec.context_length + CONTEXT_MARGIN)]
-    if spec.trust_remote_code:
-        arguments += ["--trust-remote-code"]
-    if not config.radix_cache:
-        arguments += ["--disable-radix-cache"]
-    if config.deterministic:
-        arguments += ["--enable-deterministic-inference"]
-    if dtype != "float32":
-        # As the trainer computes them: logits rounded to bfloat16 are off by up to 0.06.
-        arguments += ["--enable-fp32-lm-head"]
-    max_total_tokens = config.max_total_tokens
-    if spec.uses_gpu:
-        if config.mem_fraction is not None:
-            arguments += ["--mem-fraction-static", str(config.mem_fraction)]
-        if spec.pause_mode is PauseMode.in_place:
-            # With overlap a batch sampled with the old weights is processed after the commit, and
-            # its tokens get the new version. A retracting pause processes it first.
-            arguments += ["--disable-overlap-schedule"]
-    else:
-        arguments += ["--device", "cpu", "--attention-backend", "torch_native"]
-        arguments += ["--sampling-backend", "pytorch", "--disable-cuda-graph"]
-        arguments += ["--disable-overlap-schedule", "--skip-server-warmup"]
-        arguments += ["--sleep-on-idle"]  # an idle scheduler would busy-wait on a whole core
-        max_total_tokens = max_total_tokens or CPU_TOTAL_TOKENS
-    if max_total_tokens is not None:
-        arguments += ["--max-total-tokens", str(max_total_tokens)]
-    return arguments + list(config.extra_args)
-
-
-def _dtype(dtype: Dtype, uses_gpu: bool) -> str:
-    if dtype is Dtype.auto:
-        return "bfloat16" if uses_gpu else "float32"
-    return str(dtype.value)

@@ -14,9 +14,9 @@ import asyncio
 import logging
 import time
 from asyncio import Future
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
@@ -24,24 +24,28 @@ from urllib.parse import urlsplit
 from buffer.run_state import RunState
 from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
-from processes.silence import Answers
+from processes.silence import Probe
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.commit import CommitReport, Committer, TornEngine
+from rollout_pool.engines.commit import CommitReport, Committer
+from rollout_pool.engines.engine import TornEngine
+from rollout_pool.engines.read_back import ReadBack
 from rollout_pool.sampling.engine_client import EngineError
 from weight_sync.receiver.client import ReceiverClient, StagedVersion
-from weight_sync.types import WeightSyncError
+from weight_sync.types import Manifest, WeightSyncError
 
 log = logging.getLogger(__name__)
 
 LONG_POLL_S = 30.0
 CALL_TIMEOUT_S = 10.0
-"""For calls that a healthy receiver answers at once."""
+"""For calls that a healthy receiver replies to at once."""
 LOOK_AGAIN_S = 0.5
 """Time before the next try: a receiver that restarts at another address is not announced."""
-ANSWER_TIMEOUT_S = 5.0
+RESPONSE_TIMEOUT_S = 5.0
 """For an engine that is about to commit; a slower one is tried again later."""
 SLACK_S = 30.0
 """By how much the gate and the hold outlast a commit."""
+COMPARE_S = 30.0
+"""For a comparison with the trainer, which may queue behind other requests."""
 MAX_FAILURES = 3
 """The engine is restarted after so many commits in a row that could not begin."""
 
@@ -58,9 +62,11 @@ class WeightFollower:
     config: WeightSyncConfig
     state: RunState
     committer: Committer
-    answers: Answers
-    """Whether the engine's server answers within a time."""
+    responds: Probe
+    """Returns whether the engine's server responds within a time."""
     pin: VersionPin
+    read_back: ReadBack | None
+    """None: the engine holds its weights in another dtype."""
     _client: ReceiverClient | None = field(default=None, init=False)
     _served: int = field(default=-1, init=False)
     _num_failures: int = field(default=0, init=False)
@@ -84,7 +90,7 @@ class WeightFollower:
             await self.state.record_commits({self.engine: self._served})
 
     async def _try(self, offered: StagedVersion) -> bool:
-        """Whether a version was committed. Raises TornEngine."""
+        """Returns whether a version was committed. Raises TornEngine."""
         try:
             return await self._take(offered)
         except TornEngine:
@@ -120,7 +126,7 @@ class WeightFollower:
             return None
 
     async def _take(self, offered: StagedVersion) -> bool:
-        """Whether a version was committed; if not, the engine serves what it served before."""
+        """Returns whether a version was committed; if not, the engine serves the one before."""
         seen_at, offered_at, before = time.time(), time.monotonic(), self._served
         if not await self._is_alive():
             return False
@@ -147,6 +153,7 @@ class WeightFollower:
                         if staged.version != offered.version:  # a newer one arrived meanwhile
                             seen_at, offered_at = time.time(), time.monotonic()
                             self.pin.take(staged.version)
+                        manifest = await self._manifest_to_read_back(staged)
                         report = await self._commit(staged)
                     finally:  # also if it was cancelled as it got the hold
                         await self._let_go(staged)
@@ -157,22 +164,60 @@ class WeightFollower:
         finally:
             await self.state.leave_commit(self.engine)
         record: dict[str, float | int | str] = {
-            "engine": report.engine,
-            "version": report.version,
-            "strategy": report.strategy,
+            **asdict(report),
             "from_version": before,
             "seen_at": seen_at,
+            "merge_s": staged.merge_s,
             "gate_wait_s": gate_wait_s,
             "drain_s": drain_s,
             "staged_to_commit_s": time.monotonic() - offered_at,
-            "paused_at": report.paused_at,
-            "resumed_at": report.paused_at + report.pause_s,
-            "pause_s": report.pause_s,
-            "stop_s": report.stop_s,
-            "load_s": report.load_s,
+            "resumed_at": report.paused_at + (report.pause_s or report.load_s),
         }
         await self.state.append_metrics(record, "commit")
+        if manifest is not None:
+            await self._read_back(manifest)
+        await self._compare()
         return True
+
+    async def _manifest_to_read_back(self, staged: StagedVersion) -> Manifest | None:
+        """Read while the version is held; None if the engine is not to be read back."""
+        if self.read_back is None or not self.read_back.is_due(staged.version):
+            return None
+        try:
+            return await asyncio.to_thread(Manifest.read, Path(staged.path))
+        except (OSError, ValueError) as error:
+            log.warning("%s is not read back: no manifest of its version: %s", self.engine, error)
+            return None
+
+    async def _read_back(self, manifest: Manifest) -> None:
+        """The engine serves the version and decodes. Raises TornEngine if it did not take it."""
+        assert self.read_back is not None
+        try:
+            digest = (await self.read_back.read(manifest)).digest
+        except TornEngine:
+            raise
+        except EngineError as error:
+            log.warning("%s is not read back: %s", self.engine, error)
+            return
+        version = manifest.version
+        if other := await self.state.other_weights(version, self.engine, digest):
+            what = f"holds other weights than {other} at version {version}"
+            log.warning("%s %s", self.engine, what)
+            event = {"event": "engines_differ", "who": self.engine, "detail": what}
+            await self.state.append_metrics(event, "weights_event")
+
+    async def _compare(self) -> None:
+        """Compare with the trainer, if it has left probes of this version: now, since no other can
+        answer before the next commit. A failure costs the comparison alone."""
+        if (probes := await self.state.probes(self._served)) is None:
+            return
+        try:
+            async with asyncio.timeout(COMPARE_S):
+                found = await self.committer.client.compare(probes)
+        except (EngineError, TimeoutError) as error:
+            log.warning("%s was not compared with the trainer: %r", self.engine, error)
+        else:
+            await self.state.append_metrics(found.record(), "agreement")
 
     @property
     def _drains(self) -> bool:
@@ -207,7 +252,7 @@ class WeightFollower:
 
     async def _is_alive(self) -> bool:
         """A stalled engine must not block the gate."""
-        if await self.answers(ANSWER_TIMEOUT_S):
+        if await self.responds(RESPONSE_TIMEOUT_S):
             return True
         log.warning("%s does not answer and leaves the gate", self.engine)
         return False
@@ -233,25 +278,29 @@ class WeightFollower:
     # The staged copy is held while the engine reads it -----------------------------------------
 
     async def _hold(self, staged: StagedVersion) -> bool:
-        """Whether the version is still staged; if not, there is a newer one or no receiver."""
+        """Returns whether the version is still staged; if not, there is a newer one or no
+        receiver."""
         assert self._client is not None
         ttl_s = self.config.commit_timeout_s + SLACK_S
+        return await self._ask(
+            self._client.hold(staged.version, self.engine, ttl_s, timeout_s=CALL_TIMEOUT_S)
+        )
+
+    async def _let_go(self, staged: StagedVersion) -> None:
+        """Best effort: a hold expires by itself."""
+        if self._client is not None:
+            asking = self._client.let_go(staged.version, self.engine, timeout_s=CALL_TIMEOUT_S)
+            await self._ask(asking)
+
+    async def _ask(self, asking: Awaitable[None]) -> bool:
+        """Returns whether the receiver did as it was asked."""
         try:
-            await self._client.hold(staged.version, self.engine, ttl_s, timeout_s=CALL_TIMEOUT_S)
+            await asking
         except WeightSyncError as error:
             log.warning("%s: %s", self.engine, error)
             await self.forget_receiver()
             return False
         return True
-
-    async def _let_go(self, staged: StagedVersion) -> None:
-        """Best effort: a hold expires by itself."""
-        if self._client is not None:
-            try:
-                await self._client.let_go(staged.version, self.engine, timeout_s=CALL_TIMEOUT_S)
-            except WeightSyncError as error:
-                log.warning("%s: %s", self.engine, error)
-                await self.forget_receiver()
 
     async def forget_receiver(self) -> None:
         """Closes the connection; the receiver is looked up again."""
@@ -269,8 +318,8 @@ def receiver_at(host: str, receivers: Mapping[str, str]) -> tuple[str, str] | No
 class VersionPin:
     """Coordinates an evaluation, which pins an engine to a version, with the engine's follower.
 
-        free ──► wanted ── the engine serves it ──► pinned ── release ──► free
-                    └── it went past it, it was lost, given up ─────────────▲
+        free ──► wanted ── the engine serves it or a later one ──► pinned ── release ──► free
+                    └── it was lost, given up ─────────────────────────────────────────────▲
 
     State changes are atomic, in one event loop: between `take` and `note_served` no evaluation is
     promised the version that is about to be replaced.
@@ -279,13 +328,13 @@ class VersionPin:
     def __init__(self) -> None:
         self._served = -1
         self._taken = -1
-        """The version being committed, else the served one."""
+        """The version that the engine is committing; between commits, the one that it serves."""
         self._wanted: int | None = None
         self._outcome: Future[bool] | None = None
         self._is_pinned, self._is_free = asyncio.Event(), asyncio.Event()
         self._is_free.set()
         self.is_away = False
-        """Pinned at some time since the follower last set this to False."""
+        """An evaluation has pinned the engine since the follower last set this to False."""
 
     @property
     def is_pinned(self) -> bool:
@@ -294,9 +343,9 @@ class VersionPin:
     # The evaluation's side ------------------------------------------------------------------------
 
     async def want(self, version: int, timeout_s: float) -> bool:
-        """Whether the engine now serves exactly this version until `release`. Waits for it; False
-        at once if it is past it, or if another version is wanted."""
-        if self._wanted is not None or self._taken > version:
+        """Waits until the engine serves this version or a later one, and pins it there until
+        `release`. Returns False at once if another evaluation wants it."""
+        if self._wanted is not None:
             return False
         self._wanted = version
         self._outcome = outcome = asyncio.get_running_loop().create_future()
@@ -322,11 +371,9 @@ class VersionPin:
     # The engine's side ----------------------------------------------------------------------------
 
     def take(self, version: int) -> bool:
-        """Whether this version may be committed now; if so, `note_served` must follow."""
+        """Returns whether this version may be committed now; if so, `note_served` must follow."""
         if self.is_pinned:
             return False
-        if self._wanted is not None and version > self._wanted:
-            self.release()  # the wanted version was skipped
         self._taken = version
         return True
 
@@ -347,7 +394,7 @@ class VersionPin:
         await self._is_free.wait()
 
     def _look(self) -> None:
-        if self._wanted is None or not self._served == self._taken == self._wanted:
+        if self._wanted is None or not self._served == self._taken >= self._wanted:
             return
         self.is_away = True
         self._is_pinned.set()

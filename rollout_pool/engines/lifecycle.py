@@ -19,16 +19,16 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import psutil
 
+from buffer.probes import Agreement
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
 from processes import tree
 from processes.silence import wait_silent
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.commit import Committer, Strategy
-from rollout_pool.engines.engine import EngineInfo, SGLangEngine
+from rollout_pool.engines.commit import Committer
+from rollout_pool.engines.engine import Engine, EngineControl, EngineInfo, Strategy
 from rollout_pool.engines.follower import VersionPin, WeightFollower
-from rollout_pool.engines.strategies import make_strategy
+from rollout_pool.engines.read_back import ReadBack, WeightsNotTaken
 from rollout_pool.sampling.engine_client import EngineError
 
 log = logging.getLogger(__name__)
@@ -43,9 +43,16 @@ CLEAR_UP_S = 5.0
 
 @dataclass(eq=False)
 class EngineLife:
-    """Owns an engine and keeps it at the newest version. Used in one event loop."""
+    """Owns an engine and keeps it at the newest version. Used in one event loop.
 
-    engine: SGLangEngine
+    life = EngineLife(make_engine(spec), config=config, key=key, state=state)
+    await life.start()                              it serves, and follows its receiver
+    await life.hold(7, wait_s=60, limit_s=600)      for an evaluation of version 7
+    await life.release()
+    await life.leave(drain_s=60)
+    """
+
+    engine: Engine
     _: KW_ONLY
     config: WeightSyncConfig
     key: str
@@ -53,14 +60,18 @@ class EngineLife:
     state: RunState
     _living: asyncio.Task[str] | None = field(default=None, init=False)
     _num_restarts: int = field(default=0, init=False)
+    _has_untaken: bool = field(default=False, init=False)
+    """It did not take weights: the next server would not either."""
     _pin: VersionPin = field(default_factory=VersionPin, init=False)
     _guarding: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def start(self) -> EngineInfo:
-        """Raises EngineError if the server does not start, ValueError if it can't commit as set."""
+        """Raises EngineError if the server does not start, ValueError if it can't commit as set,
+        or has no room for the longest trajectory."""
         info = await self.engine.start()
         try:
-            await self._check_strategy()
+            await self._check_room()
+            await self.engine.strategy(self.config).check()
         except BaseException:
             await self.engine.stop()
             raise
@@ -81,12 +92,39 @@ class EngineLife:
             await asyncio.Event().wait()
         return self._living.result()
 
+    async def compare(self) -> Agreement:
+        """How engine and trainer agree, as soon as the engine serves a version: where engines
+        commit in turn, the trainer goes on after the first. Raises EngineError if it is given up,
+        or the trainer has left no probes of its version."""
+        assert self._living is not None, "start() comes first"
+        serving = asyncio.create_task(self._wait_serving())
+        try:
+            ends = {serving, self._living}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                raise EngineError(f"{self.engine.spec.name} {self._living.result()}")
+            version = serving.result()
+        finally:
+            await end_tasks({serving})
+        if (probes := await self.state.probes(version)) is None:
+            name = self.engine.spec.name
+            raise EngineError(f"{name}: the trainer has left nothing to compare at {version}")
+        return await self.engine.client.compare(probes)
+
+    async def _wait_serving(self) -> int:
+        """The version that it serves."""
+        name, served = self.engine.spec.name, await self.state.engine_versions()
+        while name not in served:
+            served = await self.state.wait_engines_changed(served, LOOK_AGAIN_S)
+        return served[name]
+
     async def hold(self, version: int, wait_s: float, limit_s: float) -> bool:
-        """Reserves the engine at exactly `version`, for which it waits up to `wait_s`.
+        """Reserves the engine at one version, the first from `version` on that it serves; waits for
+        it up to `wait_s`.
 
         Until `release`, at the latest after `limit_s`, it is not among the run's engine_versions,
-        so router and admission ignore it. False if the version is past or not reached, or if it is
-        the only engine; it is released when the other engines are gone.
+        so router and admission ignore it. False if no such version is reached, or if it is the only
+        engine; it is released when the other engines are gone.
         """
         if not self._pin.is_pinned:
             await self._end_guard()  # of a hold that was lost with the server
@@ -133,9 +171,8 @@ class EngineLife:
         ended by then goes on at another engine, with the tokens that it has."""
         await self._end_living()
         await self.state.forget_engine(self.engine.spec.name)
-        if self.engine.has_server:
-            with contextlib.suppress(EngineError):  # it may be dead already
-                await self.engine.client.drain(drain_s)
+        with contextlib.suppress(EngineError):  # it may be dead already
+            await self.engine.client.drain(drain_s)
         await self.engine.stop()
         await self.state.remove_engine(self.engine.spec.name)
 
@@ -148,18 +185,28 @@ class EngineLife:
         if self._living is not None:
             await end_tasks({self._living}, CLEAR_UP_S)
 
-    async def _check_strategy(self) -> None:
-        strategy = self._strategy()
-        try:
-            await strategy.check()
-        finally:
-            await strategy.close()
-
-    def _strategy(self) -> Strategy:
-        spec = self.engine.spec
-        return make_strategy(
-            self.engine.client, self.config, tp_size=spec.config.tp_size, host=spec.host
+    async def _check_room(self) -> None:
+        """An engine silently cuts a completion that does not fit in its whole KV cache."""
+        spec, config = self.engine.spec, self.engine.spec.config
+        if (longest := spec.context_length) is None:
+            return
+        if longest <= (room := await self.engine.client.num_kv_tokens()):
+            return
+        by_memory = spec.uses_gpu and config.max_total_tokens is None
+        name = "mem_fraction" if by_memory else "max_total_tokens"
+        value = config.mem_fraction if by_memory else config.max_total_tokens
+        raise ValueError(
+            f"rollout.engine.{name}={'null' if value is None else value}: the KV cache of "
+            f"{spec.name} has room for {room} tokens, and a trajectory may have "
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}; raise the one, "
+            "or lower the others"
         )
+
+    def _read_back(self) -> ReadBack | None:
+        spec = self.engine.spec
+        if spec.config.rounds_weights or spec.adapter is not None:  # its weights stay the base's
+            return None
+        return ReadBack(self.engine.client, self.config.commit_timeout_s)
 
     async def _live(self, why: str | None) -> str:
         """`why` the engine must be started again first, if it must."""
@@ -172,6 +219,8 @@ class EngineLife:
                     # First of all, so that requests go elsewhere and admission ignores it.
                     await self.state.forget_engine(name)
                     await self._note("engine_lost", why)
+            if self._has_untaken:
+                return why
             is_up = False
             while not is_up:
                 if self._num_restarts >= limit:
@@ -196,7 +245,7 @@ class EngineLife:
         """Follows the receiver until the server has died, is silent or torn; returns which.
         `closing` gets what must be closed then."""
         pulse = EnginePulse(self.engine.client, self.engine.info.pid)
-        strategy = self._strategy()
+        strategy = self.engine.strategy(self.config)
         closing.push_async_callback(strategy.close)
         follower = WeightFollower(
             engine=self.engine.spec.name,
@@ -205,13 +254,14 @@ class EngineLife:
             config=self.config,
             state=self.state,
             committer=Committer(self.engine.client, strategy, self.config.pause_mode),
-            answers=pulse.answers,
+            responds=pulse.responds,
             pin=self._pin,
+            read_back=self._read_back(),
         )
         closing.push_async_callback(follower.forget_receiver)
         limit_s = min(max(self.config.timeout_s, SHORTEST_SILENCE_S), LONGEST_SILENCE_S)
         dying = asyncio.create_task(self.engine.wait_dead())
-        stalling = asyncio.create_task(wait_silent(pulse.answers, limit_s))
+        stalling = asyncio.create_task(wait_silent(pulse.responds, limit_s))
         following = asyncio.create_task(self._follow(strategy, follower))
         ends = {dying, stalling, following}
         try:
@@ -226,26 +276,29 @@ class EngineLife:
 
     async def _follow(self, strategy: Strategy, follower: WeightFollower) -> str:
         try:
-            await strategy.check()  # it has just been started, and may not answer
+            await strategy.check()  # it has just been started, and may not respond
             await follower.run()
+        except WeightsNotTaken as error:
+            self._has_untaken = True
+            return str(error)
         except EngineError as error:
             return str(error)
 
 
 class EnginePulse:
-    """Whether a server is alive, even if it is busy or paused.
+    """Tells whether a server is alive, even if it is busy or paused.
 
-    Its HTTP process answers while the scheduler loads weights or is paused, and even while the
+    Its HTTP process responds while the scheduler loads weights or is paused, and even while the
     scheduler is stopped by a signal: the latter shows in the state of its process.
     """
 
-    def __init__(self, client: SGLangClient, pid: int) -> None:
+    def __init__(self, client: EngineControl, pid: int) -> None:
         """`pid`: of a ready server, which has started all its processes."""
         self._client = client
         self._family = tree.family(pid)
 
-    async def answers(self, timeout_s: float) -> bool:
-        return not self._is_stopped() and await self._client.answers(timeout_s)
+    async def responds(self, timeout_s: float) -> bool:
+        return not self._is_stopped() and await self._client.responds(timeout_s)
 
     def _is_stopped(self) -> bool:
         """Stopped by a signal (not by a debugger, which shows as another state)."""

@@ -55,6 +55,7 @@ class ReceiverKeeper:
                 timeout_s=config.timeout_s,
                 min_bandwidth=config.min_bandwidth,
                 device="cuda:0" if spec.uses_gpu and config.backend is not Backend.gloo else "cpu",
+                merge=spec.merge,
                 key=spec.weights_key,
             ),
             Path(spec.run_dir) / "logs" / f"{name}.log",
@@ -141,7 +142,9 @@ class ReceiverKeeper:
         finally:
             await end_tasks({dying, stalling})
         if not dying.cancelled():
-            return f"died (exit code {dying.result()})"
+            code = dying.result()
+            why = f": {self._process.last_words}" if code > 0 else ""
+            return f"died (exit code {code}){why}"
         # A silent process still holds its staged versions and its folder.
         await self._process.stop(KILL_AFTER_S, should_remove=False)
         return f"did not answer for {stalling.result():.0f} s"
@@ -149,7 +152,7 @@ class ReceiverKeeper:
     async def _wait_silent(self, url: str) -> float:
         client = ReceiverClient(self._name, url, self._spec.weights_key)
 
-        async def answers(timeout_s: float) -> bool:
+        async def responds(timeout_s: float) -> bool:
             try:
                 await client.status(timeout_s=timeout_s)
             except WeightSyncError as error:
@@ -158,7 +161,7 @@ class ReceiverKeeper:
             return True
 
         try:
-            return await wait_silent(answers, self._spec.weight_sync.timeout_s)
+            return await wait_silent(responds, self._spec.weight_sync.timeout_s)
         finally:
             await client.close()
 

@@ -1,13 +1,13 @@
-"""Converts conversations to tokens, and the model's tokens to answers.
+"""Converts conversations to tokens, and the model's tokens to messages.
 
-    first()   [ system, user, opening of an answer ]
-    model     [ .................................. | answer ]        its own tokens, kept
-    follow()  [ .................................. | answer | end of turn, user, opening ]
+    first_prompt()  [ system, user, opening of a completion ]
+    model           [ ..................................... | completion ]    its own tokens, kept
+    next_prompt()   [ ..................................... | completion | end of turn, user, ... ]
 
 Text that the model wrote is never tokenized again: the tokenizer might choose other tokens, and a
-policy must be trained on those it sampled. So what follows an answer is rendered after a stand-in
-for it, and only that part is used. What a template does to earlier turns, such as removing their
-thoughts, has no effect.
+policy must be trained on those it sampled. So the text after a completion is rendered after a
+stand-in for it, and only that part is used. What a template does to earlier turns, such as removing
+their thoughts, has no effect.
 
 With a template only the model can end or begin a turn: text of a user, a system, an environment or
 a tool never becomes a special token, even if it spells one (see `PlainWords`). An assistant's
@@ -22,10 +22,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from configs.choices import ToolParser
-from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
-from rollout_pool.episodes.template import ChatTemplate
+from rollout_pool.episodes.conversation import (
+    Completion,
+    Message,
+    ToolCall,
+    ToolSpec,
+    with_files,
+)
+from rollout_pool.episodes.template import ChatTemplate, call_id
 from rollout_pool.episodes.tokenizer import TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import parse_tool_calls
+from tensors.pictures import FAMILIES, PictureProcessor
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +49,16 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, chat_template: bool, tool_parser: ToolParser
+        self,
+        tokenizer: Tokenizer,
+        *,
+        chat_template: bool,
+        tool_parser: ToolParser,
+        pictures: PictureProcessor | None = None,
     ) -> None:
+        """`pictures`: that of a model which takes some."""
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._chat_template = chat_template
         self._tool_parser = tool_parser
         self._known_special: dict[int, bool] = {}
@@ -56,54 +70,65 @@ class ChatFormat:
 
     # Tokens of a conversation ---------------------------------------------------------------------
 
-    def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
-        """A conversation up to where the model's next answer begins.
+    def first_prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    ) -> list[int]:
+        """A conversation up to where the model's next completion begins.
 
         Like the other methods, raises ValueError naming task.chat_template if there is no template,
         or it refuses the messages or leaves out a part of them.
         """
         if self._chat_template:
-            return list(self._opening(self._template.opening(messages, tools)))
+            opened = list(self._opening(self._template.opening(messages, tools)))
+            return self._with_places(opened, messages)
+        self._with_places([], messages)
         if tools:
             _warn_of_hidden(", ".join(tool.name for tool in tools))
         return list(self._opening("".join(message.content for message in messages)))
 
-    def follow(
+    def next_prompt(
         self,
         prompt: Sequence[int],
-        answer: Sequence[int],
+        completion: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
-        """`prompt` and the model's `answer` to it, extended by `messages`. `tools`: those that the
+        """`prompt` and the model's `completion`, extended by `messages`. `tools`: those that the
         conversation opened with; not shown again.
 
-        A truncated answer gets the template's end of turn; one that the model ended itself, with
+        A truncated one gets the template's end of turn; one that the model ended itself, with
         any special token, is not ended twice.
         """
-        tokens = [*prompt, *answer]
+        tokens = [*prompt, *completion]
         if not self._chat_template:
+            self._with_places([], messages)
             text = "".join(message.content for message in messages)
             return [*tokens, *self._text.continuation(text)]
-        appended = self._text.continuation(self._template.behind_answer(messages, tools))
+        appended = self._text.continuation(self._template.behind_completion(messages, tools))
+        appended = self._with_places(appended, messages)
         end = self._end_tokens(bool(tools))
         if self._is_special(tokens[-1]) and end and appended[: len(end)] == end:
             return [*tokens, *appended[len(end) :]]
-        # Some models end an answer by opening the next turn: GLM writes the user's mark.
+        # Some models end a completion by opening the next turn: GLM writes the user's mark.
         return [*tokens, *appended[appended[:1] == [tokens[-1]] :]]
 
-    def answer(self, message: Message, tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def demonstration(self, message: Message, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """An assistant's message as the model should write it, with the token that ends it.
         `tools`: those of the conversation."""
         assert message.role == "assistant"
         if not self._chat_template:
-            _refuse_calls(message.tool_calls)
+            if message.tool_calls:
+                raise ValueError(
+                    "task.chat_template=false: without a template no tool call can be written, and "
+                    f"there is one of {', '.join(call.name for call in message.tool_calls)}; set "
+                    "task.chat_template=true"
+                )
             return [*self._text.continuation(message.content), *self._eos()]
-        tokens = self._text.continuation(self._template.answer(message, tools))
+        tokens = self._text.continuation(self._template.demonstration(message, tools))
         ends = [place for place, token in enumerate(tokens) if self._is_special(token)]
         return tokens[: ends[-1] + 1] if ends else [*tokens, *self._eos()]
 
-    # Answers --------------------------------------------------------------------------------------
+    # Completions ----------------------------------------------------------------------------------
 
     def parse(
         self,
@@ -112,7 +137,7 @@ class ChatFormat:
         prompt: Sequence[int] = (),
         tools: Sequence[ToolSpec] = (),
     ) -> Completion:
-        """The parsed answer to `prompt` with its calls of `tools`. Never raises.
+        """Parses a completion of `prompt`, with its calls of `tools`. Never raises.
 
         Call ids have nine letters and digits, as Mistral's templates require, and are unique within
         this object.
@@ -128,7 +153,7 @@ class ChatFormat:
             text=text,
             content=parsed.content if has_calls else text,
             tool_calls=tuple(
-                ToolCall(call_id=f"c{next(self._num_calls):08d}", name=name, arguments=arguments)
+                ToolCall(call_id=call_id(next(self._num_calls)), name=name, arguments=arguments)
                 for name, arguments in parsed.calls
             ),
             bad_call=parsed.bad_call,
@@ -149,6 +174,23 @@ class ChatFormat:
                 break
         return []
 
+    def _with_places(self, tokens: list[int], messages: Sequence[Message]) -> list[int]:
+        """`tokens` of these messages, with as many places for each picture as it has tokens."""
+        if not any(message.pictures for message in messages):
+            return tokens
+        if self._pictures is None:
+            raise ValueError(
+                "a message has a picture, and the model takes none; set model.path to one that "
+                f"does ({', '.join(sorted(FAMILIES))}), or leave pictures out of the task"
+            )
+        if not self._chat_template:
+            raise ValueError(
+                "task.chat_template=false: only a chat template knows where a picture stands; set "
+                "task.chat_template=true"
+            )
+        read = (one if one.files else with_files([one])[0] for one in messages)
+        return self._pictures.expanded(tokens, [file for one in read for file in one.files])
+
     def _opening(self, text: str) -> tuple[int, ...]:
         if len(text) > LONGEST_TEXT_KEPT:
             return self._encode_opening(text)
@@ -160,7 +202,7 @@ class ChatFormat:
         return tuple(self._text.opening(text))
 
     def _is_special(self, token: int) -> bool:
-        """Whether a turn may end with `token`: models use different special tokens."""
+        """Returns whether a turn may end with `token`: models use different special tokens."""
         known = self._known_special.get(token)
         if known is None:
             decode = self._tokenizer.decode
@@ -181,11 +223,3 @@ def _warn_of_hidden(names: str) -> None:
         "knows of them only what its prompt says; set task.chat_template=true",
         names,
     )
-
-
-def _refuse_calls(calls: Sequence[ToolCall]) -> None:
-    if calls:
-        raise ValueError(
-            "task.chat_template=false: without a template no tool call can be written, and there "
-            f"is one of {', '.join(call.name for call in calls)}; set task.chat_template=true"
-        )

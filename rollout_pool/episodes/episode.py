@@ -1,8 +1,8 @@
-"""A finished episode: its tokens, assembled turn by turn, and its conversation.
+"""An episode: how it is sampled, its clock, and at its end its tokens and its conversation.
 
-    turn 1   [prompt | answer]                                          branch 0
-    turn 2   [prompt | answer | observation | answer]                   extends it
-    turn 3   [summary | answer]                                         begins branch 1
+    turn 1   [prompt | completion]                                      branch 0
+    turn 2   [prompt | completion | observation | completion]           extends it
+    turn 3   [summary | completion]                                     begins branch 1
 
 An episode is one branch as long as each turn's prompt extends the previous tokens; an edited or
 summarised history begins a new branch. A token counts as the model's own only in the branch in
@@ -11,12 +11,174 @@ which it was sampled, so none is trained twice.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from buffer.types import VersionSpan
-from rollout_pool.episodes.env import Message
-from rollout_pool.sampling.sample import Sample
+from opentelemetry.context import Context
+
+from buffer.types import SamplingParams, VersionSpan
+from configs.rollout_schema import TaskConfig
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.sampling.group_samples import GroupSamples
+from rollout_pool.sampling.sample import (
+    Completer,
+    Constraint,
+    Interrupted,
+    Priority,
+    Routes,
+    Sample,
+)
+
+HEEDS_INTERRUPT_S = 10.0
+"""Time that an interrupted sample has to stop when its episode times out; then it is cancelled, and
+its tokens are lost."""
+
+
+class EpisodeClock:
+    """An episode's timeout, paused while anything waits. Used in one event loop.
+
+        launch      waits for a place     at an engine      must not go on      at an engine   step
+        ──►         ░░░░░░░░░░░░░░░░░░    ▓▓▓▓▓▓▓▓▓▓▓▓▓▓    ░░░░░░░░░░░░░░░     ▓▓▓▓▓▓▓▓▓▓▓    ▓▓▓▓
+
+    An episode must not time out because it waits for a busy engine.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.is_over = False
+        """An alarm rang, or the episode was cut short: interrupted samples do not go on."""
+        self._left_s = seconds
+        """Time that was left when the clock last resumed or paused."""
+        self._since = time.monotonic()
+        self._num_holds = 0
+        self._ring: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def left_s(self) -> float:
+        gone_s = 0.0 if self._num_holds else time.monotonic() - self._since
+        return max(0.0, self._left_s - gone_s)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock while something waits in the block; it resumes when nothing waits."""
+        self._left_s = self.left_s
+        self._num_holds += 1
+        self._set_timer()
+        try:
+            yield
+        finally:
+            self._num_holds -= 1
+            if not self._num_holds:
+                self._since = time.monotonic()
+            self._set_timer()
+
+    @contextmanager
+    def alarm(self, ring: Callable[[], None]) -> Iterator[None]:
+        """Calls `ring` once if the time runs out inside the block. One alarm at a time."""
+        assert self._ring is None
+        self._ring = ring
+        self._set_timer()
+        try:
+            yield
+        finally:
+            self._ring = None
+            self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._ring is not None and not self._num_holds:
+            self._timer = asyncio.get_running_loop().call_later(self.left_s, self._over)
+
+    def _over(self) -> None:
+        self.is_over = True
+        ring, self._ring, self._timer = self._ring, None, None
+        if ring is not None:
+            ring()
+
+
+class EpisodeFailed(RuntimeError):
+    """An episode that cannot be scored, and so not trained; the message says why."""
+
+
+def constraint_of(task: TaskConfig) -> Constraint:
+    """Returns the constraint of every completion of the task."""
+    return Constraint(grammar=task.grammar or "", min_tokens=task.min_turn_tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class EpisodeRequest:
+    """How to sample an episode."""
+
+    session: str
+    """Unique in the run; the ids of its samples begin with it."""
+    sampling: SamplingParams
+    samples: GroupSamples = field(default_factory=GroupSamples)
+    """Its group's, at which the episode's samples begin, wait and end."""
+    priority: Priority = Priority.rollout
+    min_version: int = 0
+    engine: str | None = None
+    span_context: Context | None = None
+    """See Sample.span_context: an external program's samples begin in other tasks."""
+
+    def new_sample(
+        self,
+        number: int,
+        prompt: list[int],
+        max_new_tokens: int,
+        *,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        constraint: Constraint | None = None,
+        branches: Sequence[Branch] = (),
+        pictures: Sequence[bytes] = (),
+    ) -> Sample:
+        """Begins the episode's sample `number`. `sampling`: None is the episode's. `branches`: what
+        the episode has so far. `pictures`: those of `prompt`."""
+        extended = _extended(branches, prompt, tuple(pictures))
+        sample = Sample(
+            sample_id=f"{self.session}.{number}",
+            prompt=prompt,
+            sampling=sampling or self.sampling,
+            max_new_tokens=max_new_tokens,
+            pictures=tuple(pictures),
+            stop=tuple(stop),
+            constraint=None if constraint == Constraint() else constraint,
+            session=self.session,
+            group=self.samples.group,
+            priority=self.priority,
+            min_version=self.min_version,
+            engine=self.engine,
+            span_context=self.span_context,
+            # The last token of a turn is processed in the next one. Experts of a turn that brought
+            # none are not asked for later: newer weights would have chosen them.
+            first_route=len(extended.tokens) - 1 if extended else 0,
+        )
+        self.samples.begin(sample)
+        return sample
+
+    async def complete(self, sample: Sample, completer: Completer, clock: EpisodeClock) -> bool:
+        """Completes `sample`; after each interruption it waits until its group is released, while
+        the clock is paused.
+
+        False if it was interrupted when the episode's time was over: it keeps its tokens, and the
+        rest is never requested. Otherwise raises what the completer raises.
+        """
+        while sample.finish_reason is None:  # else a worker before this one sampled its end
+            try:
+                await completer.complete(sample, clock)
+                break
+            except Interrupted:
+                if clock.is_over:
+                    return False
+            with clock.paused():
+                await self.samples.wait_released(sample)
+        return True
+
 
 MAX_PARTS = 100
 """Named parts of a reward that a program or a service gives; each becomes a metric."""
@@ -43,7 +205,11 @@ class Branch:
     finish_reason: str
     """Why its last turn ended."""
     temperatures: list[float] = field(default_factory=list)
-    """Those at which the model's tokens were sampled, 1 elsewhere; empty: all at the group's."""
+    """Temperature of each of the model's tokens, 1 elsewhere; empty: all at the group's."""
+    routes: list[Routes] = field(default_factory=list)
+    """Experts of its tokens; see Sample.routes."""
+    pictures: tuple[bytes, ...] = ()
+    """See Sample.pictures."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -84,7 +250,7 @@ def check_parts(names: Collection[str]) -> None:
 
 
 def add_turn(branches: list[Branch], sample: Sample) -> None:
-    """Adds the answer of an ended sample, which has a token, to the branches of an episode.
+    """Adds the completion of an ended sample, which has a token, to the branches of an episode.
 
     It extends the longest branch that the sample's prompt extends, or begins a new one.
     """
@@ -92,8 +258,7 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
     assert length > 0 and len(sample.logprobs) == length and sample.finish_reason is not None
     assert len(sample.candidates) == length * sample.has_candidates
     assert sum(span.end - span.start for span in sample.version_spans) == length
-    extended = [branch for branch in branches if prompt[: len(branch.tokens)] == branch.tokens]
-    branch = max(extended, key=lambda branch: len(branch.tokens), default=None)
+    branch = _extended(branches, prompt, sample.pictures)
     if branch is None:
         branch = Branch(
             tokens=[],
@@ -118,4 +283,19 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
         )
         for span in sample.version_spans
     ]
+    branch.routes += sample.routes
+    branch.pictures = sample.pictures  # all so far
     branch.finish_reason = sample.finish_reason
+
+
+def _extended(
+    branches: Sequence[Branch], prompt: list[int], pictures: tuple[bytes, ...]
+) -> Branch | None:
+    """The longest branch that this prompt extends."""
+    extended = [
+        branch
+        for branch in branches
+        if prompt[: len(branch.tokens)] == branch.tokens
+        and pictures[: len(branch.pictures)] == branch.pictures  # the tokens tell only their sizes
+    ]
+    return max(extended, key=lambda branch: len(branch.tokens), default=None)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from processes import die_with_parent
 from processes.child import kill_group
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.env import Tool, ToolError, ToolSpec
+from rollout_pool.episodes.conversation import Tool, ToolError, ToolSpec
 
 if TYPE_CHECKING:
     from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream

@@ -1,8 +1,8 @@
 """The chat format of a model family by the `renderers` library, which writes and reads
 conversations in tokens, without the tokenizer's template.
 
-The library's bridge appends what follows an answer to the answer's own tokens. If it cannot, that
-is an error: an answer is never rendered again.
+The library's bridge appends what follows a completion to its own tokens. If it cannot, that is an
+error: a completion is never rendered again.
 """
 
 from __future__ import annotations
@@ -19,8 +19,19 @@ from rollout_pool.episodes.chat import (
     TEXTS_KEPT,
     ChatFormat,
 )
-from rollout_pool.episodes.env import Completion, Message, ToolCall, ToolSpec
-from rollout_pool.episodes.template import QUESTION, as_template_message, as_template_tool
+from rollout_pool.episodes.conversation import (
+    Completion,
+    Message,
+    ToolCall,
+    ToolSpec,
+    TrainableChat,
+)
+from rollout_pool.episodes.template import (
+    QUESTION,
+    as_template_message,
+    as_template_tool,
+    call_id,
+)
 from rollout_pool.episodes.tokenizer import PlainWords, TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import (
     END_OF_THINK,
@@ -30,22 +41,33 @@ from rollout_pool.episodes.tool_calls import (
     as_call,
     split_thoughts,
 )
+from tensors.pictures import PictureProcessor
 
 AUTO = "auto"
 
 
-def chat_format(tokenizer: Tokenizer, task: TaskConfig) -> ChatFormat | RendererFormat:
-    """The format of a run's conversations. Raises ValueError naming task.renderer."""
+def chat_format(
+    tokenizer: Tokenizer, task: TaskConfig, pictures: PictureProcessor | None = None
+) -> TrainableChat:
+    """The format of a run's conversations; `pictures`: that of a model which takes some. Raises
+    ValueError naming task.renderer."""
     if task.renderer is not None:
         return RendererFormat(tokenizer, task.renderer)
-    return ChatFormat(tokenizer, chat_template=task.chat_template, tool_parser=task.tool_parser)
+    return ChatFormat(
+        tokenizer,
+        chat_template=task.chat_template,
+        tool_parser=task.tool_parser,
+        pictures=pictures,
+    )
 
 
 class RendererFormat:
-    """The methods of ChatFormat by a renderer. Setting: task.renderer.
+    """A `TrainableChat` by a renderer, for families whose calls no parser of ours reads; ChatFormat
+    serves all other models by their templates. Setting: task.renderer.
 
-    Thoughts are the beginning of an answer's content, between <think> and </think> in every family;
-    those of earlier turns keep their tokens. As with a template, only the model ends a turn.
+    Thoughts are the beginning of a completion's content, between <think> and </think> in every
+    family; those of earlier turns keep their tokens. As with a template, only the model ends a
+    turn.
     """
 
     def __init__(self, tokenizer: Tokenizer, setting: str) -> None:
@@ -89,7 +111,9 @@ class RendererFormat:
 
     # Tokens of a conversation ---------------------------------------------------------------------
 
-    def first(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def first_prompt(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    ) -> list[int]:
         """See ChatFormat. Like the other methods, raises ValueError naming task.renderer."""
         text = json.dumps([self._messages(messages), self._tools(tools)])
         if len(text) > LONGEST_TEXT_KEPT:
@@ -98,41 +122,42 @@ class RendererFormat:
 
     def _render_opening(self, text: str) -> tuple[int, ...]:
         messages, tools = json.loads(text)
-        return tuple(self._render(messages, tools, opens_answer=True).token_ids)
+        return tuple(self._render(messages, tools, opens_turn=True).token_ids)
 
-    def follow(
+    def next_prompt(
         self,
         prompt: Sequence[int],
-        answer: Sequence[int],
+        completion: Sequence[int],
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]:
-        """See ChatFormat. Raises ValueError for an answer that nothing can be appended to, as one
-        that the model ended inside its thoughts."""
-        known = [*prompt, *answer]
+        """See ChatFormat. Raises ValueError for a completion that nothing can be appended to, as
+        one that the model ended inside its thoughts."""
+        known = [*prompt, *completion]
         roles = ", ".join(message.role for message in messages)
         try:
             bridged = self._renderer.bridge_to_next_turn(
-                list(prompt), list(answer), self._messages(messages), tools=self._tools(tools)
+                list(prompt), list(completion), self._messages(messages), tools=self._tools(tools)
             )
         except Exception as error:
             raise ValueError(f"{self._setting}: the renderer refuses {roles}: {error}") from error
         if bridged is None or bridged.token_ids[: len(known)] != known:
             raise ValueError(
-                f"{self._setting}: {roles} cannot follow an answer of {len(answer)} tokens that "
-                "the renderer would have to change, as one that the model ended inside its "
-                "thoughts; task.renderer=null uses the tokenizer's template, which appends to any"
+                f"{self._setting}: {roles} cannot follow a completion of {len(completion)} "
+                "tokens that the renderer would have to change, as one that the model ended inside "
+                "its thoughts; task.renderer=null uses the tokenizer's template, which appends to "
+                "any"
             )
         return list(bridged.token_ids)
 
-    def answer(self, message: Message, tools: Sequence[ToolSpec] = ()) -> list[int]:
+    def demonstration(self, message: Message, tools: Sequence[ToolSpec] = ()) -> list[int]:
         """See ChatFormat."""
         assert message.role == "assistant"
         shown = self._tools(tools)
-        opening = self._render(self._messages([QUESTION]), shown, opens_answer=True).token_ids
+        opening = self._render(self._messages([QUESTION]), shown, opens_turn=True).token_ids
         whole = self._until_end([QUESTION, message], shown)
         if whole[-1] not in self._ends:
-            # Some families end an answer by opening the next turn.
+            # Some families end a completion by opening the next turn.
             results = [
                 Message(role="tool", content="", tool_call_id=call.call_id, name=call.name)
                 for call in message.tool_calls
@@ -143,7 +168,7 @@ class RendererFormat:
         shared = next((at for at, (left, right) in pairs if left != right), len(opening))
         if shared == len(opening):
             return whole[shared:]
-        # The prompt opens thoughts: as another token, or where the answer has none.
+        # The prompt opens thoughts: as another token, or where the completion has none.
         begun, written = (self._tokenizer.decode(one[shared:]) for one in (opening, whole))
         if written.startswith(begun):
             written = written[len(begun) :]
@@ -158,7 +183,7 @@ class RendererFormat:
         end = max(at for at, mark in enumerate(marks, start=1) if mark == (1, True))
         return list(rendered.token_ids[:end])
 
-    # Answers --------------------------------------------------------------------------------------
+    # Completions ----------------------------------------------------------------------------------
 
     def parse(
         self,
@@ -201,16 +226,20 @@ class RendererFormat:
         if attempt.status not in ("ok", "unknown_tool"):
             raise BadCall(f"{attempt.status.replace('_', ' ')}: {attempt.raw[:SHOWN]!r}")
         name, arguments = as_call({"name": attempt.name, "arguments": attempt.arguments})
-        call_id = attempt.id or f"c{next(self._num_calls):08d}"
-        return ToolCall(call_id=call_id, name=name, arguments=arguments)
+        own_id = attempt.id or call_id(next(self._num_calls))
+        return ToolCall(call_id=own_id, name=name, arguments=arguments)
 
     # Messages for the library ---------------------------------------------------------------------
 
     def _render(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, *, opens_answer: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[Any] | None,
+        *,
+        opens_turn: bool = False,
     ) -> Any:
         try:
-            return self._renderer.render(messages, tools=tools, add_generation_prompt=opens_answer)
+            return self._renderer.render(messages, tools=tools, add_generation_prompt=opens_turn)
         except Exception as error:
             roles = ", ".join(one["role"] for one in messages)
             raise ValueError(
@@ -222,6 +251,11 @@ class RendererFormat:
         return PlainWords(self._tokenizer)
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        if any(message.pictures for message in messages):
+            raise ValueError(
+                f"{self._setting}: renderers write no pictures, and a message has one; set it to "
+                "null, so that the model's own template writes them"
+            )
         written = [self._message(message) for message in messages]
         if self._name.startswith("kimi"):
             _name_calls(written)
@@ -241,11 +275,8 @@ class RendererFormat:
         return [self._plain_words.within(as_template_tool(tool)) for tool in tools] or None
 
 
-AnyFormat = ChatFormat | RendererFormat
-
-
 def _with_thoughts(parsed: Any) -> str:
-    """The library's parsed answer as one text."""
+    """The library's parsed completion as one text."""
     content: str = parsed.content.strip()
     thoughts = (parsed.reasoning_content or "").strip()
     if parsed.reasoning_complete is False:

@@ -1,8 +1,8 @@
 """Runs one episode: the environment and the model take turns until one of them is done.
 
-    reset ──► first prompt ──► sample ──► parse ──► step ──► follow ──┐
-                                 ▲   interrupted: wait, go on         │
-                                 └──────────── no, another turn ◄─────┘
+    reset ──► first prompt ──► sample ──► parse ──► step ──► next prompt ──┐
+                                 ▲   interrupted: wait, go on              │
+                                 └──────────── no, another turn ◄──────────┘
                                                yes ──► done, max_turns, length, timeouts, env_error
 
 A failing environment ends its own episode and nothing else. What was sampled before is kept and
@@ -16,18 +16,27 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import contained
-from rollout_pool.episodes.env import Chat, Completion, Env, Message, Observation, Step, ToolSpec
-from rollout_pool.episodes.episode import Branch, Episode, add_turn
-from rollout_pool.episodes.request import (
+from rollout_pool.episodes.conversation import (
+    Chat,
+    Completion,
+    Message,
+    ToolSpec,
+    with_files,
+)
+from rollout_pool.episodes.environment import Env, Observation, Step
+from rollout_pool.episodes.episode import (
     HEEDS_INTERRUPT_S,
+    Branch,
+    Episode,
     EpisodeClock,
     EpisodeFailed,
     EpisodeRequest,
+    add_turn,
     constraint_of,
 )
 from rollout_pool.sampling.sample import Completer, Sample
@@ -80,7 +89,7 @@ class EpisodeRunner:
             turn = self._next_turn(progress, observation)
             if len(turn.prompt) >= progress.limit:
                 return "length"
-            completion = await self._answer(progress, turn)
+            completion = await self._sample_turn(progress, turn)
             async with self._bounded(progress, "step"):
                 step = await progress.env.step(completion)
                 progress.note_step(step)
@@ -103,18 +112,14 @@ class EpisodeRunner:
         return turn
 
     def _written(self, progress: _Progress, observation: Observation) -> _Turn:
-        if not progress.num_turns or observation.replaces_history:
-            return self._first_turn(progress, observation)
-        prompt = self._chat.follow(
-            progress.prompt, progress.answer, observation.messages, progress.tools
+        messages = with_files(observation.messages)
+        if not progress.num_turns or observation.replaces_history:  # it opens a branch
+            tools = observation.tools or progress.tools
+            return _Turn(prompt=self._chat.first_prompt(messages, tools), messages=messages)
+        prompt = self._chat.next_prompt(
+            progress.prompt, progress.output_ids, messages, progress.tools
         )
-        return _Turn(prompt=prompt, messages=[*progress.messages, *observation.messages])
-
-    def _first_turn(self, progress: _Progress, observation: Observation) -> _Turn:
-        """The turn that opens a branch."""
-        messages = list(observation.messages)
-        tools = observation.tools or progress.tools
-        return _Turn(prompt=self._chat.first(messages, tools), messages=messages)
+        return _Turn(prompt=prompt, messages=[*progress.messages, *messages])
 
     def _check_length(self, progress: _Progress, length: int) -> None:
         most = self._rollout.max_prompt_tokens
@@ -131,44 +136,43 @@ class EpisodeRunner:
 
     # The model's part -----------------------------------------------------------------------------
 
-    async def _answer(self, progress: _Progress, turn: _Turn) -> Completion:
-        """Samples the model's next answer and adds it to the episode."""
+    async def _sample_turn(self, progress: _Progress, turn: _Turn) -> Completion:
+        """Samples the model's next completion and adds it to the episode."""
         request, num_left = progress.request, progress.limit - len(turn.prompt)
         max_tokens = min(num_left, self._task.max_turn_tokens or num_left)
         sample = request.new_sample(
             progress.num_turns,
             turn.prompt,
             max_tokens,
-            progress.clock,
             stop=self._task.stop,
             constraint=constraint_of(self._task),
+            branches=progress.branches,
+            pictures=[file for message in turn.messages for file in message.files],
         )
         try:
             has_ended = await self._complete(progress, sample)
         finally:
-            request.on_end(sample)
+            request.samples.end(sample)
         if not has_ended and not sample.output_ids:
             raise _Over("episode_timeout")
         assert sample.finish_reason is not None
         completion = self._chat.parse(
             sample.output_ids, sample.finish_reason, sample.prompt, progress.tools
         )
-        progress.note_answer(turn, sample, completion)
+        progress.note_completion(turn, sample, completion)
         if not has_ended:
             raise _Over("episode_timeout")
         return completion
 
     async def _complete(self, progress: _Progress, sample: Sample) -> bool:
-        """Whether the sample ended within the episode's time; if not, it keeps its tokens, and the
-        rest is never requested.
+        """Returns whether the sample ended within the episode's time; if not, it keeps its tokens,
+        and the rest is never requested.
 
         At the timeout the sample is interrupted, not cancelled, so that its tokens and their
         versions are exact.
         """
         async with self._alarm(progress, sample):
-            has_ended = await progress.request.complete(
-                sample, self._completer, progress.clock, is_over=lambda: progress.is_late
-            )
+            has_ended = await progress.request.complete(sample, self._completer, progress.clock)
         if not has_ended:
             sample.finish_reason = "length"
         return has_ended
@@ -181,7 +185,6 @@ class EpisodeRunner:
         heeds = asyncio.timeout(None)
 
         def ring() -> None:
-            progress.is_late = True
             heeds.reschedule(loop.time() + self._heeds_interrupt_s)
             self._completer.interrupt(sample)
 
@@ -231,10 +234,10 @@ class _Over(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class _Turn:
-    """One turn: what the model has to answer."""
+    """One turn: what the model has to complete."""
 
     prompt: list[int]
-    """All tokens before the answer."""
+    """All tokens before the completion."""
     messages: list[Message]
     """The same as a conversation."""
 
@@ -246,15 +249,13 @@ class _Progress:
     env: Env
     request: EpisodeRequest
     clock: EpisodeClock
-    is_late: bool = False
-    """The episode timed out during a sample."""
     limit: int = 0
     """Most tokens of a branch: the first prompt and all that may follow it."""
     tools: tuple[ToolSpec, ...] = ()
     branches: list[Branch] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-    """All tokens of the current branch: those before its last answer, and the answer's."""
+    output_ids: list[int] = field(default_factory=list)
+    """All tokens of the current branch: those before its last completion, and the completion's."""
     messages: list[Message] = field(default_factory=list)
     num_turns: int = 0
     env_reward: float | None = None
@@ -262,13 +263,13 @@ class _Progress:
     end: str = ""
     error: str | None = None
 
-    def note_answer(self, turn: _Turn, sample: Sample, completion: Completion) -> None:
+    def note_completion(self, turn: _Turn, sample: Sample, completion: Completion) -> None:
         add_turn(self.branches, sample)
-        self.prompt, self.answer = sample.prompt, sample.output_ids
-        answer = Message(
+        self.prompt, self.output_ids = sample.prompt, sample.output_ids
+        message = Message(
             role="assistant", content=completion.content, tool_calls=completion.tool_calls
         )
-        self.messages = [*turn.messages, answer]
+        self.messages = [*turn.messages, message]
         self.num_turns += 1
 
     def note_step(self, step: Step) -> None:
@@ -287,7 +288,8 @@ class _Progress:
             )
         return Episode(
             branches=self.branches,
-            messages=tuple(self.messages),
+            # The branches have the files; those who score get the messages, often in a process.
+            messages=tuple(replace(one, files=()) for one in self.messages),
             end=self.end,
             num_turns=self.num_turns,
             env_reward=self.env_reward,

@@ -19,13 +19,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from rollout_pool.episodes.env import Message, ToolCall, ToolSpec
+from host.pictures import MARK
+from rollout_pool.episodes.conversation import Message, ToolCall, ToolSpec
 from rollout_pool.episodes.tokenizer import PlainWords, Tokenizer
 
-STAND_IN = "-an-answer-stands-here-"
+STAND_IN = "-a-completion-stands-here-"
 """Stands for the model's text while what follows it is rendered."""
 QUESTION = Message(role="user", content="?")
-"""Templates require a question before an answer."""
+"""Templates require a question before a completion."""
 SHAPES_KEPT = 256
 """Shapes of conversations that have passed the check."""
 
@@ -57,39 +58,39 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._check_opening = lru_cache(SHAPES_KEPT)(self._check_opening_anew)
-        self._check_answer = lru_cache(SHAPES_KEPT)(self._check_answer_anew)
+        self._check_demonstration = lru_cache(SHAPES_KEPT)(self._check_demonstration_anew)
         self._way_behind = lru_cache(SHAPES_KEPT)(self._find_way_behind)
         self._joins_arguments = lru_cache(self._find_joins_arguments)
 
     # Parts of a conversation ----------------------------------------------------------------------
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-        """A conversation up to where the model's next answer begins.
+        """A conversation up to where the model's next completion begins.
 
         One with tools also has to be able to go on with their results.
         """
         self._check_opening(_shape(messages), bool(tools))
-        return self._rendered(messages, tools, opens_answer=True)
+        return self._rendered(messages, tools, opens_turn=True)
 
-    def behind_answer(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
-        """The text between an answer and the next one; the tools are not shown again."""
+    def behind_completion(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """The text between a completion and the next one; the tools are not shown again."""
         after_call, with_tools = self._way_behind(_shape(messages), bool(tools))
         return self._behind(messages, tools if with_tools else (), after_call=after_call)
 
     def end_of_turn(self, *, has_tools: bool) -> str:
-        """The text that the template writes after a final answer."""
-        answer = Message(role="assistant", content=STAND_IN)
-        return _behind_stand_in(self._rendered([QUESTION, answer], _marked_tools(has_tools)))
+        """The text that the template writes after a final completion."""
+        completion = Message(role="assistant", content=STAND_IN)
+        return _behind_stand_in(self._rendered([QUESTION, completion], _marked_tools(has_tools)))
 
-    def answer(self, message: Message, tools: Sequence[ToolSpec]) -> str:
+    def demonstration(self, message: Message, tools: Sequence[ToolSpec]) -> str:
         """An assistant's message as the model should write it, and the end of its turn."""
-        self._check_answer(_shape([message]), bool(tools))
-        return self._answer(message, tools)
+        self._check_demonstration(_shape([message]), bool(tools))
+        return self._demonstration(message, tools)
 
     # Ways to render them --------------------------------------------------------------------------
 
-    def _answer(self, message: Message, tools: Sequence[ToolSpec]) -> str:
-        opening = self._rendered([QUESTION], tools, opens_answer=True)
+    def _demonstration(self, message: Message, tools: Sequence[ToolSpec]) -> str:
+        opening = self._rendered([QUESTION], tools, opens_turn=True)
         whole = self._rendered([QUESTION, message], tools)
         if whole.startswith(opening):
             return whole[len(opening) :]
@@ -100,8 +101,8 @@ class ChatTemplate:
     ) -> str:
         if after_call:
             return self._behind_call(messages, tools)
-        answer = Message(role="assistant", content=STAND_IN)
-        rendered = self._rendered([QUESTION, answer, *messages], tools, opens_answer=True)
+        completion = Message(role="assistant", content=STAND_IN)
+        rendered = self._rendered([QUESTION, completion, *messages], tools, opens_turn=True)
         return _behind_stand_in(rendered)
 
     def _behind_call(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
@@ -112,7 +113,7 @@ class ChatTemplate:
         """
         calls = tuple(
             ToolCall(
-                call_id=message.tool_call_id or _call_id(0),
+                call_id=message.tool_call_id or call_id(0),
                 name=message.name or "tool",
                 arguments={},
             )
@@ -121,7 +122,7 @@ class ChatTemplate:
         )
         opening = [QUESTION, Message(role="assistant", content="", tool_calls=calls)]
         until_call = self._rendered(opening, tools)
-        whole = self._rendered([*opening, *messages], tools, opens_answer=True)
+        whole = self._rendered([*opening, *messages], tools, opens_turn=True)
         if not whole.startswith(until_call):
             raise ValueError(
                 "task.chat_template=true: the tokenizer's template rewrites a tool call when its "
@@ -136,18 +137,18 @@ class ChatTemplate:
         # Some templates leave out the text beside a call. The model's own has been kept as tokens.
         bare = tuple((role, not num_calls, num_calls) for role, _, num_calls in shape)
         messages, marks = _marked(bare)
-        text = self._rendered(messages, _marked_tools(has_tools), opens_answer=True)
+        text = self._rendered(messages, _marked_tools(has_tools), opens_turn=True)
         _check_marks(text, messages, {**marks, **(TOOL_MARKS if has_tools else {})})
         if has_tools:
             self._way_behind(TOOL_RESULT, True)
 
-    def _check_answer_anew(self, shape: Shape, has_tools: bool) -> None:
+    def _check_demonstration_anew(self, shape: Shape, has_tools: bool) -> None:
         [message], marks = _marked(shape)
-        _check_marks(self._answer(message, _marked_tools(has_tools)), [message], marks)
+        _check_marks(self._demonstration(message, _marked_tools(has_tools)), [message], marks)
 
     def _find_way_behind(self, shape: Shape, has_tools: bool) -> tuple[bool, bool]:
-        """How to render messages that follow an answer: whether after a call, and whether with the
-        tools, so that none is left out and, if possible, the tools are not shown again."""
+        """How to render messages that follow a completion: whether after a call, and whether with
+        the tools, so that none is left out and, if possible, the tools are not shown again."""
         messages, marks = _marked(shape)
         is_result = any(message.role == "tool" for message in messages)
         ways = itertools.product((False, True)[: 1 + is_result], (True, False)[not has_tools :])
@@ -169,14 +170,14 @@ class ChatTemplate:
         raise failure
 
     def _find_joins_arguments(self, has_tools: bool) -> bool:
-        """Whether the template writes a call's arguments as they are: JSON text is right then, and
-        a mapping would be refused or be written as Python does."""
+        """Returns whether the template writes a call's arguments as they are: JSON text is right
+        then, and a mapping would be refused or be written as Python does."""
         [call], _ = _marked((("assistant", False, 1),))
         [arguments] = [dict(one.arguments) for one in call.tool_calls]
         messages = [as_template_message(message) for message in (QUESTION, call)]
         tools = [as_template_tool(tool) for tool in _marked_tools(has_tools)]
         try:
-            return str(arguments) in self._apply(messages, tools, opens_answer=False)
+            return str(arguments) in self._apply(messages, tools, opens_turn=False)
         except TypeError:
             return True
         except Exception:  # for another reason, which rendering a call will report
@@ -189,12 +190,12 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[ToolSpec],
         *,
-        opens_answer: bool = False,
+        opens_turn: bool = False,
     ) -> str:
         shown = [self._plain_words.within(as_template_tool(tool)) for tool in tools]
+        written = [self._template_message(message, bool(tools)) for message in messages]
         try:
-            written = [self._template_message(message, bool(tools)) for message in messages]
-            return self._apply(written, shown, opens_answer=opens_answer)
+            return self._apply(written, shown, opens_turn=opens_turn)
         except ValueError as error:
             raise ValueError(
                 f"task.chat_template=true: the tokenizer has no chat template or a broken one "
@@ -207,11 +208,9 @@ class ChatTemplate:
                 f"{_roles(messages)}: {what}; use another template, or task.chat_template=false"
             ) from error
 
-    def _apply(
-        self, messages: list[dict[str, Any]], tools: list[Any], *, opens_answer: bool
-    ) -> str:
+    def _apply(self, messages: list[dict[str, Any]], tools: list[Any], *, opens_turn: bool) -> str:
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools or None, add_generation_prompt=opens_answer, tokenize=False
+            messages, tools=tools or None, add_generation_prompt=opens_turn, tokenize=False
         )
 
     @cached_property
@@ -259,27 +258,26 @@ def _marked(shape: Shape) -> tuple[list[Message], Marks]:
         made = []
         for _ in range(num_calls):
             name, key, value = (mark("a tool call") for _ in range(3))
-            call_id = _call_id(len(marks))
-            made.append(ToolCall(call_id=call_id, name=name, arguments={key: value}))
+            made.append(ToolCall(call_id=call_id(len(marks)), name=name, arguments={key: value}))
         calls += made
         # Results come in the order of their calls.
-        answered = None
+        call = None
         if role == "tool":
-            unknown = ToolCall(call_id=_call_id(len(marks)), name="tool", arguments={})
-            answered = calls.pop(0) if calls else unknown
+            unknown = ToolCall(call_id=call_id(len(marks)), name="tool", arguments={})
+            call = calls.pop(0) if calls else unknown
         messages.append(
             Message(
                 role=role,
                 content=text,
                 tool_calls=tuple(made),
-                tool_call_id=answered.call_id if answered else None,
-                name=answered.name if answered else None,
+                tool_call_id=call.call_id if call else None,
+                name=call.name if call else None,
             )
         )
     return messages, marks
 
 
-def _call_id(number: int) -> str:
+def call_id(number: int) -> str:
     """Nine letters and digits, as Mistral's templates require."""
     return f"c{number:08d}"
 
@@ -308,6 +306,8 @@ def _roles(messages: Sequence[Message]) -> str:
 def as_template_message(message: Message) -> dict[str, Any]:
     """In the format of Hugging Face chat templates."""
     written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.pictures:
+        written["content"] = _with_pictures(message)
     if message.tool_calls:
         written["tool_calls"] = [
             {
@@ -322,6 +322,21 @@ def as_template_message(message: Message) -> dict[str, Any]:
     if message.name is not None:
         written["name"] = message.name
     return written
+
+
+def _with_pictures(message: Message) -> list[dict[str, str]]:
+    """The parts of its content. Raises ValueError unless it has a mark for each picture."""
+    first, *rest = message.content.split(MARK)
+    if len(rest) != len(message.pictures):
+        raise ValueError(
+            f"a message of the {message.role} with {len(message.pictures)} pictures has "
+            f"{len(rest)} marks (U+FFFC) where they are shown; give it one for each"
+        )
+    texts = [[{"type": "text", "text": text}] if text else [] for text in (first, *rest)]
+    parts = texts[0]
+    for text in texts[1:]:
+        parts += [{"type": "image"}, *text]
+    return parts
 
 
 def join_arguments(written: dict[str, Any]) -> None:

@@ -31,8 +31,8 @@ Call = tuple[str, dict[str, Any]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class ParsedAnswer:
-    """A parsed answer."""
+class ParsedText:
+    """A completion's text, parsed."""
 
     content: str
     """The text around the calls; the unchanged text if there is none."""
@@ -42,13 +42,13 @@ class ParsedAnswer:
     """Why the first invalid call is invalid."""
 
 
-def parse_tool_calls(parser: ToolParser, text: str) -> ParsedAnswer:
+def parse_tool_calls(parser: ToolParser, text: str) -> ParsedText:
     """The calls in `text`, in the format that `parser` names."""
     thoughts, said = split_thoughts(text)
     content, calls, bad_call = PARSERS[parser](said)
     if not calls and bad_call is None:
-        return ParsedAnswer(content=text)
-    return ParsedAnswer(
+        return ParsedText(content=text)
+    return ParsedText(
         content=(thoughts + content).strip(),
         calls=tuple(calls),
         bad_call=bad_call,
@@ -64,7 +64,7 @@ class BadCall(ValueError):
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
-    """Splits the text into thoughts and answer."""
+    """Splits the text into thoughts and content."""
     end = text.rfind(END_OF_THINK)
     if end >= 0:
         end += len(END_OF_THINK)
@@ -109,7 +109,7 @@ def _after_close(text: str) -> str:
 def _parse_llama3(text: str) -> _Parsed:
     before, tag, rest = text.partition(PYTHON_TAG)
     if not tag or before.lstrip().startswith("{"):
-        # Without the tag only an answer that begins like a call is one: other JSON is text.
+        # Without the tag only a completion that begins like a call is one: other JSON is text.
         if not _LLAMA_START.match(text):
             return text, [], None
         before, tag, rest = "", "", text

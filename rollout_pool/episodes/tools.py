@@ -1,9 +1,9 @@
-"""Tools that the model may call, and the environment that answers its calls.
+"""Tools that the model may call, and the environment that runs its calls.
 
-    reset ──► question and tools ──► answer with calls ──► all run at once ──► their results ──┐
+    reset ──► question and tools ──► completion with calls ──► all run at once ──► their results ──┐
                                         ▲                                                      │
                                         └──────────────────────────────────────────────────────┘
-              answer without a call ──► the inner environment's own step
+              completion without a call ──► the inner environment's own step
 
 The model sees the error of a failed call and may try again; a failed call never ends the episode.
 """
@@ -20,27 +20,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rollout_pool.cancelling import contained
-from rollout_pool.episodes.env import (
+from rollout_pool.episodes.conversation import (
     Completion,
-    Env,
     Message,
-    Observation,
-    Step,
     Tool,
     ToolCall,
     ToolError,
     ToolSpec,
 )
+from rollout_pool.episodes.environment import Env, Observation, Step
 from rollout_pool.sandbox.run import REASONS, SandboxResult, run_program
 
 MAX_RESULT_CHARS = 8192
 """A longer result is cut in the middle."""
 MAX_CALLS = 16
-"""Per answer; further calls are not run."""
+"""Per completion; further calls are not run."""
 
 
 class ToolEnv:
-    """Adds tools to an environment, which then sees only the answers without a call.
+    """Adds tools to an environment, which then sees only the completions without a call.
 
     Reports the counts tool_calls and tool_errors as parts of the reward.
     """
@@ -71,9 +69,11 @@ class ToolEnv:
 
     def _started(self, calls: Sequence[ToolCall]) -> list[Awaitable[Message]]:
         self._num_calls += len(calls)
-        return [self._answer(call, is_run=place < MAX_CALLS) for place, call in enumerate(calls)]
+        return [
+            self._result_message(call, is_run=place < MAX_CALLS) for place, call in enumerate(calls)
+        ]
 
-    async def _answer(self, call: ToolCall, *, is_run: bool) -> Message:
+    async def _result_message(self, call: ToolCall, *, is_run: bool) -> Message:
         try:
             if not is_run:
                 raise ToolError(f"only the first {MAX_CALLS} calls of an answer are run")

@@ -10,7 +10,12 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from configs.rollout_schema import SHARE_OF_TESTS, RewardConfig
+from configs.rollout_schema import TEST_TIME_FRACTION, RewardConfig, TaskConfig
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.tokenizer import Tokenizer
+from rollout_pool.rewards.remote_sandbox import RemoteSandbox, check_remote_sandbox
+from rollout_pool.rewards.reward import PartScorer, Reward
+from rollout_pool.rewards.types import PartScore
 from rollout_pool.sandbox.environment import BARE, find_command, find_python
 from rollout_pool.sandbox.run import (
     LocalSandbox,
@@ -42,56 +47,82 @@ class Verdict:
     """Why the first failed test failed; "" if all passed."""
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         return self.num_passed / self.num_tests
 
 
-class CodeTests:
-    """Used in a scoring process, which has no event loop."""
+class CodeTests(Reward):
+    """Runs a prompt's tests on the program in the model's last message: in a scoring process, or at
+    a service.
 
-    def __init__(self, task: Task, config: RewardConfig, setting: str, timeout_s: float) -> None:
-        """`timeout_s`: limit for one answer; its tests stop earlier.
+    The value is the fraction of the tests that pass, or with `all_or_nothing` whether all do.
+    """
 
-        Raises ValueError for a task whose prompts have no tests or a Python that cannot be used,
-        SandboxError if programs cannot be run safely on this machine."""
-        self._task = code_task(task, setting)
-        self._config = config
-        self._sandbox = local_sandbox(config, setting)
-        self._total_s = SHARE_OF_TESTS * timeout_s
-        self._runner = asyncio.Runner()
-        layers = self._runner.run(self._sandbox.protections(limits_of(config)))
+    def __init__(self, part: str, config: RewardConfig, task: Task) -> None:
+        """Raises ValueError for a task without tests, or if the service's key is missing."""
+        self.config = config
+        self._setting = f"task.rewards.{part}"
+        self._task = code_task(task, self._setting)
+        self._service = None if config.url is None else RemoteSandbox(part, config)
+
+    @classmethod
+    def is_in_process(cls, config: RewardConfig) -> bool:
+        return config.url is None
+
+    @classmethod
+    def check(cls, part: str, config: TaskConfig, task: Task) -> None:
+        reward, setting = config.rewards[part], f"task.rewards.{part}"
+        exercises = code_task(task, setting)
+        if reward.command:
+            exercises.check_inputs_only(f"{setting}.command={reward.command}")
+        if languages_of(reward)[0] not in PYTHON:
+            exercises.check_inputs_only(f"{setting}.languages={reward.languages}")
+
+    @classmethod
+    async def probe(cls, part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
+        await check_remote_sandbox(part, config, limits_of(config))
+
+    def load(self, timeout_s: float) -> PartScorer:
+        """Raises ValueError for a Python or a command that cannot be used, SandboxError if programs
+        cannot be run safely on this machine."""
+        sandbox, runner = local_sandbox(self.config, self._setting), asyncio.Runner()
+        layers = runner.run(sandbox.protections(limits_of(self.config)))
         if (cost := cost_of_missing(layers)) is not None:
-            log.warning("%s.kind=code_tests: %s", setting, cost)
-
-    def score(self, prompt: Prompt, answer: str) -> float:
-        """See score_answer."""
-        return self._runner.run(
-            score_answer(self._task, self._config, prompt, answer, self._sandbox, self._total_s)
+            log.warning("%s.kind=code_tests: %s", self._setting, cost)
+        total_s = TEST_TIME_FRACTION * timeout_s
+        return lambda request: runner.run(
+            self._judged(request.prompt, request.episode.answer, sandbox, total_s)
         )
 
+    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        """Raises RemoteFailure if a test could not be run: the program is not at fault."""
+        assert self._service is not None, self._setting
+        total_s = self.config.timeout_s
+        return PartScore(value=await self._judged(prompt, episode.answer, self._service, total_s))
 
-async def score_answer(
-    task: CodeTask,
-    config: RewardConfig,
-    prompt: Prompt,
-    answer: str,
-    sandbox: Sandbox,
-    total_s: float,
-) -> float:
-    """Share of the prompt's tests that the answer's program passes, or whether all pass; those that
-    have not passed after `total_s` fail."""
-    verdict = await judge(
-        program_of(answer, languages_of(config)),
-        task.tests(prompt),
-        limits_of(config),
-        sandbox,
-        total_s=total_s,
-        stops_at_failure=config.all_or_nothing,
-    )
-    if verdict.explanation:
-        passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
-        log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
-    return float(verdict.share == 1.0) if config.all_or_nothing else verdict.share
+    async def close(self) -> None:
+        if self._service is not None:
+            await self._service.close()
+
+    async def _judged(
+        self, prompt: Prompt, completion: str, sandbox: Sandbox, total_s: float
+    ) -> float:
+        """Tests that have not passed after `total_s` fail."""
+        verdict = await judge(
+            program_of(completion, languages_of(self.config)),
+            self._task.tests(prompt),
+            limits_of(self.config),
+            sandbox,
+            total_s=total_s,
+            stops_at_failure=self.config.all_or_nothing,
+        )
+        if verdict.explanation:
+            passed = f"{verdict.num_passed} of {verdict.num_tests} tests passed"
+            log.info("prompt %d: %s; %s", prompt.index, passed, verdict.explanation)
+        return float(verdict.fraction == 1.0) if self.config.all_or_nothing else verdict.fraction
+
+
+KIND = CodeTests
 
 
 def code_task(task: Task, setting: str) -> CodeTask:
@@ -99,7 +130,8 @@ def code_task(task: Task, setting: str) -> CodeTask:
     if isinstance(task, CodeTask):
         return task
     raise ValueError(
-        f"{setting}.kind=code_tests: the prompts of {task.name} have no tests; use task.kind=code"
+        f"{setting}.kind=code_tests: the prompts of {task.name} have no tests; those of "
+        f"task.kind=code have, or score by {setting}.kind=task"
     )
 
 
@@ -130,7 +162,7 @@ def languages_of(config: RewardConfig) -> tuple[str, ...]:
 
 
 def limits_of(config: RewardConfig) -> SandboxLimits:
-    """Of one test."""
+    """Limits of one test."""
     return SandboxLimits(
         cpu_time_s=config.cpu_time_s,
         wall_time_s=config.wall_time_s,
@@ -138,11 +170,11 @@ def limits_of(config: RewardConfig) -> SandboxLimits:
     )
 
 
-def program_of(answer: str, languages: Collection[str] = PYTHON) -> str:
+def program_of(completion: str, languages: Collection[str] = PYTHON) -> str:
     """The last code block of these languages, else the last code block, else the whole text."""
-    blocks = _BLOCK.findall(answer)
+    blocks = _BLOCK.findall(completion)
     named = [code for language, code in blocks if language.lower() in languages]
-    every = named or [code for _, code in blocks] or [answer]
+    every = named or [code for _, code in blocks] or [completion]
     return str(every[-1])
 
 
@@ -157,7 +189,7 @@ async def judge(
     """Runs the tests one by one, since a scoring process is meant to use one core. `limits` are
     those of each. Tests that have not passed after `total_s` fail, with `stops_at_failure` also
     those after a failed one. Raises what `sandbox` raises."""
-    left_s = total_s  # of the program's own time: a sandbox that is slow to answer costs no score
+    left_s = total_s  # of the program's own time: a sandbox that is slow to reply costs no score
     too_long = f"all tests together took longer than {total_s:g} s"
     num_passed = num_timeouts = 0
     explanation = ""

@@ -37,7 +37,7 @@ class Judge(RemoteService):
         texts = {"prompt": prompt.text, "answer": episode.answer}
         if "{solution}" in template:
             texts["solution"] = self._solution(prompt)
-        # In one pass: the model's answer may itself contain {solution}.
+        # In one pass: the completion may itself contain {solution}.
         question = _PLACES.sub(lambda place: texts[place[1]], template)
         body = {
             "model": self.config.model,
@@ -70,9 +70,12 @@ def parse_score(text: str) -> float:
     return score
 
 
-def _content(answer: dict[str, object]) -> str:
+def _content(response: dict[str, object]) -> str:
     try:
-        content = answer["choices"][0]["message"]["content"]  # type: ignore[index]
+        content = response["choices"][0]["message"]["content"]  # type: ignore[index]
     except (KeyError, IndexError, TypeError) as error:
-        raise RemoteFailure("the judge's answer is not a chat completion") from error
+        raise RemoteFailure("the judge's response is not a chat completion") from error
     return content if isinstance(content, str) else ""
+
+
+KIND = Judge

@@ -12,14 +12,14 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
 from configs.rollout_schema import TaskConfig
 from processes.child import Child, kill_group
-from rollout_pool.cancelling import end_tasks
+from rollout_pool.cancelling import BackgroundTasks
 from rollout_pool.rewards.types import PartScore, Setup
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0
 """A killed process that is still there after this long is stuck in the kernel."""
-DEFAULT_FACTORY = "rollout_pool.tasks.registry:build_task"
 MAX_STARTS = 3
 """How often a process may die during its start."""
 MAX_ATTEMPTS = 2
@@ -40,7 +39,15 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """`num_processes` scoring processes of this host behind one queue. Used in one event loop."""
+    """`num_processes` scoring processes of this host behind one queue. Used in one event loop.
+
+    Example:
+
+        await pool.start()
+        request = encode_request("short", prompt, episode, with_messages=True)
+        score = await pool.score(request)  # PartScore(value=0.5, ...)
+        await pool.close()
+    """
 
     def __init__(
         self,
@@ -50,15 +57,13 @@ class RewardPool:
         timeout_s: float,
         log_path: Path,
         data: Mapping[str, str] = MappingProxyType({}),
-        factory: str = DEFAULT_FACTORY,
     ) -> None:
-        """`data`: what the task must be made of (`registry.check_data`). `factory`
-        ("module:function" or "file.py:function") makes the task from `config`."""
-        setup = Setup(factory=factory, config=config, data=dict(data), timeout_s=timeout_s).encode()
+        """`data`: what the task must be made of (`registry.check_data`)."""
+        setup = Setup(config=config, data=dict(data), timeout_s=timeout_s).encode()
         self._processes = [_ScoringProcess(setup, log_path) for _ in range(num_processes)]
         self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()
         self._timeout_s = timeout_s
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
         self._is_closed = False
         self.num_restarts = 0
         """Number of processes replaced."""
@@ -70,24 +75,24 @@ class RewardPool:
             self._idle.put_nowait(process)
 
     async def score(self, request: bytes) -> PartScore:
-        """Answers one line of JSON; waits for a free process, then at most `timeout_s`."""
+        """Scores one request; waits for a free process, then at most `timeout_s`."""
         came = time.monotonic()
         process = await self._idle.get()
         if self._is_closed:
             self._idle.put_nowait(process)  # wakes the next waiting request
             return PartScore(failure="the reward pool was closed")
-        # If the caller is cancelled the process finishes its answer; killing it would cost more.
-        return await asyncio.shield(self._spawn(self._answer(process, request, came)))
+        # If the caller is cancelled the process finishes its work; killing it would cost more.
+        return await asyncio.shield(self._tasks.spawn(self._score(process, request, came)))
 
     async def close(self) -> None:
-        """Open requests get no answer."""
+        """Open requests get no score."""
         self._is_closed = True
-        await end_tasks(self._tasks)
+        await self._tasks.end()
         await asyncio.gather(*(process.kill() for process in self._processes))
         if self._processes and self._idle.empty():
             self._idle.put_nowait(self._processes[0])
 
-    async def _answer(self, process: _ScoringProcess, request: bytes, came: float) -> PartScore:
+    async def _score(self, process: _ScoringProcess, request: bytes, came: float) -> PartScore:
         waited_s = time.monotonic() - came
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -102,24 +107,24 @@ class RewardPool:
 
     async def _ask(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
         """Returns the process to the pool or replaces it. Raises ConnectionError if it died."""
-        has_answered = False
+        has_replied = False
         try:
             if not process.is_alive:  # killed while idle, or its start failed
                 self.num_restarts += 1
                 await process.start()
             async with asyncio.timeout(self._timeout_s):
                 reply = await process.ask(request)
-            has_answered = True
+            has_replied = True
         except TimeoutError:
             failure = f"no reward within {self._timeout_s:g} s"
             return PartScore(failure=failure, waited_s=waited_s)
         except (RewardError, ValueError) as error:
             return PartScore(failure=str(error), waited_s=waited_s)
         finally:
-            if has_answered:
+            if has_replied:
                 self._idle.put_nowait(process)
             elif not self._is_closed:
-                self._spawn(self._replace(process))
+                self._tasks.spawn(self._replace(process))
         if "error" in reply:
             return PartScore(failure=str(reply["error"]), waited_s=waited_s)
         if reply["reward"] is None:
@@ -135,12 +140,6 @@ class RewardPool:
             log.error("a scoring process did not start again: %s", error)
         finally:
             self._idle.put_nowait(process)
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 class _ScoringProcess:

@@ -1,12 +1,12 @@
 """One scoring process: `python -m rollout_pool.rewards.process <descriptor of its socket>`.
 
-It reads one line of JSON with the task's factory, its config and the time limit for a part, builds
-the task, loads the reward functions and reports that it is ready. Then it answers each line of JSON
-(see `types`) with one line of JSON:
+It reads one line of JSON with the task's config and the time limit for a part, builds the task,
+loads the parts that are scored here and reports that it is ready. Then it replies to each line of
+JSON (see `types`) with one line of JSON:
 
-    {"part": "brevity", "prompt": {...}, "answer": "7", ...}  ->  {"reward": 1.0}
-                            of an answer that cannot be judged ->  {"reward": null}
-                                                          or  {"error": "reason"}
+    {"part": "brevity", "prompt": {...}, "episode": {...}}  ->  {"reward": 1.0}
+                               cannot be judged             ->  {"reward": null}
+                               cannot be scored             ->  {"error": "reason"}
 
 It is a process because a scorer may run what a model wrote, and hang or crash. Scorers run in its
 main thread, as libraries that limit their own time with signals require.
@@ -14,122 +14,42 @@ main thread, as libraries that limit their own time with signals require.
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import json
 import logging
-import math
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import SupportsFloat, TextIO
+from typing import TextIO
 
-from configs.choices import RewardKind
-from configs.dotted import load_callable
-from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.rollout_schema import TaskConfig
 from processes.die_with_parent import die_with_parent
-from rollout_pool.rewards.types import PartRequest, Setup, decode_request
-from rollout_pool.tasks.mixture import Mixture
-from rollout_pool.tasks.registry import check_data
-from rollout_pool.tasks.task import Task, load_with_solution
-
-PartScorer = Callable[[PartRequest], float | None]
-"""None if the answer cannot be judged. Raises BadReward if a user's function returned anything but
-that or a number."""
-
-_RUNNER = asyncio.Runner()
-"""Runs async functions in one loop for all calls: the clients that they keep belong to it."""
+from rollout_pool.rewards.function import BadReward
+from rollout_pool.rewards.reward import PartScorer, class_of, parts_of
+from rollout_pool.rewards.types import Setup, decode_request
+from rollout_pool.tasks.mixture import for_each_member
+from rollout_pool.tasks.registry import build_task, check_data
+from rollout_pool.tasks.task import Task
 
 
-class BadReward(ValueError):
-    """What a user's function returned is no reward; the message names the setting and the fix."""
+def load_parts(config: TaskConfig, task: Task, timeout_s: float) -> dict[str, PartScorer]:
+    """The scorer of each part that is scored in a process, which is killed when one takes
+    `timeout_s`. Parts of a mixture have the name of their task and a slash before them. Raises
+    ValueError naming the setting at fault."""
 
-
-def load_parts(task: Task, config: TaskConfig, timeout_s: float) -> dict[str, PartScorer]:
-    """The scorer of each part that is scored in a process; "" is the task itself. The process is
-    killed when one takes `timeout_s`. Those of a mixture have the name of their task and a slash
-    before them. Raises ValueError naming the setting at fault."""
-    if isinstance(task, Mixture):
+    def load(member: str, config: TaskConfig, task: Task) -> dict[str, PartScorer]:
+        prefix = f"{member}/" if member else ""
         return {
-            f"{member.name}/{name}": part
-            for member in task.members.values()
-            for name, part in load_parts(member.task, member.config, timeout_s).items()
+            prefix + name: kind(name, reward, task).load(timeout_s)
+            for name, reward in parts_of(config).items()
+            if (kind := class_of(reward)).is_in_process(reward)
         }
-    parts: dict[str, PartScorer] = {"": _by_task(task, config)}
-    for name, reward in config.rewards.items():
-        setting = f"task.rewards.{name}"
-        if reward.kind is RewardKind.task:
-            parts[name] = parts[""]
-        elif reward.kind is RewardKind.function:
-            assert reward.function is not None, name
-            parts[name] = load_function(name, reward.function, task)
-        elif reward.kind is RewardKind.code_tests and reward.url is None:
-            parts[name] = _by_tests(task, reward, setting, timeout_s)
-    return parts
+
+    found = for_each_member(config, task, load)
+    return {name: scorer for parts in found.values() for name, scorer in parts.items()}
 
 
-def _by_task(task: Task, config: TaskConfig) -> PartScorer:
-    what = f"task.factory={config.factory!r} (score)"
-    return lambda request: as_reward(task.score(request.prompt, request.episode.answer), what)
-
-
-def load_function(part: str, name: str, task: Task) -> PartScorer:
-    """The user's function of `task.rewards`. Raises ValueError naming the setting at fault."""
-    setting = f"task.rewards.{part}.function"
-    what = f"{setting}={name!r}"
-    function = load_with_solution(name, setting, "(prompt, episode)", task)
-    _check_returns(load_callable(name, setting), what)
-    return lambda request: as_reward(
-        function(request.prompt, request.episode, request.prompt), what
-    )
-
-
-def _check_returns(function: Callable[..., object], what: str) -> None:
-    """Raises ValueError for what can return no reward when it is called."""
-    called = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.isclass(function):
-        is_what, fix = "a class, and a call makes an object of it", "name such an object"
-    elif inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        is_what, fix = "a generator, which yields", "return the reward instead"
-    else:
-        return
-    raise ValueError(f"{what}: is {is_what}, but a reward is the number that a call returns; {fix}")
-
-
-def as_reward(given: object, what: str) -> float | None:
-    """`given`, which `what` returned, as a reward; of an async function what it returns in the end.
-    None if that is None. Raises BadReward if it is no finite number."""
-    if inspect.isawaitable(given):
-        given = _RUNNER.run(_awaited(given))
-    if given is None:
-        return None
-    # Text that spells a number is not one: `float` would take it.
-    try:
-        reward = float(given) if isinstance(given, SupportsFloat) else math.nan
-    except (TypeError, ValueError, OverflowError):  # an array of several numbers, or a huge one
-        reward = math.nan
-    if not math.isfinite(reward):
-        raise BadReward(
-            f"{what}: returned {given!r:.200}, which is not a finite number; let it return an int, "
-            "a float or a bool, or None for an answer that cannot be judged"
-        )
-    return reward
-
-
-async def _awaited(given: Awaitable[object]) -> object:
-    return await given
-
-
-def _by_tests(task: Task, config: RewardConfig, setting: str, timeout_s: float) -> PartScorer:
-    from rollout_pool.rewards.code_tests import CodeTests
-
-    tests = CodeTests(task, config, setting, timeout_s)
-    return lambda request: tests.score(request.prompt, request.episode.answer)
-
-
-def answer(parts: dict[str, PartScorer], line: str) -> dict[str, object]:
-    """The reply to one request; an error of a scorer fails only this part."""
+def reply_to(line: str, parts: dict[str, PartScorer]) -> dict[str, object]:
+    """Scores one request; an error of a scorer fails only this part."""
     try:
         request = decode_request(line)
         return {"reward": parts[request.part](request)}
@@ -145,15 +65,15 @@ def main(number: int) -> None:
     requests, replies = _open_socket(number)
     try:
         setup = Setup.decode(requests.readline())
-        task: Task = load_callable(setup.factory, "task.factory")(setup.config)
+        task = build_task(setup.config)
         check_data(setup.config, task, setup.data)
-        parts = load_parts(task, setup.config, setup.timeout_s)
+        parts = load_parts(setup.config, task, setup.timeout_s)
     except (ValueError, RuntimeError) as error:
         _write(replies, {"error": str(error)})
         return
     _write(replies, {"ready": task.name})
     for line in requests:
-        _write(replies, answer(parts, line))
+        _write(replies, reply_to(line, parts))
 
 
 def _open_socket(number: int) -> tuple[TextIO, TextIO]:

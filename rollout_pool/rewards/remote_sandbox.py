@@ -25,7 +25,7 @@ import httpx
 from msgspec import ValidationError, convert
 
 from configs.rollout_schema import RewardConfig
-from rollout_pool.rewards.service import Refused, RemoteFailure, RemoteService
+from rollout_pool.rewards.service import Refused, RemoteFailure, ServiceClient
 from rollout_pool.sandbox.run import SandboxLimits, SandboxResult
 
 PATH = "/run_code"
@@ -47,19 +47,19 @@ class _Command:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class _Answer:
+class _Response:
     status: Literal["Success", "Failed"]
     compile_result: _Command | None = None
     run_result: _Command | None = None
 
 
-class RemoteSandbox(RemoteService):
+class RemoteSandbox(ServiceClient):
     """A `Sandbox`: the service of one reward part."""
 
     def __init__(self, part: str, config: RewardConfig) -> None:
         """Raises ValueError if the key is missing."""
         assert config.url is not None, part
-        super().__init__(part, config, None, path="" if config.url.endswith(PATH) else PATH)
+        super().__init__(part, config, path="" if config.url.endswith(PATH) else PATH)
         self._setting = f"task.rewards.{part}"
         self._language = config.languages[0] if config.languages else "python"
 
@@ -90,24 +90,24 @@ class RemoteSandbox(RemoteService):
             ) from error
         return dataclasses.replace(result, held=statements is not None and word in result.stdout)
 
-    def checked(self, response: httpx.Response, answer: bytes) -> dict[str, Any]:
-        parsed = super().checked(response, answer)
+    def checked(self, response: httpx.Response, content: bytes) -> dict[str, Any]:
+        parsed = super().checked(response, content)
         if parsed.get("status") == "SandboxError":
             raise Refused(f"SandboxError: {str(parsed.get('message'))[:200]}")
         return parsed
 
 
-def _result(answer: dict[str, Any], limits: SandboxLimits) -> SandboxResult:
-    """Raises RemoteFailure for an answer of another form."""
+def _result(response: dict[str, Any], limits: SandboxLimits) -> SandboxResult:
+    """Raises RemoteFailure for a response of another form."""
     try:
-        read = convert(answer, _Answer)
+        read = convert(response, _Response)
     except ValidationError as error:
-        raise RemoteFailure(f"the answer is not that of a sandbox: {error}") from error
+        raise RemoteFailure(f"the response is not that of a sandbox: {error}") from error
     compiled, ran = read.compile_result, read.run_result
     does_compile = compiled is None or compiled.has_succeeded
     last = ran if does_compile else compiled
     if last is None:
-        raise RemoteFailure("the answer has no run_result")
+        raise RemoteFailure("the response has no run_result")
     reason = None if read.status == "Success" and last.has_succeeded else "exit"
     if not does_compile:
         reason = "compile"

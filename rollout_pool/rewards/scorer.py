@@ -11,105 +11,34 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
 
-from configs.choices import RewardKind, TaskKind
-from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.rewards.code_tests import code_task, score_answer
-from rollout_pool.rewards.http import HttpReward
-from rollout_pool.rewards.judge import Judge
-from rollout_pool.rewards.remote_sandbox import RemoteSandbox
+from rollout_pool.rewards.reward import Reward, class_of, parts_of
 from rollout_pool.rewards.service import RemoteFailure
-from rollout_pool.rewards.teacher import Teacher
-from rollout_pool.rewards.types import (
-    Columns,
-    PartScore,
-    PartService,
-    Score,
-    ScoringPool,
-    encode_request,
-)
-from rollout_pool.tasks.mixture import Mixture
+from rollout_pool.rewards.types import Columns, PartScore, Score, ScoringPool, encode_request
+from rollout_pool.tasks.mixture import for_each_member, member_of
 from rollout_pool.tasks.task import Prompt, Task
 
 log = logging.getLogger(__name__)
 
-IN_PROCESS = (RewardKind.task, RewardKind.function, RewardKind.code_tests)
-
-
-def needs_processes(config: TaskConfig) -> bool:
-    """Whether a part, or without parts the task, may be scored in a scoring process."""
-    rewards = [_rewards(one) for one in config.by_name.values()]
-    return any(not one or any(is_in_process(r) for r in one.values()) for one in rewards)
-
-
-def is_in_process(reward: RewardConfig) -> bool:
-    if reward.kind is RewardKind.code_tests:
-        return reward.url is None
-    return reward.kind in IN_PROCESS
-
-
-def make_scorer(config: TaskConfig, task: Task, pool: ScoringPool) -> EpisodeScorer | MixtureScorer:
-    """`pool` is not closed by its `close`. Raises ValueError naming the setting at fault."""
-    if isinstance(task, Mixture):
-        return MixtureScorer(task, pool)
-    return EpisodeScorer(config, task=task, pool=pool)
-
-
-class RemoteTests:
-    """Runs the tests of the model's programs at a sandbox service."""
-
-    def __init__(self, part: str, config: RewardConfig, task: Task) -> None:
-        """Raises ValueError for a task without tests, or if the service's key is missing."""
-        self._config = config
-        self._task = code_task(task, f"task.rewards.{part}")
-        self._sandbox = RemoteSandbox(part, config)
-
-    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
-        """Raises RemoteFailure if a test could not be run: the program is not at fault."""
-        total_s = self._config.timeout_s
-        value = await score_answer(
-            self._task, self._config, prompt, episode.answer, self._sandbox, total_s
-        )
-        return PartScore(value=value)
-
-    async def close(self) -> None:
-        await self._sandbox.close()
-
-
-_SERVICES: dict[RewardKind, Callable[[str, RewardConfig, Task], PartService]] = {
-    RewardKind.http: HttpReward,
-    RewardKind.judge: Judge,
-    RewardKind.teacher: Teacher,
-    RewardKind.code_tests: RemoteTests,
-}
-
 
 class EpisodeScorer:
-    """The `Scorer` of `task.rewards`. Used in one event loop."""
+    """The `Scorer` of a run: each episode by the rewards of its prompt's task. Used in one event
+    loop.
 
-    def __init__(
-        self,
-        config: TaskConfig,
-        *,
-        task: Task,
-        pool: ScoringPool,
-        queue: WaitMeter | None = None,
-        member: str = "",
-    ) -> None:
-        """`pool` is not closed by `close`. `queue` measures the waits for it, of other tasks too.
-        `member`: the task's name in a mixture. Raises ValueError naming the setting at fault."""
-        self._rewards = _rewards(config)
-        self._pool = pool
-        self._prefix = f"{member}/" if member else ""
-        self._services = {
-            name: _SERVICES[reward.kind](name, reward, task)
-            for name, reward in config.rewards.items()
-            if reward.kind in _SERVICES and not is_in_process(reward)
-        }
-        self._queue = queue or WaitMeter()
-        self._failed_before: set[str] = set()
+    Example: with task.rewards={right: {kind: task}, short: {kind: function, weight: 0.1, ...}}, of
+    which the task gives 1 and the function 0.5, the score is reward=1.05 with
+    parts={"right": 1.0, "short": 0.5}.
+    """
+
+    def __init__(self, config: TaskConfig, *, task: Task, pool: ScoringPool) -> None:
+        """`pool` is not closed by `close`. Raises ValueError naming the setting at fault."""
+        self._task = task
+        self._queue = WaitMeter()
+        self._members = for_each_member(
+            config, task, lambda *member: _MemberScorer(*member, pool=pool, queue=self._queue)
+        )
 
     @property
     def waited_s(self) -> float:
@@ -117,37 +46,58 @@ class EpisodeScorer:
         return self._queue.seconds
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
+        name, own = member_of(self._task, prompt)
+        return await self._members[name].score(own, episode)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.close() for member in self._members.values()))
+
+
+class _MemberScorer:
+    """The sum of the rewards of one task, of a mixture or of the run."""
+
+    def __init__(
+        self, member: str, config: TaskConfig, task: Task, *, pool: ScoringPool, queue: WaitMeter
+    ) -> None:
+        self._rewards = {
+            name: class_of(reward)(name, reward, task) for name, reward in parts_of(config).items()
+        }
+        self._chooses = not config.rewards and "task" in self._rewards  # see parts_of
+        self._pool = pool
+        self._prefix = f"{member}/" if member else ""
+        self._queue = queue
+        self._failed_before: set[str] = set()
+
+    async def score(self, prompt: Prompt, episode: Episode) -> Score:
         """Never raises for a failed part, which counts as 0 and is logged; if its service failed,
-        the episode is unscored; if one cannot judge the answer, it is left open."""
-        rewards = self._rewards or _usual(episode)
-        answers = await asyncio.gather(
-            *(self._part(name, reward, prompt, episode) for name, reward in rewards.items())
-        )
+        the episode is unscored; if one cannot judge the completion, it is left open."""
+        rewards = self._rewards
+        if self._chooses:
+            name = "task" if episode.env_reward is None else "env"
+            rewards = {name: rewards[name]}
+        works = [self._part(name, reward, prompt, episode) for name, reward in rewards.items()]
+        # One needs no task of its own.
+        scores = await asyncio.gather(*works) if len(works) > 1 else [await one for one in works]
         total = 0.0
         parts: dict[str, float] = dict(episode.env_parts)
         failures: dict[str, str] = {}
         columns: Columns = ()
-        is_unscored = False
-        left_open: str | None = None
-        for (name, reward), answer in zip(rewards.items(), answers, strict=True):
-            columns = columns or answer.columns
-            if answer.failure is not None:
-                failures[name] = answer.failure
-                is_unscored |= name in self._services
-                self._log_failure(prompt, name, answer.failure)
-            if answer.is_left_open:
-                left_open = left_open or name
-            if reward.kind is RewardKind.teacher:
-                continue
-            total += reward.weight * answer.value
-            parts |= {f"{name}/{inner}": value for inner, value in answer.parts.items()}
-            parts[name] = answer.value
+        for (name, reward), score in zip(rewards.items(), scores, strict=True):
+            columns = columns or score.columns
+            if score.failure is not None:
+                failures[name] = score.failure
+                self._log_failure(prompt, name, score.failure)
+            if reward.config.gives_reward:
+                total += reward.config.weight * score.value
+                parts |= {f"{name}/{inner}": value for inner, value in score.parts.items()}
+                parts[name] = score.value
+        open_parts = (n for n, score in zip(rewards, scores, strict=True) if score.is_left_open)
         return Score(
             reward=total,
             parts=parts,
             failures=failures,
-            is_unscored=is_unscored,
-            left_open=left_open,
+            is_unscored=any(score.is_unscored for score in scores),
+            left_open=next(open_parts, None),
             columns=columns,
         )
 
@@ -157,77 +107,26 @@ class EpisodeScorer:
         self._failed_before.add(part)
         log.log(level, "prompt %d: no %s: %s", prompt.index, part, why)
 
-    async def _part(
-        self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
-    ) -> PartScore:
-        if reward.kind is RewardKind.env:
-            if episode.env_reward is None:
-                return PartScore(failure="the environment gave no reward")
-            return PartScore(value=episode.env_reward)
-        if is_in_process(reward):
-            return await self._in_process(name, reward, prompt, episode)
+    async def _part(self, name: str, reward: Reward, prompt: Prompt, episode: Episode) -> PartScore:
+        if reward.is_in_process(reward.config):
+            request = encode_request(
+                self._prefix + name, prompt, episode, with_messages=reward.reads_messages
+            )
+            came = time.monotonic()
+            score = await self._pool.score(request)
+            self._queue.add(came, came + score.waited_s)
+            return score
         try:
-            return await self._services[name].score(prompt, episode, secrets.token_hex(16))
+            return await reward.score(prompt, episode, secrets.token_hex(16))
         except RemoteFailure as error:
-            return PartScore(failure=str(error))
+            return PartScore(failure=str(error), is_unscored=True)
         except Exception as error:  # must not fail other episodes
             log.warning("prompt %d: %s", prompt.index, name, exc_info=error)
-            return PartScore(failure=f"{type(error).__name__}: {error}"[:500])
-
-    async def _in_process(
-        self, name: str, reward: RewardConfig, prompt: Prompt, episode: Episode
-    ) -> PartScore:
-        request = encode_request(
-            self._prefix + (name if name in self._rewards else ""),
-            prompt,
-            episode,
-            with_messages=reward.kind is RewardKind.function,
-        )
-        came = time.monotonic()
-        score = await self._pool.score(request)
-        self._queue.add(came, came + score.waited_s)
-        return score
+            why = f"{type(error).__name__}: {error}"[:500]
+            return PartScore(failure=why, is_unscored=True)
 
     async def close(self) -> None:
-        await asyncio.gather(*(service.close() for service in self._services.values()))
-
-
-class MixtureScorer:
-    """Scores each episode by the rewards of its prompt's task."""
-
-    def __init__(self, mixture: Mixture, pool: ScoringPool) -> None:
-        self._mixture = mixture
-        self._queue = WaitMeter()
-        self._scorers: dict[str, EpisodeScorer] = {}
-        for name, member in mixture.members.items():
-            with mixture.named_in_errors(name):
-                self._scorers[name] = EpisodeScorer(
-                    member.config, task=member.task, pool=pool, queue=self._queue, member=name
-                )
-
-    @property
-    def waited_s(self) -> float:
-        return self._queue.seconds
-
-    async def score(self, prompt: Prompt, episode: Episode) -> Score:
-        member, own = self._mixture.of(prompt)
-        return await self._scorers[member.name].score(own, episode)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(scorer.close() for scorer in self._scorers.values()))
-
-
-def _rewards(config: TaskConfig) -> dict[str, RewardConfig]:
-    """Empty if they depend on the episode."""
-    if config.kind is TaskKind.verifiers and not config.rewards:  # no process could score it
-        return {RewardKind.env.name: RewardConfig(kind=RewardKind.env)}
-    return config.rewards
-
-
-def _usual(episode: Episode) -> dict[str, RewardConfig]:
-    """The default reward: the environment's if it gave one, else the task's score."""
-    kind = RewardKind.task if episode.env_reward is None else RewardKind.env
-    return {kind.name: RewardConfig(kind=kind)}
+        await asyncio.gather(*(reward.close() for reward in self._rewards.values()))
 
 
 class WaitMeter:

@@ -16,14 +16,15 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx
 
 from configs.rollout_schema import RewardConfig
+from host.http_server import has_more_values
+from rollout_pool.rewards.reward import Reward
 from rollout_pool.tasks.task import Task
-from weight_sync.http_server import has_more_values
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 MAX_AT_ONCE = 64
 """Concurrent calls of one part."""
-MAX_ANSWER_BYTES = 64 * 2**20
+MAX_RESPONSE_BYTES = 64 * 2**20
 MAX_SCORE = 1e9
 """A larger number is no reward: models may repeat a digit without end."""
 _WORTH_ANOTHER_TRY = (408, 425, 429)
@@ -31,7 +32,7 @@ _WORTH_ANOTHER_TRY = (408, 425, 429)
 
 
 class RemoteFailure(RuntimeError):
-    """A service gave no usable answer in all attempts; the message says why."""
+    """A service gave no usable response in all attempts; the message says why."""
 
 
 class Refused(Exception):
@@ -59,22 +60,17 @@ class Spacing:
         await asyncio.sleep(mine - now)
 
 
-class RemoteService:
+class ServiceClient:
     """The client of one reward part's service. Used in one event loop."""
 
-    path: ClassVar[str] = ""
-    """Appended to the configured URL."""
-    max_values: ClassVar[int] = 100_000
-    """Of an answer's JSON."""
-
     def __init__(
-        self, part: str, config: RewardConfig, task: Task | None, *, path: str | None = None
+        self, part: str, config: RewardConfig, *, path: str = "", max_values: int = 100_000
     ) -> None:
-        """`path`: in place of the class's. Raises ValueError if the key is missing."""
+        """`path` is appended to the configured URL; a response has at most `max_values` JSON
+        values. Raises ValueError if the key is missing."""
         assert config.url is not None, part
         self.config = config
-        self.task = task
-        path = self.path if path is None else path
+        self._max_values = max_values
         self._url = config.url.rstrip("/") + path if path else config.url
         self._name = _without_secrets(self._url)
         self._key = _key(part, config.api_key_env)
@@ -90,7 +86,7 @@ class RemoteService:
         )
 
     async def ask(self, body: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """The service's answer, a JSON object. `key` is the same for all attempts, so that the
+        """The service's response, a JSON object. `key` is the same for all attempts, so that the
         service can recognise a retry. Raises RemoteFailure."""
         content = json.dumps(body).encode()
         async with self._room:
@@ -116,40 +112,61 @@ class RemoteService:
             async with asyncio.timeout(self.config.timeout_s):
                 response = await self._client.send(request, stream=True)
                 try:
-                    answer = await _read(response)
+                    content = await _read(response)
                 finally:
                     await response.aclose()
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise Refused(f"no answer within {self.config.timeout_s:g} s") from error
+            raise Refused(f"no response within {self.config.timeout_s:g} s") from error
         except httpx.HTTPError as error:
             raise Refused(f"{type(error).__name__}: {error}") from error
-        return self.checked(response, answer)
+        return self.checked(response, content)
 
-    def checked(self, response: httpx.Response, answer: bytes) -> dict[str, Any]:
-        """The service's answer. Raises Refused if another attempt may do better, else
+    def checked(self, response: httpx.Response, content: bytes) -> dict[str, Any]:
+        """The JSON object in `content`. Raises Refused if another attempt may do better, else
         RemoteFailure."""
         status = response.status_code
         if status in _WORTH_ANOTHER_TRY or status >= 500:
             raise Refused(f"HTTP {status}", _retry_after_s(response.headers))
         if status >= 300:
-            text = answer.decode("utf-8", "replace")
+            text = content.decode("utf-8", "replace")
             detail = text.replace(self._key, "(key)") if self._key else text
             raise RemoteFailure(f"{self._name}: HTTP {status}: {detail[:200]}")
-        if has_more_values(answer, self.max_values):
+        if has_more_values(content, self._max_values):
             raise RemoteFailure(
-                f"{self._name}: the answer holds more than {self.max_values} JSON values"
+                f"{self._name}: the response holds more than {self._max_values} JSON values"
             )
         try:
-            parsed = json.loads(answer)
+            parsed = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise RemoteFailure(f"{self._name}: the answer is not JSON") from error
+            raise RemoteFailure(f"{self._name}: the response is not JSON") from error
         if not isinstance(parsed, dict):
-            raise RemoteFailure(f"{self._name}: the answer is not a JSON object")
+            raise RemoteFailure(f"{self._name}: the response is not a JSON object")
         return parsed
 
 
+class RemoteService(Reward):
+    """A part that a service scores."""
+
+    path: ClassVar[str] = ""
+    max_values: ClassVar[int] = 100_000
+    """JSON values of a response."""
+
+    def __init__(
+        self, part: str, config: RewardConfig, task: Task | None, *, path: str | None = None
+    ) -> None:
+        """`path`: in place of the class's. Raises ValueError if the key is missing."""
+        self.config = config
+        self.task = task
+        path = self.path if path is None else path
+        self._service = ServiceClient(part, config, path=path, max_values=self.max_values)
+        self.ask = self._service.ask
+
+    async def close(self) -> None:
+        await self._service.close()
+
+
 def _is_outside(url: str) -> bool:
-    """Whether a proxy may be needed: not for names without a dot, this machine, or private
+    """Returns whether a proxy may be needed: not for names without a dot, this machine, or private
     addresses."""
     host = httpx.URL(url).host
     try:
@@ -161,11 +178,11 @@ def _is_outside(url: str) -> bool:
 async def _read(response: httpx.Response) -> bytes:
     content = bytearray()
     if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
-        raise httpx.DecodingError(f"the answer has Content-Encoding {encoding!r:.100}, unasked")
+        raise httpx.DecodingError(f"the response has Content-Encoding {encoding!r:.100}, unasked")
     async for chunk in response.aiter_raw():
         content += chunk
-        if len(content) > MAX_ANSWER_BYTES:
-            raise httpx.DecodingError(f"more than {MAX_ANSWER_BYTES} bytes")
+        if len(content) > MAX_RESPONSE_BYTES:
+            raise httpx.DecodingError(f"more than {MAX_RESPONSE_BYTES} bytes")
     return bytes(content)
 
 

@@ -21,12 +21,12 @@ import numpy as np
 
 from buffer.types import FloatArray
 from configs.rollout_schema import RewardConfig
-from rollout_pool.engines.batching import ROUNDING
-from rollout_pool.engines.client import GENERATE_PATH
+from rollout_pool.engines.sglang.client import GENERATE_PATH
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.rewards.service import RemoteFailure, RemoteService
 from rollout_pool.rewards.types import PartScore
+from rollout_pool.sampling.engine_client import ROUNDING
 from rollout_pool.tasks.task import Prompt, Task
 
 COLUMN = "teacher_logprobs"
@@ -43,26 +43,29 @@ class Teacher(RemoteService):
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
         """One [T] column for each branch, 0 at its first token."""
-        tokens = [branch.tokens for branch in episode.branches]
-        columns = (self._column(one, f"{key}-{place}") for place, one in enumerate(tokens))
-        return PartScore(columns=tuple({COLUMN: c} for c in await asyncio.gather(*columns)))
-
-    async def _column(self, tokens: list[int], key: str) -> FloatArray:
-        logprobs, _ = await self.read(tokens, key)
-        return logprobs
+        asked = (
+            self.read(branch.tokens, f"{key}-{place}")
+            for place, branch in enumerate(episode.branches)
+        )
+        found = await asyncio.gather(*asked)
+        return PartScore(columns=tuple({COLUMN: logprobs} for logprobs, _ in found))
 
     async def read(
         self, tokens: list[int], key: str, *, wants_texts: bool = False
     ) -> tuple[FloatArray, list[str] | None]:
         """[T] log-probabilities, and the texts of the tokens if the server tells them."""
         if self._is_openai:
-            answer = await self.ask(self._completion(tokens), key)
-            logprobs, texts = _openai_logprobs(answer)
+            response = await self.ask(self._completion(tokens), key)
+            logprobs, texts = _openai_logprobs(response)
         else:
             body = {**_generation(tokens), "return_text_in_logprobs": wants_texts}
-            answer = await self.ask(body, key)
-            logprobs, texts = _sglang_logprobs(answer, tokens)
+            response = await self.ask(body, key)
+            logprobs, texts = _sglang_logprobs(response, tokens)
         return check_logprobs(logprobs, len(tokens)), texts
+
+    @classmethod
+    async def probe(cls, part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
+        await check_teacher(part, config, tokenizer)
 
     def _completion(self, tokens: list[int]) -> dict[str, object]:
         return {
@@ -84,19 +87,19 @@ def _generation(tokens: list[int]) -> dict[str, object]:
     }
 
 
-def _openai_logprobs(answer: dict[str, Any]) -> tuple[object, list[str] | None]:
+def _openai_logprobs(response: dict[str, Any]) -> tuple[object, list[str] | None]:
     try:
-        found = answer["choices"][0]["logprobs"]
+        found = response["choices"][0]["logprobs"]
         return found["token_logprobs"], found.get("tokens")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RemoteFailure("the teacher gave no log-probabilities") from error
 
 
 def _sglang_logprobs(
-    answer: dict[str, Any], tokens: list[int]
+    response: dict[str, Any], tokens: list[int]
 ) -> tuple[list[object], list[str] | None]:
     try:
-        found = answer["meta_info"]["input_token_logprobs"]
+        found = response["meta_info"]["input_token_logprobs"]
         logprobs = [logprob for logprob, *_ in found]
         ids = [token for _, token, *_ in found]
         texts = [text for _, _, text, *_ in found]
@@ -167,3 +170,6 @@ def _are_of(texts: Sequence[str], tokens: list[int], tokenizer: Tokenizer) -> bo
     return all(
         theirs.strip() == mine.strip() for theirs, mine in pairs if "\ufffd" not in theirs + mine
     )
+
+
+KIND = Teacher

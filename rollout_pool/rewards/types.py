@@ -1,22 +1,21 @@
 """Scores of episodes, and the format of requests to scoring processes.
 
 A request is one line of JSON, encoded once where the episode ended and decoded once in the process
-that answers it; everything between passes on the bytes.
+that scores it; everything between passes on the bytes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from msgspec import convert
+from msgspec import convert, to_builtins
 
 from buffer.types import FloatArray
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
 
@@ -34,8 +33,8 @@ class Score:
     failures: Mapping[str, str] = field(default_factory=dict)
     """Failed part -> reason; it counts as 0 in the sum."""
     is_unscored: bool = False
-    """A service that the reward needs gave no usable answer: the reward is unknown and must not be
-    trained on. If the completion is at fault (scorer crash, timeout), the part is 0."""
+    """A service that the reward needs gave no usable response: the reward is unknown and must not
+    be trained on. If the completion is at fault (scorer crash, timeout), the part is 0."""
     left_open: str | None = None
     """The part that did not judge the episode (a function that returned None): it is left out of
     its group."""
@@ -49,7 +48,7 @@ class Score:
 
 
 class Scorer(Protocol):
-    """Scores single episodes as they end."""
+    """Scores single episodes as they end. Implementation: EpisodeScorer (scorer.py)."""
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
         """Never raises for an error of an episode or a service: see `Score.failures`."""
@@ -62,8 +61,10 @@ class PartScore:
 
     value: float = 0.0
     failure: str | None = None
+    is_unscored: bool = False
+    """A service failed: see Score."""
     is_left_open: bool = False
-    """The answer cannot be judged."""
+    """The completion cannot be judged."""
     waited_s: float = 0.0
     """Time until a scoring process was free."""
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -72,18 +73,9 @@ class PartScore:
     """See Score."""
 
 
-class PartService(Protocol):
-    """The service of one reward part."""
-
-    async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
-        """`key` identifies the call, for the service. Raises RemoteFailure."""
-        ...
-
-    async def close(self) -> None: ...
-
-
 class ScoringPool(Protocol):
-    """Scoring processes of the worker, or of actors on other hosts."""
+    """Scoring processes of the worker (RewardPool in pool.py), or of actors on other hosts
+    (RemoteScoring in scorer_actors.py)."""
 
     async def start(self) -> None:
         """Waits until all are ready. Raises ValueError if the task refuses its config."""
@@ -105,7 +97,7 @@ class EpisodeView:
     answer: str
     """The model's last message."""
     num_turns: int
-    """Number of the model's answers."""
+    """Number of the model's messages."""
     env_reward: float | None
     """Sum of the environment's rewards; None if it gave none."""
     end: str
@@ -115,13 +107,13 @@ class EpisodeView:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class PartRequest:
     part: str
-    """Key in task.rewards; "" is the task's own score."""
+    """Its name in task.rewards, in a mixture after that of its task and a slash."""
     prompt: Prompt
     episode: EpisodeView
 
 
 def encode_request(part: str, prompt: Prompt, episode: Episode, *, with_messages: bool) -> bytes:
-    """One line of JSON. Without messages the scorer sees only the answer."""
+    """One line of JSON. Without messages the scorer sees only the model's last one."""
     view = EpisodeView(
         messages=episode.messages if with_messages else (),
         answer=episode.answer,
@@ -140,9 +132,9 @@ def decode_request(line: str) -> PartRequest:
 class Setup:
     """The first line that a process reads."""
 
-    factory: str
     config: TaskConfig
     data: dict[str, str]
+    """Identifies the data of the run: see registry.check_data."""
     timeout_s: float
     """For one part."""
 
@@ -156,4 +148,4 @@ class Setup:
 
 def _encode(value: PartRequest | Setup) -> bytes:
     # The standard library's, which can spell the lone surrogates of a model's text.
-    return json.dumps(dataclasses.asdict(value), default=lambda choice: choice.value).encode()
+    return json.dumps(to_builtins(value)).encode()

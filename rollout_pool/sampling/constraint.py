@@ -1,10 +1,10 @@
-"""Constrained answers: a grammar that they follow, a least length, tokens that never occur.
+"""Constrained completions: a grammar that they follow, a least length, tokens that never occur.
 
     the engine samples freely     {  0.1    Sure  0.7    [  0.2     among its candidates (top_k)
     the grammar allows            {                      [          after the tokens so far
     the token is drawn from       {  1/3                 [  2/3     these are its candidates now
 
-Engines get no grammar: they run without a tokenizer, an interrupted answer continues at another
+Engines get no grammar: they run without a tokenizer, an interrupted completion continues at another
 engine, and the trainer needs the set from which each token was drawn. So the worker follows what
 arrives. A token that is allowed stays, and is a draw from its allowed candidates, for it was drawn
 from all candidates and kept because it is allowed. In the place of the first that is not, the
@@ -21,14 +21,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollout_pool.sampling.grammars import STEP_TOKENS, Following, Grammars
-from rollout_pool.sampling.sample import Sample
+from rollout_pool.sampling.sample import Guidance, Sample
 
 FEW = 4
 """Tokens of the request after a refusal, twice as many of the one after that, and so on: a policy
@@ -39,7 +39,7 @@ FOLLOWED_AT_ONCE = 32
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Correction:
-    """What comes in the place of a refused token: one that was drawn, or a probe."""
+    """Takes the place of a refused token: one that was drawn, or a probe."""
 
     place: int
     token: int | None = None
@@ -62,7 +62,8 @@ class Guide:
     async def of(cls, sample: Sample, grammars: Grammars) -> Guide:
         """Raises ConstraintFailed. May take seconds: a grammar is compiled."""
         assert sample.constraint is not None
-        sample.drop_unfollowed()
+        sample.cut(len(sample.output_ids) - len(sample.guidance.alternatives))
+        sample.guidance = replace(sample.guidance, alternatives=[], is_probe=False)
         following = await grammars.open(sample.constraint)
         try:
             await following.accept(sample.output_ids)  # of an earlier call, all of them allowed
@@ -79,7 +80,6 @@ class Guide:
         self._drawn: int | None = None
         """Was put into the sample, and may force the tokens behind it."""
         self._is_forcing = False
-        sample.is_probe = False
 
     def close(self) -> None:
         self._following.close()
@@ -89,10 +89,10 @@ class Guide:
         not stay. Raises ConstraintFailed."""
         if sample.ends_at is not None:
             return  # they will be cut off
-        start, known_of = sample.num_ready, sample.alternatives[:FOLLOWED_AT_ONCE]
+        start, known_of = sample.num_ready, sample.guidance.alternatives[:FOLLOWED_AT_ONCE]
         arrived = list(zip(sample.output_ids[start : start + len(known_of)], known_of, strict=True))
         stays = [
-            not (sample.is_probe or (sample.has_candidates and token not in known.ids))
+            not (sample.guidance.is_probe or (sample.has_candidates and token not in known.ids))
             for token, known in arrived
         ]
         last_stays = all(stays)
@@ -114,7 +114,7 @@ class Guide:
                 logprob = logprobs[ids == token].item() - _logsumexp(logprobs)
                 sample.logprobs[place] = min(0.0, logprob)
                 sample.candidates[place] = array("i", ids.tolist())
-        del sample.alternatives[:num_followed]
+        del sample.guidance.alternatives[:num_followed]
 
     def forget(self) -> None:
         """The sample ends before the refused token."""
@@ -126,13 +126,13 @@ class Guide:
         the next request may ask for twice as many tokens."""
         correction, self._correction = self._correction, None
         if correction is None:
-            if sample.max_asked is not None:
-                sample.max_asked *= 2
+            if sample.guidance.max_asked is not None:
+                sample.guidance.max_asked *= 2
             return False
         place, sample.ends_at, sample.finish_reason = correction.place, None, None
-        sample.alternatives.clear()
-        sample.max_asked = 1 if correction.is_probe else FEW
-        sample.is_probe = correction.is_probe
+        sample.guidance = Guidance(
+            max_asked=1 if correction.is_probe else FEW, is_probe=correction.is_probe
+        )
         if correction.token is None:
             sample.cut(place)
             return True
@@ -172,7 +172,7 @@ class Guide:
     ) -> _Correction:
         """`first`: the first two tokens that are allowed, or the only one."""
         if not len(ids):
-            if len(first) > 1 and not sample.is_probe:
+            if len(first) > 1 and not sample.guidance.is_probe:
                 return _Correction(place=place, is_probe=True)
             return _Correction(place=place, token=first[0], candidates=first[:1])
         most = sample.sampling.top_k if sample.has_candidates else len(ids)

@@ -1,5 +1,6 @@
 """The router's state of one engine: slots, load, version and health.
 
+AdaptiveLimit    how many samples may be in flight there
 Breaker          keeps requests away from a failing engine
 EngineState      its slots, load, version and health
 Slot             one sample's place, taken by the router and released by the sampler
@@ -12,11 +13,119 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 
-from rollout_pool.sampling.concurrency import AdaptiveLimit, LoadSample
 from rollout_pool.sampling.engine_client import EngineClient, EngineLoad
 from rollout_pool.sampling.sample import Priority
+
+START = 16
+"""The limit at the first load report, unless more samples are in flight."""
+KV_FULL = 0.95
+KV_ROOM = 0.85
+"""KV usage below which there is room for more; running samples still grow."""
+FACTOR_FULL = 0.8
+FACTOR_QUEUE = 0.9
+QUEUE_SHARE = 0.05
+"""Fraction of the running requests; a shorter queue is normal."""
+QUEUE_PATIENCE = 3
+"""Reports that a longer queue must last: a commit briefly requeues all requests."""
+GROWTH_STEPS = 32
+"""Number of steps from 0 to the maximum."""
+CAREFUL_FROM = 0.9
+CAREFUL_TO = 1.25
+"""Fractions of the limit from which it last fell: between them the next fall is near, unless the
+lengths have changed."""
+IN_USE = 0.9
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LoadSample:
+    num_in_flight: int
+    """Samples of this process."""
+    peak_in_flight: int
+    """The most in the time of the last two reports. Samples that are interrupted are not in flight
+    any more when their preemptions are heard of."""
+    num_running: int
+    num_queued: int
+    kv_usage: float
+    expected_usage: float
+    """Share of the KV cache that the samples in flight will hold at their expected lengths."""
+    num_preempted: int = 0
+    """Since the last report."""
+
+
+class AdaptiveLimit:
+    """A limit on the samples in flight at an engine, between 1 and `most`; `most` until the first
+    load report. Pure; one step per report.
+
+    Too few leave the engine idle; too many fill its KV cache, and then it preempts running samples
+    and recomputes them later. The best number depends on lengths that are unknown beforehand, so
+    the limit adapts like TCP's window:
+
+        until it first falls   doubles while twice the tokens would still fit
+        room again             half the way back to where it last fell; near that, and slightly
+                               above, + 1 per step; beyond, a little more
+        preemption, KV full    x 0.8
+        a queue that stays     x 0.9
+
+    It grows only while all slots are taken. After a fall it does not fall again before enough
+    samples have ended to meet it.
+    """
+
+    def __init__(self, most: int) -> None:
+        assert most >= 1
+        self._most = most
+        self.value = most
+        self._has_begun = False
+        self._fell_from: int | None = None
+        self._is_settling = False
+        """It has fallen, and more samples than allowed are still in flight."""
+        self._queue_age = 0
+
+    def update(self, seen: LoadSample) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self.value = min(self._most, max(START, seen.num_in_flight))
+        has_queue = seen.num_queued > max(1, QUEUE_SHARE * seen.num_running)
+        self._queue_age = self._queue_age + 1 if has_queue else 0
+        if seen.num_in_flight <= self.value:
+            self._is_settling = False
+        if seen.num_preempted or seen.kv_usage >= KV_FULL:
+            self._fall(seen, FACTOR_FULL)
+        elif self._queue_age >= QUEUE_PATIENCE:
+            self._fall(seen, FACTOR_QUEUE)
+        elif not has_queue and seen.num_in_flight >= IN_USE * self.value:
+            self._grow(max(seen.kv_usage, seen.expected_usage))
+
+    def restart(self) -> None:
+        """Call when the engine was restarted."""
+        self._has_begun = self._is_settling = False
+        self._fell_from = None
+        self._queue_age = 0
+
+    def _fall(self, seen: LoadSample, factor: float) -> None:
+        if self._is_settling:
+            return
+        base = min(self.value, max(1, seen.peak_in_flight))
+        self.value = max(1, int(base * factor))
+        self._fell_from = base
+        self._is_settling = seen.num_in_flight > self.value
+        self._queue_age = 0
+
+    def _grow(self, usage: float) -> None:
+        if usage >= KV_ROOM:
+            return
+        self.value = min(self._most, self.value + self._step(usage))
+
+    def _step(self, usage: float) -> int:
+        value, mark = self.value, self._fell_from
+        if mark is None:
+            return value if 2 * usage < KV_ROOM else max(1, self._most // GROWTH_STEPS)
+        if value < CAREFUL_FROM * mark:
+            return max(1, (mark - value) // 2)
+        return 1 if value <= CAREFUL_TO * mark else max(1, self._most // GROWTH_STEPS)
+
 
 THRESHOLD = 3
 FIRST_DELAY_S = 0.5
@@ -38,7 +147,7 @@ class Breaker:
     """
 
     def __init__(self) -> None:
-        self._state = BreakerState.closed
+        self.state = BreakerState.closed
         self._num_failures = 0
         self._num_delays = 0
         self._last_failure = self._last_success = float("-inf")
@@ -46,29 +155,25 @@ class Breaker:
         self.retry_at = float("-inf")
         """When a failed engine may be tried again."""
 
-    @property
-    def state(self) -> BreakerState:
-        return self._state
-
     def admits(self, now: float) -> bool:
-        if self._state is BreakerState.closed:
+        if self.state is BreakerState.closed:
             return True
         return now >= self.retry_at and not self._is_on_trial
 
     def has_recovered(self, failed_at: float, now: float) -> bool:
-        """Whether a sample that failed here at `failed_at` may be sent again."""
+        """Returns whether a sample that failed here at `failed_at` may be sent again."""
         return self._last_success > failed_at or now >= self.retry_at
 
     def begin(self) -> bool:
         """A request is sent, as `admits` allowed. Returns whether it is on trial."""
-        if self._state is BreakerState.closed:
+        if self.state is BreakerState.closed:
             return False
-        self._state = BreakerState.half_open
+        self.state = BreakerState.half_open
         self._is_on_trial = True
         return True
 
     def succeed(self, now: float) -> None:
-        self._state = BreakerState.closed
+        self.state = BreakerState.closed
         self._num_failures = self._num_delays = 0
         self._last_success = now
         self._is_on_trial = False
@@ -80,15 +185,15 @@ class Breaker:
         """
         is_new = begun >= self._last_failure
         self._last_failure = now
-        if not is_new and self._state is not BreakerState.closed:
+        if not is_new and self.state is not BreakerState.closed:
             return
         self._num_failures += 1
         if is_new:
             delay = min(MAX_DELAY_S, FIRST_DELAY_S * 2.0**self._num_delays)
             self._num_delays = min(self._num_delays + 1, 16)
             self.retry_at = now + delay
-        if self._num_failures >= THRESHOLD or self._state is not BreakerState.closed:
-            self._state = BreakerState.open
+        if self._num_failures >= THRESHOLD or self.state is not BreakerState.closed:
+            self.state = BreakerState.open
         self._is_on_trial = False
 
     def withdraw(self) -> None:
@@ -138,7 +243,7 @@ class EngineState:
         self.serves: int | None = None
         self.may_roll_out = False
         self.load: EngineLoad | None = None
-        """The last report; None before it, and while the engine does not answer."""
+        """The last report; None before it, and while the engine does not respond."""
         self.last_progress = float("-inf")
         """When a sample last got a slot or tokens here."""
         self._limit = AdaptiveLimit(math.ceil(max_running_requests / num_workers))
@@ -177,7 +282,7 @@ class EngineState:
         return self.num_in_flight - min(beside, num_evaluations) < self.limit
 
     def may_serve(self, min_version: int, *, is_pinned: bool) -> bool:
-        """Whether it serves what such a sample needs, regardless of its health.
+        """Returns whether it serves what such a sample needs, regardless of its health.
 
         An engine requested by name need not be registered as serving, nor serve a version that can
         be trained on: an evaluation holds it at its own version.
@@ -250,24 +355,19 @@ class EngineState:
         return (number - own) * each
 
 
+@dataclass(eq=False)
 class Slot:
     """The place of one sample at one engine, until `release`."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        priority: Priority,
-        tokens: int,
-        begun: float,
-        on_release: Callable[[], None],
-    ) -> None:
-        self._engine = state
-        self._is_trial = state.take(priority, tokens, begun)
-        self._priority = priority
-        self._tokens = tokens
-        self._on_release = on_release
-        self.begun = begun
-        self._is_released = False
+    _engine: EngineState
+    _priority: Priority
+    _tokens: int
+    begun: float
+    _on_release: Callable[[], None]
+    _is_released: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._is_trial = self._engine.take(self._priority, self._tokens, self.begun)
 
     @property
     def engine(self) -> EngineClient:
@@ -275,7 +375,7 @@ class Slot:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the engine takes further requests: not one that drains or leaves."""
+        """The engine takes further requests: it neither drains nor leaves."""
         return self._engine.may_roll_out or self._priority is Priority.evaluation
 
     def progress(self) -> None:

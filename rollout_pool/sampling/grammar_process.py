@@ -1,9 +1,9 @@
-"""The processes that compile grammars and follow the answers that have them, one a grammar:
+"""The processes that compile grammars and follow the completions that have them, one a grammar:
 `python -m rollout_pool.sampling.grammar_process <descriptor of the starter's socket>`.
 
     worker ── a socket a grammar ──► starter: imports, makes the tokenizer
        │                                │ forks
-       └── lines of JSON ─────────►  one process a grammar
+       └── calls and replies ─────►  one process a grammar
 
 A grammar may come from a request, and compiling it, or finding the next token, may take minutes and
 gigabytes inside a library that cannot be interrupted and holds the GIL. So it happens in a process
@@ -12,19 +12,19 @@ of its own, which the kernel kills at a limit of processor time or memory.
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from processes.die_with_parent import die_with_parent
@@ -35,15 +35,14 @@ thousands. Reserved, but not used by other grammars."""
 
 
 class NotAllowed(ValueError):
-    """A grammar that cannot be compiled, or an answer that cannot go on; the message says why."""
+    """A grammar cannot be compiled, or a completion cannot go on; the message says why."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Setup:
+class Setup(Struct, kw_only=True, frozen=True):
     """The first line that the starter reads."""
 
     tokenizer: str
-    """As the tokenizers library writes it."""
+    """The text that the tokenizers library writes."""
     num_embeddings: int
     end_tokens: list[int]
     compile_s: float
@@ -51,15 +50,33 @@ class Setup:
     step_s: float
     """Processor time of any later request."""
     max_bytes: int
-    """Memory of one grammar and its answers."""
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+    """Memory of one grammar and its completions."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Verdict:
-    """On tokens that have arrived.
+class Call(Struct, frozen=True):
+    """One line to the process of a grammar: compile it, or a method of a completion's Rules.
+
+    Example: Call("follow", 3, [[97], [[97, 98]], True]) is `rules[3].follow([97], [[97, 98]],
+    True)`.
+    """
+
+    verb: str
+    """compile, open, accept, follow, force or close."""
+    completion: int = 0
+    arguments: Sequence[Any] = ()
+
+
+class Reply(Struct, kw_only=True, frozen=True):
+    value: Any = None
+    """The method's result."""
+    failed: str = ""
+    """Why it is not allowed."""
+    num_bytes: int
+    """Memory of the grammar with all its completions."""
+
+
+class Verdict(Struct, kw_only=True, frozen=True):
+    """The rules' decision on tokens that have arrived.
 
     Example: of [a b c], b must not stay: allowed has two entries, and is_refused is true.
     """
@@ -68,7 +85,7 @@ class Verdict:
     """For each token, up to the first that must not stay: which of its alternatives are allowed, by
     their places among them."""
     is_refused: bool
-    """Whether the last of these must not stay."""
+    """The last of these must not stay."""
     first: list[int]
     """The first two tokens that may come in its place, or the only one."""
 
@@ -96,7 +113,7 @@ class _Allowed:
         self._bits = bits
 
     def places(self, ids: Sequence[int]) -> list[int]:
-        """Of those of `ids` that are in it."""
+        """Places of those of `ids` that are in it."""
         wanted = np.asarray(ids, np.int32)
         found = self._bits[wanted >> 3] >> (wanted & 7).astype(np.uint8) & 1
         return list(np.flatnonzero(found).tolist())
@@ -111,7 +128,7 @@ class _Allowed:
 
 
 class Rules:
-    """Which tokens may come next in one answer."""
+    """Which tokens may come next in one completion."""
 
     def __init__(
         self,
@@ -120,7 +137,8 @@ class Rules:
         min_tokens: int,
         banned: Collection[int],
     ) -> None:
-        """`matcher`: of its grammar, if it has one. Raises NotAllowed if no answer can begin."""
+        """`matcher`: the grammar's, if there is one. Raises NotAllowed if no completion can
+        begin."""
         self._vocabulary = vocabulary
         self._matcher = matcher
         self._min_tokens = min_tokens
@@ -138,7 +156,7 @@ class Rules:
             self._accept(token)
 
     def follow(
-        self, tokens: Sequence[int], alternatives: Sequence[Sequence[int]], *, last_stays: bool
+        self, tokens: Sequence[int], alternatives: Sequence[Sequence[int]], last_stays: bool
     ) -> Verdict:
         """Accepts tokens up to the first that must not stay: one that is not allowed, or the last
         of all unless `last_stays`. Raises NotAllowed."""
@@ -151,9 +169,10 @@ class Rules:
             self._accept(token)
         return Verdict(allowed=found, is_refused=False, first=[])
 
-    def force(self, most: int) -> list[int]:
-        """Accepts and returns the next tokens, at most `most`, of which each is the only one that
-        may come; up to one that ends the answer. Raises NotAllowed."""
+    def force(self, after: Sequence[int], most: int) -> list[int]:
+        """Accepts `after`, and then the next tokens, at most `most`, of which each is the only one
+        that may come, up to one that ends the completion; returns those. Raises NotAllowed."""
+        self.accept(after)
         forced: list[int] = []
         while len(forced) < most:
             self._ahead = self._ahead or self._look_ahead()
@@ -212,7 +231,7 @@ def main(number: int) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
     starter = socket.socket(fileno=number)
-    setup = Setup(**json.loads(_read_line(starter)))
+    setup = msgspec.json.decode(_read_line(starter), type=Setup)
     vocabulary = Vocabulary(setup.num_embeddings, setup.end_tokens)
     tokenizer = LLTokenizer(
         setup.tokenizer, n_vocab=setup.num_embeddings, eos_token=setup.end_tokens
@@ -238,7 +257,7 @@ def _read_line(connection: socket.socket) -> bytes:
 def _serve(
     connection: socket.socket, setup: Setup, vocabulary: Vocabulary, tokenizer: LLTokenizer
 ) -> None:
-    """Answers requests until the connection closes, then ends the process."""
+    """Serves calls until the connection closes, then ends the process."""
     try:
         die_with_parent(signal.SIGKILL)
         most = _memory()[0] + _STACK_BYTES + setup.max_bytes
@@ -262,51 +281,45 @@ def _memory() -> tuple[int, int]:
 
 
 class _Grammar:
-    """One grammar and the answers that follow it, by number."""
+    """One grammar and the completions that follow it, by number."""
 
     def __init__(self, setup: Setup, vocabulary: Vocabulary, tokenizer: LLTokenizer) -> None:
         self._setup = setup
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer
         self._matcher: LLMatcher | None = None
-        self._answers: dict[int, Rules] = {}
+        self._rules: dict[int, Rules] = {}
         _, self._bytes_before = _memory()
 
     def serve(self, connection: socket.socket) -> None:
         with connection.makefile("rb") as requests:
             for line in requests:
-                request = json.loads(line)
-                limit_s = self._setup.compile_s if "grammar" in request else self._setup.step_s
+                call, value, failed = msgspec.json.decode(line, type=Call), None, ""
+                limit_s = self._setup.compile_s if call.verb == "compile" else self._setup.step_s
                 # At its end SIGPROF, which nothing handles: it ends the process inside of any call.
                 signal.setitimer(signal.ITIMER_PROF, limit_s)
                 try:
-                    reply = self._reply(request)
+                    value = self._run(call)
                 except NotAllowed as error:
-                    reply = {"failed": str(error)}
+                    failed = str(error)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-                reply["bytes"] = _memory()[1] - self._bytes_before
-                connection.sendall(json.dumps(reply).encode() + b"\n")
+                num_bytes = _memory()[1] - self._bytes_before
+                reply = Reply(value=value, failed=failed, num_bytes=num_bytes)
+                connection.sendall(msgspec.json.encode(reply) + b"\n")
 
-    def _reply(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        match request:
-            case {"grammar": grammar}:
-                self._matcher = self._compile(grammar)
-            case {"open": answer, "min_tokens": min_tokens, "banned": banned}:
+    def _run(self, call: Call) -> Any:
+        match call:
+            case Call("compile"):
+                self._matcher = self._compile(*call.arguments)
+            case Call("open"):
                 assert self._matcher is not None
-                matcher = self._matcher.deep_copy()
-                self._answers[answer] = Rules(self._vocabulary, matcher, min_tokens, banned)
-            case {"accept": tokens, "answer": answer}:
-                self._answers[answer].accept(tokens)
-            case {"follow": tokens, "alternatives": known, "last_stays": stays, "answer": answer}:
-                verdict = self._answers[answer].follow(tokens, known, last_stays=stays)
-                return asdict(verdict)
-            case {"force": most, "after": after, "answer": answer}:
-                rules = self._answers[answer]
-                rules.accept(after)
-                return {"tokens": rules.force(most)}
-            case {"close": answer}:
-                self._answers.pop(answer, None)
-        return {}
+                rules = Rules(self._vocabulary, self._matcher.deep_copy(), *call.arguments)
+                self._rules[call.completion] = rules
+            case Call("close"):
+                self._rules.pop(call.completion, None)
+            case _:
+                return getattr(self._rules[call.completion], call.verb)(*call.arguments)
+        return None
 
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())

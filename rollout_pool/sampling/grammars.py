@@ -1,6 +1,6 @@
 """Compiled grammars and their processes, within limits of time and memory.
 
-open(constraint) ──► the process of its grammar ──► Following: one answer's way through it
+open(constraint) ──► the process of its grammar ──► Following: one completion's way through it
                        compiled once, kept while there is room
 """
 
@@ -9,19 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from processes.child import Child
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.sampling.grammar_process import NotAllowed, Rules, Setup, Verdict, Vocabulary
+from rollout_pool.sampling.grammar_process import (
+    Call,
+    NotAllowed,
+    Reply,
+    Rules,
+    Setup,
+    Verdict,
+    Vocabulary,
+)
 from rollout_pool.sampling.sample import Constraint, SampleFailed
 
 MAX_GRAMMAR = 2**18
@@ -31,9 +41,9 @@ COMPILE_S = 5.0
 STEP_S = 2.0
 """Processor time in which a few tokens must be looked at."""
 MAX_GRAMMAR_BYTES = 2**28
-"""Memory of one grammar, with all answers that follow it."""
+"""Memory of one grammar, with all completions that follow it."""
 KEPT_BYTES = 2**29
-"""Memory of all grammars of a worker. Those that no answer follows are forgotten, the longest
+"""Memory of all grammars of a worker. Those that no completion follows are forgotten, the longest
 unused first."""
 PROCESS_BYTES = 2**23
 """A process takes at least this."""
@@ -49,27 +59,35 @@ _MIB = 2**20
 
 
 class ConstraintFailed(SampleFailed):
-    """An answer can't go on within its constraint; the message says why."""
+    """A completion can't go on within its constraint; the message says why."""
 
 
-class Following(Protocol):
-    """The rules of one answer, here or in a process. Each raises ConstraintFailed."""
+class Following(ABC):
+    """The rules of one completion, here or in a process. Each method raises ConstraintFailed."""
 
     async def accept(self, tokens: Sequence[int]) -> None:
         """See Rules."""
+        for start in range(0, len(tokens), STEP_TOKENS):
+            await self._call("accept", tokens[start : start + STEP_TOKENS])
 
     async def follow(
         self, tokens: Sequence[int], alternatives: Sequence[Sequence[int]], *, last_stays: bool
     ) -> Verdict:
         """See Rules."""
-        ...
+        verdict = await self._call("follow", tokens, alternatives, last_stays)
+        return msgspec.convert(verdict, Verdict)
 
     async def force(self, after: Sequence[int], most: int) -> list[int]:
-        """Accepts `after`; then as Rules. `most` is at most STEP_TOKENS."""
-        ...
+        """See Rules. `most` is at most STEP_TOKENS."""
+        forced: list[int] = await self._call("force", after, most)
+        return forced
 
     def close(self) -> None:
-        """The answer has ended."""
+        """The completion has ended."""
+        return
+
+    @abstractmethod
+    async def _call(self, verb: str, *arguments: Any) -> Any: ...
 
 
 class Grammars:
@@ -82,7 +100,7 @@ class Grammars:
         end_tokens: Collection[int],
         log: Path = Path(os.devnull),
     ) -> None:
-        """`tokenizer`: of Hugging Face, a fast one. `end_tokens`: see SGLangClient. `log`: of the
+        """`tokenizer`: of Hugging Face, a fast one. `end_tokens`: each ends a sample. `log`: of the
         processes."""
         self.end_tokens = sorted(end_tokens)
         self._vocabulary = Vocabulary(num_embeddings, self.end_tokens)
@@ -103,31 +121,26 @@ class Grammars:
         return sum(process.num_bytes for process in self._processes.values())
 
     async def check(self, constraint: Constraint) -> None:
-        """Raises ConstraintFailed if its grammar can't be compiled within the limits, or no answer
-        can begin. May take some seconds."""
+        """Raises ConstraintFailed if its grammar can't be compiled within the limits, or no
+        completion can begin. May take some seconds."""
         (await self.open(constraint)).close()
 
     async def open(self, constraint: Constraint) -> Following:
-        """The rules of a new answer. Raises ConstraintFailed. May take as long."""
+        """The rules of a new completion. Raises ConstraintFailed. May take as long."""
+        limits = (constraint.min_tokens, constraint.banned)
         if not constraint.grammar:
-            return _Here(self._vocabulary, constraint)
+            return _Here(self._vocabulary, *limits)
         process = self._processes.get(constraint.grammar) or self._begin(constraint.grammar)
         self._processes.move_to_end(constraint.grammar)
-        answer = _There(process, next(self._numbers))
+        following = _There(process, next(self._numbers))
         try:
             self._make_room(process)
             await asyncio.shield(process.compiling)  # others may wait for it, too
-            await process.ask(
-                {
-                    "open": answer.number,
-                    "min_tokens": constraint.min_tokens,
-                    "banned": constraint.banned,
-                }
-            )
+            await process.ask(Call("open", following.number, limits))
         except BaseException:
-            answer.close()
+            following.close()
             raise
-        return answer
+        return following
 
     def _begin(self, grammar: str) -> _Process:
         if self._tokenizer is None:
@@ -148,7 +161,7 @@ class Grammars:
                 connection = await self._fork()
                 streams = await asyncio.open_connection(sock=connection, limit=_LINE_BYTES)
                 self._keep(process.read(process.connect(*streams)))
-                await process.ask({"grammar": process.grammar})
+                await process.ask(Call("compile", arguments=[process.grammar]))
                 process.is_compiled = True
         except (ConstraintFailed, OSError) as error:
             process.end(str(error))
@@ -159,7 +172,7 @@ class Grammars:
         for process in list(self._processes.values()):
             if self.num_bytes <= KEPT_BYTES:
                 return
-            if not process.num_answers:
+            if not process.num_completions:
                 process.end("it was forgotten")
         if self.num_bytes > KEPT_BYTES:
             growing.end(
@@ -207,7 +220,7 @@ class Grammars:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                await loop.sock_sendall(ours, setup.encode())
+                await loop.sock_sendall(ours, msgspec.json.encode(setup) + b"\n")
                 is_ready = await loop.sock_recv(ours, 16)
         except (ConnectionError, TimeoutError):
             is_ready = b""
@@ -227,7 +240,7 @@ class Grammars:
         return task
 
     async def close(self) -> None:
-        """Ends all processes. Answers in progress fail."""
+        """Ends all processes. Completions in progress fail."""
         for process in list(self._processes.values()):
             process.end("the run has ended")
         await end_tasks(self._tasks)
@@ -238,7 +251,7 @@ class Grammars:
 
 
 def _as_text(tokenizer: Any) -> str | None:
-    """As the tokenizers library writes it; None for one that is not of this library."""
+    """The text that the tokenizers library writes; None for a tokenizer of another library."""
     if (inner := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return None
     inner = copy(inner)
@@ -261,41 +274,36 @@ class _Process:
     ) -> None:
         self.grammar = grammar
         self.is_compiled = False
-        self.num_answers = 0
+        self.num_completions = 0
         self.num_bytes = PROCESS_BYTES
         self._on_growth, self._on_end = on_growth, on_end
         self._why = ""
         """Why it has ended."""
         self._writer: asyncio.StreamWriter | None = None
-        self._asked: deque[asyncio.Future[dict[str, Any]] | None] = deque()
-        """Requests without a reply so far; None if nobody waits for it."""
+        self._asked: deque[asyncio.Future[Reply] | None] = deque()
+        """Calls without a reply so far; None if nobody waits for it."""
 
-    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises ConstraintFailed."""
-        reply = asyncio.get_running_loop().create_future()
-        self._send(request, reply)
+    async def ask(self, call: Call) -> Any:
+        """The call's result. Raises ConstraintFailed."""
+        if not self.tell(call, reply := asyncio.get_running_loop().create_future()):
+            raise ConstraintFailed(self._why)
         try:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
-                found: dict[str, Any] = await reply
+                found: Reply = await reply
         except TimeoutError:
             self.end(why := f"its process gave no reply in {REPLY_TIMEOUT_S:g} s")
             raise ConstraintFailed(why) from None
-        if "failed" in found:
-            raise ConstraintFailed(found["failed"])
-        return found
+        if found.failed:
+            raise ConstraintFailed(found.failed)
+        return found.value
 
-    def tell(self, request: Mapping[str, Any]) -> None:
-        """Without waiting for the reply."""
-        if self._writer is not None and not self._why:
-            self._send(request, None)
-
-    def _send(
-        self, request: Mapping[str, Any], reply: asyncio.Future[dict[str, Any]] | None
-    ) -> None:
+    def tell(self, call: Call, reply: asyncio.Future[Reply] | None = None) -> bool:
+        """Sends a call, whose reply comes to `reply`; False if the process has ended."""
         if self._why or self._writer is None:
-            raise ConstraintFailed(self._why)
+            return False
         self._asked.append(reply)
-        self._writer.write(json.dumps(request).encode() + b"\n")
+        self._writer.write(msgspec.json.encode(call) + b"\n")
+        return True
 
     def connect(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -309,8 +317,8 @@ class _Process:
         """Takes replies until the process ends."""
         with contextlib.suppress(ConnectionError, ValueError):  # it was killed while it wrote
             while line := await reader.readline():
-                reply = json.loads(line)
-                self.num_bytes = max(PROCESS_BYTES, reply.pop("bytes"))
+                reply = msgspec.json.decode(line, type=Reply)
+                self.num_bytes = max(PROCESS_BYTES, reply.num_bytes)
                 waiting = self._asked.popleft()
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
@@ -322,7 +330,7 @@ class _Process:
         )
 
     def end(self, why: str) -> None:
-        """Requests fail from now on. Does nothing if it has ended."""
+        """Calls fail from now on. Does nothing if it has ended."""
         if self._why:
             return
         self._why = why
@@ -335,62 +343,35 @@ class _Process:
         self._asked.clear()
 
 
-class _There:
-    """One answer in the process of its grammar."""
+class _There(Following):
+    """One completion in the process of its grammar."""
 
     def __init__(self, process: _Process, number: int) -> None:
         self.number = number
         self._process = process
         self._is_open = True
-        process.num_answers += 1
-
-    async def accept(self, tokens: Sequence[int]) -> None:
-        for start in range(0, len(tokens), STEP_TOKENS):
-            await self._ask({"accept": tokens[start : start + STEP_TOKENS]})
-
-    async def follow(
-        self, tokens: Sequence[int], alternatives: Sequence[Sequence[int]], *, last_stays: bool
-    ) -> Verdict:
-        request = {"follow": tokens, "alternatives": alternatives, "last_stays": last_stays}
-        return Verdict(**await self._ask(request))
-
-    async def force(self, after: Sequence[int], most: int) -> list[int]:
-        reply = await self._ask({"force": most, "after": after})
-        return list(reply["tokens"])
+        process.num_completions += 1
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._process.num_answers -= 1
-            self._process.tell({"close": self.number})
+            self._process.num_completions -= 1
+            self._process.tell(Call("close", self.number))
 
-    async def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        return await self._process.ask({**request, "answer": self.number})
+    async def _call(self, verb: str, *arguments: Any) -> Any:
+        return await self._process.ask(Call(verb, self.number, arguments))
 
 
-class _Here:
+class _Here(Following):
     """Rules without a grammar, which take microseconds."""
 
-    def __init__(self, vocabulary: Vocabulary, constraint: Constraint) -> None:
+    def __init__(self, vocabulary: Vocabulary, *limits: Any) -> None:
         with _failing():
-            self._rules = Rules(vocabulary, None, constraint.min_tokens, constraint.banned)
+            self._rules = Rules(vocabulary, None, *limits)
 
-    async def accept(self, tokens: Sequence[int]) -> None:
-        self._rules.accept(tokens)
-
-    async def follow(
-        self, tokens: Sequence[int], alternatives: Sequence[Sequence[int]], *, last_stays: bool
-    ) -> Verdict:
+    async def _call(self, verb: str, *arguments: Any) -> Any:
         with _failing():
-            return self._rules.follow(tokens, alternatives, last_stays=last_stays)
-
-    async def force(self, after: Sequence[int], most: int) -> list[int]:
-        with _failing():
-            self._rules.accept(after)
-            return self._rules.force(most)
-
-    def close(self) -> None:
-        return
+            return getattr(self._rules, verb)(*arguments)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ _arrivals = count()
 
 
 class Needs(NamedTuple):
-    """What decides which engines may serve a sample."""
+    """Decides which engines may serve a sample."""
 
     engine: str | None
     """The only engine that may serve it, if one was named."""
@@ -48,7 +48,7 @@ class Needs(NamedTuple):
 
 
 class QueueKey(NamedTuple):
-    """What the samples of one queue have in common."""
+    """Common to the samples of one queue."""
 
     needs: Needs
     failed: frozenset[str]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -36,14 +37,23 @@ class Priority(IntEnum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Constraint:
-    """What an answer may consist of; see constraint.py."""
+    """Limits the tokens of a completion; see constraint.py."""
 
     grammar: str = ""
-    """Of the whole answer, in llguidance's form of Lark; "": any text."""
+    """Grammar of the whole completion, in llguidance's form of Lark; "": any text."""
     min_tokens: int = 0
     """The model's end comes after so many tokens."""
     banned: tuple[int, ...] = ()
     """Tokens that never occur."""
+
+
+class Routes(NamedTuple):
+    """The experts that an engine has chosen for consecutive tokens."""
+
+    start: int
+    """The place of the first of them, counted from the prompt's first token."""
+    experts: NDArray[np.uint8] | NDArray[np.uint16]
+    """[tokens, layers * experts of a token]"""
 
 
 class Alternatives(NamedTuple):
@@ -52,6 +62,29 @@ class Alternatives(NamedTuple):
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float64]
     """Natural logs, in the same order, up to a constant."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Guidance:
+    """How far a sample follows its constraint, and what its next request is for; see constraint.py.
+
+    Example: a token was refused, and another drawn in its place. The next request may bring
+    `max_asked` tokens; when they arrive, `alternatives` has an entry for each that was not judged.
+    """
+
+    alternatives: list[Alternatives] = field(default_factory=list)
+    """An entry for each of the last tokens, to which the constraint was not applied so far; they
+    may not stay."""
+    max_asked: int | None = None
+    """A limit of the next request's tokens."""
+    is_probe: bool = False
+    """The next request is for as many alternatives of the next token as PROBED."""
+
+    def num_alternatives(self, top_k: int) -> int:
+        """How many it needs of each token."""
+        if self.is_probe:
+            return PROBED
+        return top_k if top_k > 0 else ALTERNATIVES
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -68,6 +101,8 @@ class Sample:
     sampling: SamplingParams
     max_new_tokens: int
     """Limit of the whole completion, over all engines."""
+    pictures: tuple[bytes, ...] = ()
+    """The files whose places are among its prompt, in order."""
     stop: tuple[str, ...] = ()
     """Texts that end it, the model's own end aside; see stop.py."""
     constraint: Constraint | None = None
@@ -86,14 +121,19 @@ class Sample:
     """The context of its spans; None is the current one."""
     on_tokens: Callable[[Sample], None] | None = None
     """Called when tokens have arrived, and at the end."""
-    on_wait: Callable[[bool], None] | None = None
-    """Called with True when a wait for a slot at an engine begins, with False when it is over."""
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     """Natural log of each output token's probability under the distribution it was sampled from."""
     candidates: list[array[int]] = field(default_factory=list)
     """The ids among which each output token was drawn; empty unless `has_candidates`."""
+    first_route: int = 0
+    """The first token, counted from the prompt's first, whose experts it wants: those of the tokens
+    before came with an earlier turn."""
+    num_processed: int = 0
+    """Tokens from there on that engines have processed, whether their experts came or not."""
+    routes: list[Routes] = field(default_factory=list)
+    """Ascending, with gaps where a request brought none; empty unless its engines return them."""
     version_spans: list[VersionSpan] = field(default_factory=list)
     """Cover [0, len(output_ids)) without gaps, counted from the first output token."""
     finish_reason: str | None = None
@@ -101,17 +141,12 @@ class Sample:
     ends_at: int | None = None
     """Number of tokens that stay: up to the end of a text of `stop`, or before a token that
     `constraint` does not allow. Until the engine has ended the request there may be more."""
-    alternatives: list[Alternatives] = field(default_factory=list)
-    """Of the last tokens, to which the constraint was not applied so far; they may not stay."""
-    max_asked: int | None = None
-    """A limit of the next request's tokens."""
-    is_probe: bool = False
-    """The next request is for as many alternatives of the next token as PROBED."""
+    guidance: Guidance = field(default_factory=Guidance)
     num_attempts: int = 0
     num_failures: int = 0
     """Failed requests; interruptions do not count."""
     num_refused: int = 0
-    """Answers refused for their log-probabilities."""
+    """Responses refused for their log-probabilities."""
     num_restarts: int = 0
     """How often it lost all its tokens."""
     num_wasted: int = 0
@@ -123,24 +158,20 @@ class Sample:
 
     @property
     def has_candidates(self) -> bool:
-        """Whether the trainer needs the candidates of its tokens."""
+        """The trainer needs the candidates of its tokens."""
         return self.sampling.is_truncated and self.priority is Priority.rollout
 
     @property
-    def num_alternatives(self) -> int:
-        """How many the constraint needs of each token."""
-        if self.constraint is None:
-            return 0
-        if self.is_probe:
-            return PROBED
-        return self.sampling.top_k if self.sampling.top_k > 0 else ALTERNATIVES
+    def next_route(self) -> int:
+        """The first token that the next request processes anew."""
+        return self.first_route + self.num_processed
 
     @property
     def num_ready(self) -> int:
         """Tokens so far that are part of the completion."""
         if self.ends_at is not None:
             return self.ends_at
-        return len(self.output_ids) - len(self.alternatives)
+        return len(self.output_ids) - len(self.guidance.alternatives)
 
     @property
     def num_left(self) -> int:
@@ -149,19 +180,19 @@ class Sample:
     @property
     def num_asked(self) -> int:
         """Tokens that the next request may bring."""
-        return self.num_left if self.max_asked is None else min(self.num_left, self.max_asked)
+        most = self.guidance.max_asked
+        return self.num_left if most is None else min(self.num_left, most)
+
+    def note_processed(self) -> None:
+        """An engine has processed all its tokens but the last one."""
+        self.num_processed = len(self.prompt) + len(self.output_ids) - 1 - self.first_route
 
     def drop_tokens(self) -> None:
         """Loses its tokens, which count as wasted; the next request begins at its prompt."""
         self.cut(0)
         self.num_restarts += 1
         self.ends_at = None
-        self.alternatives.clear()
-
-    def drop_unfollowed(self) -> None:
-        """Loses the tokens to which the constraint was not applied, which count as wasted."""
-        self.cut(len(self.output_ids) - len(self.alternatives))
-        self.alternatives.clear()
+        self.guidance.alternatives.clear()
 
     def end_at_stop(self) -> None:
         """Ends it at `ends_at`; the tokens behind count as wasted."""
@@ -178,6 +209,14 @@ class Sample:
             VersionSpan(version=span.version, start=span.start, end=min(span.end, length))
             for span in self.version_spans
             if span.start < length
+        ]
+        # Without a token left it begins again, with its prompt.
+        processed = len(self.prompt) + length - 1 - self.first_route if length else 0
+        self.num_processed = min(self.num_processed, processed)
+        self.routes[:] = [
+            Routes(routes.start, routes.experts[: self.next_route - routes.start])
+            for routes in self.routes
+            if routes.start < self.next_route
         ]
 
     def put_last(self, token: int, logprob: float, candidates: Sequence[int]) -> None:
@@ -219,8 +258,16 @@ class Interrupted(RuntimeError):
     """A sample was stopped by `Sampler.interrupt`; it can be completed later."""
 
 
+class Clock(Protocol):
+    """A clock that does not run while a sample waits for a slot at an engine: EpisodeClock."""
+
+    def paused(self) -> AbstractContextManager[None]: ...
+
+
 class Completer(Protocol):
-    async def complete(self, sample: Sample) -> None:
+    """Implementation: Sampler (sampler.py)."""
+
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         """Continues the sample until it has ended.
 
         Raises SampleFailed, Interrupted if `interrupt` was called meanwhile, and TimeoutError if no

@@ -1,11 +1,11 @@
-"""Texts that end an answer, besides the model's own end.
+"""Texts that end a completion, besides the model's own end.
 
-    tokens      [ Let | 's | see | .\n | Obs | erv | ation | : x | y ]    stop "Observation:"
-    the answer  [ Let | 's | see | .\n | Obs | erv | ation | : x ]
+    tokens          [ Let | 's | see | .\n | Obs | erv | ation | : x | y ]    stop "Observation:"
+    the completion  [ Let | 's | see | .\n | Obs | erv | ation | : x ]
 
-Engines get no texts (they run without a tokenizer), so the worker looks at what arrives. An answer
-keeps the token that completes the text, since the model sampled it; nothing changes in how any
-token was drawn, so all stay exact to train on. Tokens behind it count as wasted.
+Engines get no texts (they run without a tokenizer), so the worker looks at what arrives. A
+completion keeps the token that completes the text, since the model sampled it; nothing changes in
+how any token was drawn, so all stay exact to train on. Tokens behind it count as wasted.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 Decode = Callable[[Sequence[int]], str]
-"""With special tokens, so that an answer may also end at one by its text."""
+"""With special tokens, so that a completion may also end at one by its text."""
 
 STOP_STREAM_INTERVAL = 8
-"""Tokens between two parts of an answer with such texts: those behind its end are wasted."""
+"""Tokens between two parts of a response with such texts: those behind its end are wasted."""
 CONTEXT = 4
 """Tokens before those that can hold the text: what a token says may depend on the one before."""
 

@@ -4,23 +4,43 @@
              │          └─ request     at another engine, after a failure
              └─ sample                 the next turn
 
-Without a provider OpenTelemetry makes spans that record nothing.
+Without a provider no span is made: one that records nothing costs as much as a part of a sample.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from opentelemetry import trace
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span
 
-from rollout_pool.sampling.sample import Sample
-
 tracer = trace.get_tracer("leash")
 EXPORT_TIMEOUT_S = 5.0
+
+
+def open_span(
+    name: str,
+    attributes: Mapping[str, str] | None = None,
+    context: Context | None = None,
+    *,
+    fails: bool = True,
+) -> AbstractContextManager[Span]:
+    """The current span while it is open; `context`: None is the current one. `fails`: what is
+    raised inside is an error of it."""
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return nullcontext(trace.INVALID_SPAN)
+    return tracer.start_as_current_span(
+        name,
+        context=context,
+        attributes=attributes,
+        record_exception=fails,
+        set_status_on_exception=fails,
+    )
 
 
 def open_tracing(endpoint: str, run: str, process: str) -> TracerProvider:
@@ -45,33 +65,3 @@ def make_exporter(endpoint: str) -> SpanExporter:
         ) from None
     exporter: SpanExporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
     return exporter
-
-
-def describe_request(
-    span: Span,
-    sample: Sample,
-    engine: str,
-    num_tokens_before: int,
-    times: tuple[float, float, float | None],
-) -> None:
-    """Ends the description of a request: its attributes and its parts. `times`, monotonic: when it
-    began to wait, when it got its slot, and its first token."""
-    if not span.is_recording():
-        return
-    waited_from, began, first_token = times
-    spans = [one for one in sample.version_spans if one.end > num_tokens_before]
-    span.set_attributes(
-        {
-            "engine": engine,
-            "prompt_tokens": len(sample.prompt) + num_tokens_before,
-            "tokens": len(sample.output_ids) - num_tokens_before,
-            "versions": sorted({one.version for one in spans}),
-        }
-    )
-    now = time.monotonic()
-    parts = [("queue", waited_from, began), ("prefill", began, first_token or now)]
-    parts += [("decode", first_token, now)] if first_token else []
-    wall, context = time.time() - now, trace.set_span_in_context(span)
-    for name, start, end in parts:
-        part = tracer.start_span(name, context, start_time=int((wall + start) * 1e9))
-        part.end(int((wall + end) * 1e9))

@@ -19,23 +19,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from host.http_server import BodyRoom, has_more_values, read_body
 from rollout_pool.cancelling import unless_gone
 from rollout_pool.sandbox.run import Sandbox, SandboxError, SandboxLimits, SandboxResult
-from weight_sync.http_server import BodyRoom, has_more_values, read_body
 
 MAX_BODY_BYTES = 64 * 2**20
 MAX_VALUES = 1000
-"""Of a request, those of fields that are ignored too."""
+"""JSON values in a request, those of ignored fields too."""
 MAX_OPEN = 1024
 """Requests at a time; most of them wait for their turn."""
 MAX_OPEN_BYTES = 512 * 2**20
-"""Of their bodies."""
+"""Bytes of their bodies together."""
 _TIMEOUTS = ("cpu_time", "wall_time")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Language:
-    """What runs the programs of one language."""
+    """The sandbox for the programs of one language."""
 
     sandbox: Sandbox
     limits: SandboxLimits
@@ -94,8 +94,8 @@ class _Service:
         try:
             async with self._bodies.place(request, MAX_BODY_BYTES):
                 asked = _parsed(await read_body(request, MAX_BODY_BYTES))
-                answer = await unless_gone(request.receive, self._run(asked))
-            return Response(status_code=499) if answer is None else JSONResponse(answer)
+                result = await unless_gone(request.receive, self._run(asked))
+            return Response(status_code=499) if result is None else JSONResponse(result)
         finally:
             self._num_open -= 1
 
@@ -115,7 +115,7 @@ class _Service:
             )
         except SandboxError as error:
             return {"status": "SandboxError", "message": str(error)}
-        return _answer(result)
+        return _response_body(result)
 
 
 def _parsed(body: bytes) -> RunRequest:
@@ -151,7 +151,7 @@ def _within(most: SandboxLimits, asked: RunRequest) -> SandboxLimits:
     )
 
 
-def _answer(result: SandboxResult) -> dict[str, object]:
+def _response_body(result: SandboxResult) -> dict[str, object]:
     has_failed = result.reason is not None
     command = {
         "status": "TimeLimitExceeded" if result.reason in _TIMEOUTS else "Finished",

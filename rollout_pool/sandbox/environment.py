@@ -1,4 +1,4 @@
-"""What runs the programs: a Python with the packages that they may import, or a command."""
+"""The environments of programs: a Python and packages that they may import, or a command."""
 
 from __future__ import annotations
 

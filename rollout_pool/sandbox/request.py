@@ -47,7 +47,7 @@ class Request:
 
     @property
     def chosen(self) -> list[str]:
-        """What the user lets the program read."""
+        """Paths that the user lets the program read."""
         executable = [path for path in self.command[:1] if path != view.FILE]
         return [*self.packages, *executable, *(view.OF_COMPILERS if self.compiles else ())]
 

@@ -84,7 +84,7 @@ class SandboxLimits:
     """For standard output and standard error each."""
     max_open_files: int = 64
     max_threads: int = 32
-    """Of a compiler: processes and their threads. The limits on memory and CPU are of each."""
+    """For a compiler: processes and their threads, each with the limits on memory and CPU."""
 
     def of_the_kernel(self) -> dict[str, int]:
         """The limits that the kernel enforces; the parent enforces the others."""
@@ -106,11 +106,11 @@ class SandboxResult:
     limit may succeed or end for another reason."""
     seconds: float
     layers: tuple[str, ...]
-    """What the machine was protected by; empty if it was killed before it started."""
+    """Layers that protected the machine; empty if it was killed before it started."""
     tried: tuple[str, ...] = ()
     """Denied actions that it tried ("network", "processes"), even if it continued."""
     held: bool = False
-    """Whether it finished and the statements that test it passed; False without any."""
+    """It finished and the statements that test it passed; False without any."""
     made: bytes = b""
     """The file that a compiler made."""
 
@@ -150,7 +150,7 @@ class LocalSandbox:
         self._compiler = compiler
         self._compiler_limits = compiler_limits
         self._made: OrderedDict[str, bytes] = OrderedDict()
-        """What the compiler made of the last programs: each has several tests."""
+        """Files that the compiler made of the last programs: each has several tests."""
 
     async def run(
         self, code: str, *, limits: SandboxLimits, stdin: str = "", statements: str | None = None
@@ -201,6 +201,9 @@ async def run_program(
 ) -> SandboxResult:
     """Run `code` as a program of `environment`, or let its compiler make a file of it. Only a few
     run at once; others wait.
+
+        result = await run_program("print(2 * int(input()))", stdin="21")
+        assert (result.stdout, result.reason) == ("42\n", None)
 
     `statements` run after a Python program, in a process of their own with the same limits: they
     can call what it has defined, and it sees nothing of them but these calls. `without`: layers not
@@ -405,7 +408,7 @@ def _layers(notes: _Notes, killed_for: str | None, stderr: str) -> tuple[str, ..
 
 
 async def _all_end(tasks: Collection[asyncio.Task[Any]], timeout_s: float) -> bool:
-    """Whether all have ended within `timeout_s`; raises the error of one."""
+    """Returns whether all have ended within `timeout_s`; raises the error of one."""
     ended, late = await asyncio.wait(tasks, timeout=timeout_s)
     for task in ended:
         task.result()

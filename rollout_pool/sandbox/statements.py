@@ -118,11 +118,11 @@ class Server:
             self._channel.send(_RAN)
             while True:
                 question = plain.decode(self._channel.receive(), self._objects.__getitem__)
-                self._channel.send(self._answer(*question))
+                self._channel.send(self._reply(*question))
         except Gone:
             return
 
-    def _answer(self, what: str, given: list[Any], named: dict[str, Any]) -> bytes:
+    def _reply(self, what: str, given: list[Any], named: dict[str, Any]) -> bytes:
         try:
             value = self._do(what, given, named)
             return plain.encode((None, value, given, named), self._refer)

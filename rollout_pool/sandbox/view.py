@@ -19,7 +19,7 @@ FILE = f"{SCRATCH}/program"
 OUTPUT = f"{SCRATCH}/output"
 """Where a compiler puts what it makes."""
 OF_COMPILERS = ("/usr", "/bin", "/etc/alternatives")
-"""What a compiler sees besides: the programs that it starts, headers and libraries."""
+"""Seen by compilers besides: the programs that they start, headers and libraries."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 SINKS = ("/dev/null",)
 """Writable devices."""
@@ -66,7 +66,7 @@ def readable(chosen: list[str]) -> list[str]:
 
 
 def is_readable_by_all(through: bool) -> bool:
-    """Whether any user can read the library; `through`: and reach its folder."""
+    """Returns whether any user can read the library; `through`: and reach its folder."""
     for folder in python_folders():
         if not os.stat(folder).st_mode & stat.S_IXOTH:
             return False

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import httpx
 
-from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
+from host.user_code import load_callable
 from rollout_pool.tasks.task import Prompt, Task
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Endpoints speak plain HTTP; without this, each client would load the system's certificates."""
-Answered = float | tuple[float, Mapping[str, float]]
+AgentReward = float | tuple[float, Mapping[str, float]]
+"""An agent's reward of its episode, alone or with named parts."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -56,7 +57,7 @@ class SessionHandle:
             await client.close()
 
 
-Agent = Callable[[SessionHandle, Prompt], Awaitable[Answered]]
+Agent = Callable[[SessionHandle, Prompt], Awaitable[AgentReward]]
 
 
 def load_agent(name: str) -> Agent:
@@ -75,7 +76,7 @@ def load_agent(name: str) -> Agent:
 class AgentTask(Protocol):
     """A task that brings its own agent, as an environment of the verifiers library does."""
 
-    async def run_agent(self, session: SessionHandle, prompt: Prompt) -> Answered: ...
+    async def run_agent(self, session: SessionHandle, prompt: Prompt) -> AgentReward: ...
     async def start(self) -> None:
         """Starts what its episodes need."""
         ...

@@ -3,7 +3,7 @@
     Ida Bob =        ──►  Bob Ida            all in place: 1
     + Eva =          ──►  Eva Bob Ida        one name of three in its place: 1/3
 
-Each turn is scored by the share of names in their places; the episode's reward is the mean over its
+A turn's score is the fraction of names in their places; the episode's reward is the mean over its
 turns. With a chat template the questions are whole sentences.
 """
 
@@ -14,14 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Completion, Env, Message, Observation, Step, opening
+from rollout_pool.episodes.conversation import Completion, Message, opening
+from rollout_pool.episodes.environment import Env, Observation, Step
 from rollout_pool.tasks.datasets import check_params
-from rollout_pool.tasks.task import Prompt
-
-EVAL_SEED_OFFSET = 2**30
-"""Keeps the seeds of held-out prompts disjoint from those of the training stream."""
-EVAL_DRAWS = 50
-"""Draws per held-out episode before there are too few different ones."""
+from rollout_pool.tasks.task import EVAL_SEED_OFFSET, Prompt, draw_held_out
 
 # Names to sort, the shortest first; each list has no duplicates.
 _FIRST = (
@@ -54,9 +50,13 @@ class SortParams:
     sort_by: str = "first"
     """first or last."""
     last_names: bool = True
-    """Whether names have a last name."""
+    """True gives each name a last name."""
     num_known: int = len(FIRST_NAMES)
     """Number of names to draw from, the shortest first."""
+
+
+Names = tuple[tuple[str, ...], ...]
+"""The new names of each turn."""
 
 
 class AlphabetSortTask:
@@ -65,73 +65,76 @@ class AlphabetSortTask:
     name = "alphabet_sort"
 
     def __init__(self, config: TaskConfig) -> None:
-        self._params = params = read_params(config)
+        self._params = read_params(config)
         self._seed = config.seed
         self._system_prompt = config.system_prompt
-        self._words = Wording(
-            is_chat=config.chat_template, params=params, instruction=config.instruction
+        self._is_chat, self._instruction = config.chat_template, config.instruction
+        self._separator = ", " if self._params.last_names else " "
+        self._eval_indices = draw_held_out(
+            self.name, config.eval_size, lambda index: self._draw(index, is_held_out=True)
         )
-        self._held_out = self._draw_held_out(config.eval_size)
-        self._is_held_out = frozenset(self._held_out)
-
-    def _draw_held_out(self, eval_size: int) -> list[Names]:
-        """The names of the held-out episodes, all different."""
-        drawn: dict[Names, None] = {}
-        for index in range(eval_size * EVAL_DRAWS):
-            drawn.setdefault(self._draw(index, is_held_out=True))
-            if len(drawn) == eval_size:
-                return list(drawn)
-        raise ValueError(
-            f"task.eval_size={eval_size}: task.params gave only {len(drawn)} different episodes "
-            f"in {eval_size * EVAL_DRAWS} draws; lower it, or raise task.params.num_known"
-        )
+        self._held_out = list(self._eval_indices)
 
     def example(self, index: int) -> Prompt:
         names = self._draw(index, is_held_out=False)
-        return Prompt(index=index, is_held_out=False, text=self._words.question(names[0], 0))
+        return Prompt(index=index, is_held_out=False, text=self._question(names[0], 0))
 
     def eval_prompts(self) -> Sequence[Prompt]:
         return [
-            Prompt(index=place, is_held_out=True, text=self._words.question(names[0], 0))
+            Prompt(index=place, is_held_out=True, text=self._question(names[0], 0))
             for place, names in enumerate(self._held_out)
         ]
 
     def is_held_out(self, prompt: Prompt) -> bool:
-        return self._names(prompt) in self._is_held_out
+        return self._names(prompt) in self._eval_indices
 
     def solution(self, prompt: Prompt) -> str:
-        """The answer to the last turn."""
-        return self._words.answer(self._orders(prompt)[-1])
+        """The right completion of the last turn."""
+        return self._separator.join(self.turns(prompt)[-1][1])
 
     def score(self, prompt: Prompt, completion: str) -> float:
         """The last turn's score; the environment's reward is the mean over all turns."""
-        return share_in_place(self._words.read(completion), self._orders(prompt)[-1])
+        return self.score_turn(completion, self.turns(prompt)[-1][1])
+
+    def score_turn(self, completion: str, order: Sequence[str]) -> float:
+        """Reads the names on the last line of `completion` that is not blank."""
+        lines = [line for line in completion.splitlines() if line.strip()] or [""]
+        parts = lines[-1].split(self._separator.strip() or None)
+        return fraction_in_place([" ".join(one.split()) for one in parts if one.strip()], order)
 
     def environment(self, prompt: Prompt) -> Env:
-        return SortEnv(
-            questions=self._questions(prompt),
-            orders=self._orders(prompt),
-            words=self._words,
-            system_prompt=self._system_prompt,
-        )
+        return SortEnv(self, self.turns(prompt), self._system_prompt)
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
         messages: list[Message] = []
-        for question, order in zip(self._questions(prompt), self._orders(prompt), strict=True):
+        for question, order in self.turns(prompt):
             messages += opening(question, None if messages else self._system_prompt)
-            messages.append(Message(role="assistant", content=self._words.answer(order)))
+            messages.append(Message(role="assistant", content=self._separator.join(order)))
         return tuple(messages)
 
-    def _questions(self, prompt: Prompt) -> list[str]:
-        names = self._names(prompt)
-        return [self._words.question(new, turn) for turn, new in enumerate(names)]
-
-    def _orders(self, prompt: Prompt) -> list[list[str]]:
-        """For each turn all names so far in the right order."""
-        names = self._names(prompt)
-        so_far = [[name for new in names[: turn + 1] for name in new] for turn in range(len(names))]
+    def turns(self, prompt: Prompt) -> list[tuple[str, list[str]]]:
+        """Each turn's question, and all names so far in the right order."""
+        turns, so_far = [], list[str]()
         place = 0 if self._params.sort_by == "first" else -1
-        return [sorted(all_names, key=lambda name: name.split()[place]) for all_names in so_far]
+        for number, new in enumerate(self._names(prompt)):
+            so_far += new
+            order = sorted(so_far, key=lambda name: name.split()[place])
+            turns.append((self._question(new, number), order))
+        return turns
+
+    def _question(self, new: Sequence[str], turn: int) -> str:
+        """A sentence, or a bare line for a base model."""
+        names = self._separator.join(new)
+        if not self._is_chat:
+            return f"{'+ ' if turn else ''}{names} ={self._instruction}"
+        if turn:
+            return f"Add these, and give all names so far in the same order: {names}"
+        by = f"{self._params.sort_by} names"
+        return (
+            f"Put these people into the alphabetical order of their {by}. Answer with one line "
+            "that holds nothing but the names, as they are written here: "
+            f"{names}{self._instruction}"
+        )
 
     def _names(self, prompt: Prompt) -> Names:
         if prompt.is_held_out:
@@ -139,7 +142,6 @@ class AlphabetSortTask:
         return self._draw(prompt.index, is_held_out=False)
 
     def _draw(self, index: int, *, is_held_out: bool) -> Names:
-        """The new names of each turn."""
         params = self._params
         chance = random.Random(f"{self._seed + EVAL_SEED_OFFSET * is_held_out}/{index}")
         counts = [params.num_names_first] + [params.num_names_more] * (params.num_turns - 1)
@@ -152,77 +154,35 @@ class AlphabetSortTask:
         return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
 
 
-Names = tuple[tuple[str, ...], ...]
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Wording:
-    """The format of questions and answers: sentences, or bare lines for a base model."""
-
-    is_chat: bool
-    params: SortParams
-    instruction: str
-
-    @property
-    def _separator(self) -> str:
-        return ", " if self.params.last_names else " "
-
-    def question(self, new: Sequence[str], turn: int) -> str:
-        names = self._separator.join(new)
-        if not self.is_chat:
-            return f"{'+ ' if turn else ''}{names} ={self.instruction}"
-        if turn:
-            return f"Add these, and give all names so far in the same order: {names}"
-        by = f"{self.params.sort_by} names"
-        return (
-            f"Put these people into the alphabetical order of their {by}. Answer with one line "
-            f"that holds nothing but the names, as they are written here: {names}{self.instruction}"
-        )
-
-    def answer(self, names: Sequence[str]) -> str:
-        return self._separator.join(names)
-
-    def read(self, answer: str) -> list[str]:
-        """The names on the last non-blank line of an answer."""
-        lines = [line for line in answer.splitlines() if line.strip()] or [""]
-        parts = lines[-1].split(self._separator.strip() or None)
-        return [" ".join(part.split()) for part in parts if part.strip()]
-
-
 class SortEnv(Env):
-    """One episode; `orders` are the right answers, by turn."""
+    """One episode; `turns` are its questions and right orders."""
 
     def __init__(
         self,
-        *,
-        questions: Sequence[str],
-        orders: Sequence[Sequence[str]],
-        words: Wording,
+        task: AlphabetSortTask,
+        turns: Sequence[tuple[str, Sequence[str]]],
         system_prompt: str | None,
     ) -> None:
-        self._questions = questions
-        self._orders = orders
-        self._words = words
+        self._task = task
+        self._turns = turns
         self._system_prompt = system_prompt
         self._turn = 0
 
     async def reset(self) -> Observation:
-        return Observation.user(self._questions[0], self._system_prompt)
+        return Observation.user(self._turns[0][0], self._system_prompt)
 
     async def step(self, completion: Completion) -> Step:
-        share = share_in_place(self._words.read(completion.content), self._orders[self._turn])
-        info = {f"turn_{self._turn}": share}
+        score = self._task.score_turn(completion.content, self._turns[self._turn][1])
+        info = {f"turn_{self._turn}": score}
         self._turn += 1
-        is_over = self._turn == len(self._orders)
-        observation = None
-        if not is_over:
-            observation = Observation.user(self._questions[self._turn])
+        is_over = self._turn == len(self._turns)
+        observation = None if is_over else Observation.user(self._turns[self._turn][0])
         # Rewards are summed, so this gives the mean.
-        return Step(observation=observation, reward=share / len(self._orders), info=info)
+        return Step(observation=observation, reward=score / len(self._turns), info=info)
 
 
-def share_in_place(given: Sequence[str], right: Sequence[str]) -> float:
-    """Share of the names in their places, relative to the longer list.
+def fraction_in_place(given: Sequence[str], right: Sequence[str]) -> float:
+    """The fraction of the names that are in their places, relative to the longer list.
 
     Example: [Eva, Bob, Ida] for [Bob, Eva, Ida] is 1/3.
     """
@@ -232,7 +192,14 @@ def share_in_place(given: Sequence[str], right: Sequence[str]) -> float:
 
 def read_params(config: TaskConfig) -> SortParams:
     """Raises ValueError naming the parameter, its value and the fix."""
-    params = _params(config)
+    kinds = {field.name: type(field.default) for field in fields(SortParams)}
+    check_params(config, "alphabet_sort", kinds)
+    for name, value in config.params.items():
+        if type(value) is not kinds[name]:
+            raise ValueError(
+                f"task.params.{name}={value!r}: must be of type {kinds[name].__name__}"
+            )
+    params = SortParams(**config.params)
     for name in ("num_turns", "num_names_first", "num_names_more"):
         if getattr(params, name) < 1:
             raise ValueError(f"task.params.{name}={getattr(params, name)!r}: must be at least 1")
@@ -254,14 +221,3 @@ def read_params(config: TaskConfig) -> SortParams:
             f"num_known, up to {len(FIRST_NAMES)}"
         )
     return params
-
-
-def _params(config: TaskConfig) -> SortParams:
-    kinds = {field.name: type(field.default) for field in fields(SortParams)}
-    check_params(config, "alphabet_sort", kinds)
-    for name, value in config.params.items():
-        if type(value) is not kinds[name]:
-            raise ValueError(
-                f"task.params.{name}={value!r}: must be of type {kinds[name].__name__}"
-            )
-    return SortParams(**config.params)

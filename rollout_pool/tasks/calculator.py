@@ -13,13 +13,13 @@ import itertools
 import random
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Message, ToolCall
+from rollout_pool.episodes.conversation import Message, ToolCall
 from rollout_pool.tasks.datasets import ProblemTask, Question, check_params
 from rollout_pool.tasks.task import Prompt
 
 NUM_DIGITS = 5
 LOWEST_SUM = 10
-"""All questions have one length, and all answers: a tiny model copies by position."""
+"""All questions have one length, and all results: a tiny model copies by position."""
 GIVES_UP = "?"
 
 
@@ -29,7 +29,7 @@ def add(sum: str) -> int:
 
 
 class CalculatorTask(ProblemTask[Question]):
-    """`task.params.give_up_fraction` is the share of the demonstrations that call no tool."""
+    """`task.params.give_up_fraction` is the fraction of the demonstrations that call no tool."""
 
     name = "calculator"
 
@@ -42,7 +42,7 @@ class CalculatorTask(ProblemTask[Question]):
             )
         self._give_up_fraction = fraction
         sums = [
-            Question(question="+".join(map(str, digits)), right=(str(sum(digits)),))
+            Question(question="+".join(map(str, digits)), answers=(str(sum(digits)),))
             for digits in itertools.product(range(1, 10), repeat=NUM_DIGITS)
             if sum(digits) >= LOWEST_SUM
         ]
@@ -54,14 +54,11 @@ class CalculatorTask(ProblemTask[Question]):
         random.Random(config.seed).shuffle(sums)
         super().__init__(config, sums[config.eval_size :], sums[: config.eval_size])
 
-    def solution(self, prompt: Prompt) -> str:
-        return self.problem(prompt).right[0]
-
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion.strip() == self.solution(prompt))
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        *question, answer = super().demonstration(prompt)
+        *question, result = super().demonstration(prompt)
         if random.Random(f"{self._seed}/{prompt.index}").random() < self._give_up_fraction:
             return (*question, Message(role="assistant", content=GIVES_UP))
         call = ToolCall(
@@ -72,6 +69,6 @@ class CalculatorTask(ProblemTask[Question]):
         return (
             *question,
             Message(role="assistant", content="", tool_calls=(call,)),
-            Message(role="tool", content=answer.content, tool_call_id=call.call_id, name=call.name),
-            answer,
+            Message(role="tool", content=result.content, tool_call_id=call.call_id, name=call.name),
+            result,
         )

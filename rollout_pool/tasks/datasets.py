@@ -12,7 +12,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from configs.rollout_schema import TaskConfig
+from host.pictures import MARK, source_of
 from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,13 @@ class Problem(Protocol):
 
     @property
     def right(self) -> Hashable:
-        """What makes an answer right. Two problems with the same question and the same right
-        answer are the same problem, however their solutions are put."""
+        """Decides which completions are right. Two problems with the same question and the same
+        `right` are the same problem, however their solutions are put."""
+        ...
+
+    @property
+    def solution(self) -> str | None:
+        """A right completion, for the warm start."""
         ...
 
 
@@ -47,12 +53,17 @@ SOURCE: dict[str, Any] = {"subset": None, "train_split": "train", "eval_split": 
 
 
 class ProblemTask(SingleTurnTask, Generic[P]):
-    """Every training problem once per epoch, in a different order each time."""
+    """Every training problem once per epoch, in a different order each time.
+
+    Example, of three training problems: example(0), example(1) and example(2) are q2, q0 and q1;
+    with example(3) the next epoch begins, as q0, q2, q1. eval_prompts() are those held out.
+    """
 
     name: str
 
     def __init__(self, config: TaskConfig, training: Sequence[P], held_out: Sequence[P]) -> None:
         super().__init__(config)
+        self._kind = config.kind.name
         self._cut = PromptCut(config)
         self._seed = config.seed
         self._training = training
@@ -73,17 +84,28 @@ class ProblemTask(SingleTurnTask, Generic[P]):
         return f"{_data(self._training)} to train on, {_data(self._held_out)} held out"
 
     def example(self, index: int) -> Prompt:
-        problem = self._training[self._line(index)]
-        return Prompt(index=index, is_held_out=False, text=self._cut(problem.question))
+        return self._prompt(self._training[self._line(index)], index, is_held_out=False)
 
     def eval_prompts(self) -> Sequence[Prompt]:
         return [
-            Prompt(index=place, is_held_out=True, text=self._cut(problem.question))
+            self._prompt(problem, place, is_held_out=True)
             for place, problem in enumerate(self._held_out)
         ]
 
+    def _prompt(self, problem: P, index: int, *, is_held_out: bool) -> Prompt:
+        return Prompt(index=index, is_held_out=is_held_out, text=self._cut(problem.question))
+
     def is_held_out(self, prompt: Prompt) -> bool:
         return _key(self.problem(prompt)) in self._held_out_keys
+
+    def solution(self, prompt: Prompt) -> str:
+        solution = self.problem(prompt).solution
+        if solution is None:
+            raise ValueError(
+                f"task.kind={self._kind}: problem {prompt.text[:60]!r} has no solution to learn "
+                "from; give each one, or set trainer.warm_start.num_steps=0"
+            )
+        return solution
 
     def problem(self, prompt: Prompt) -> P:
         if prompt.is_held_out:
@@ -108,16 +130,6 @@ def _data(problems: Sequence[Problem]) -> str:
 
 def _key(problem: Problem) -> tuple[str, Hashable]:
     return problem.question, problem.right
-
-
-def load_files(config: TaskConfig, read: Read[P], form: str) -> tuple[list[P], list[P]]:
-    """Training and held-out problems of `task.path` and `task.eval_path`.
-
-    Raises ValueError naming the setting, the file and the first bad line's number.
-    """
-    assert config.path is not None
-    problems = read_file(Path(config.path), "task.path", read, form)
-    return hold_out(config, problems, f"task.path={config.path}", read, form)
 
 
 def hold_out(
@@ -200,15 +212,16 @@ def load_problems(
     read: Read[P],
     form: str,
     *,
-    subset: str | None,
+    subset: str | None = None,
     train_split: str = "train",
     eval_split: str | None = "test",
 ) -> tuple[list[P], list[P]]:
     """Training and held-out problems of `task.path`, or else of the Hugging Face data set
     `task.name`; without `eval_split` the last training problems are held out. Raises ValueError
-    like `load_files`, or if the data set does not load."""
+    naming the setting, the file and the first bad line, or if the data set does not load."""
     if config.path is not None:
-        return load_files(config, read, form)
+        problems = read_file(Path(config.path), "task.path", read, form)
+        return hold_out(config, problems, f"task.path={config.path}", read, form)
     training = _download(config, train_split, read, subset)
     if eval_split is None or config.eval_path is not None:
         return hold_out(config, training, f"task.name={config.name}", read, form)
@@ -264,27 +277,45 @@ COLUMNS = {"question": "question", "answer": "answer"}
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Question:
     question: str
-    right: tuple[str, ...]
-    """The right answers; the first is the solution."""
+    answers: tuple[str, ...]
+    """All that are right."""
+    pictures: tuple[str, ...] = ()
+    """Shown by the question; see `Message`."""
+
+    @property
+    def right(self) -> Hashable:
+        return (self.answers, self.pictures) if self.pictures else self.answers
+
+    @property
+    def solution(self) -> str:
+        return self.answers[0]
 
 
 class QuestionsTask(ProblemTask[Question]):
-    """Reward is 1 if the last line of the model's answer is a right answer, else 0: its last lines,
+    """Reward is 1 if the last line of the completion is a right answer, else 0: its last lines,
     for one of several lines.
 
     Ignores case, surrounding white space and a final full stop.
     """
 
+    name = "questions"
+
     def __init__(self, config: TaskConfig) -> None:
-        self.name = "questions"
         super().__init__(config, *_load(config))
 
-    def solution(self, prompt: Prompt) -> str:
-        return self.problem(prompt).right[0]
+    def _prompt(self, problem: Question, index: int, *, is_held_out: bool) -> Prompt:
+        prompt = super()._prompt(problem, index, is_held_out=is_held_out)
+        return replace(prompt, pictures=problem.pictures) if problem.pictures else prompt
+
+    @property
+    def shown(self) -> Prompt | None:
+        """A training question with pictures, if there is one, as its first prompt."""
+        found = (one for one in self._training if one.pictures)
+        return next((self._prompt(one, 0, is_held_out=False) for one in found), None)
 
     def score(self, prompt: Prompt, completion: str) -> float:
         given = _plain_lines(completion)
-        right = map(_plain_lines, self.problem(prompt).right)
+        right = map(_plain_lines, self.problem(prompt).answers)
         return float(any(given[-len(lines) :] == lines for lines in right))
 
 
@@ -303,7 +334,10 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
             f"set task.params.{LIST}=null, or leave task.name out"
         )
     columns = {role: params[role] for role in COLUMNS}
-    read = partial(read_question, columns=columns, system_prompt=config.system_prompt)
+    folder = Path(config.path or config.eval_path or "x").parent.absolute()
+    read = partial(
+        read_question, columns=columns, system_prompt=config.system_prompt, folder=folder
+    )
     if config.path is not None or config.is_from_hub:
         return load_problems(config, read, LINE_FORM, **{name: params[name] for name in SOURCE})
     place, listed = f"task.params.{LIST}", params[LIST]
@@ -317,10 +351,14 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
 
 
 def read_question(
-    record: dict[str, Any], place: str, columns: Mapping[str, str], system_prompt: str | None
+    record: dict[str, Any],
+    place: str,
+    columns: Mapping[str, str],
+    system_prompt: str | None,
+    folder: Path = Path("/"),
 ) -> Question:
     """`columns`: where question and answer stand. `system_prompt`: that of the task, with which
-    questions that are conversations may begin."""
+    questions that are conversations may begin. `folder`: where their pictures are."""
     of_question, of_answer = columns["question"], columns["answer"]
     question = _at(record, of_question, "question", place)
     answer = _at(record, of_answer, "answer", place)
@@ -330,16 +368,21 @@ def read_question(
             f'{place}: "{of_answer}" must be text, a finite number or a list of these, not '
             f"{answer!r:.100}; leave the row out, or give it its answer"
         )
+    pictures: tuple[str, ...] = ()
     if isinstance(question, list):
-        question = _asked(question, f'{place}: "{of_question}"', system_prompt)
+        what = f'{place}: "{of_question}"'
+        question = _asked(question, what, system_prompt)
+        if isinstance(question, list):
+            question, pictures = _shown(question, what, folder)
     return Question(
         question=text_of({of_question: question}, of_question, place),
-        right=tuple(text_of({of_answer: text}, of_answer, place) for text in texts),
+        answers=tuple(text_of({of_answer: text}, of_answer, place) for text in texts),
+        pictures=pictures,
     )
 
 
 def _at(record: dict[str, Any], column: str, role: str, place: str) -> Any:
-    """What a column holds, or a field within one, as reward_model.ground_truth."""
+    """Reads a column, or a field within one, as reward_model.ground_truth."""
     if column in tuple(record):  # not a test of the dict: a list would have no hash
         return record[column]
     found: Any = record
@@ -364,15 +407,29 @@ def _asked(messages: list[Any], what: str, system_prompt: str | None) -> object:
         raise ValueError(
             f"{what} must be text, or a conversation of one message of the user, which a system "
             f"message may precede, not of the roles {roles!r:.100}; other openings need a task of "
-            "your own: docs/tasks.md#your-own-task"
+            "your own: docs/environments.md#your-own-task"
         )
     if len(given) == 2 and given[0].get("content") != system_prompt:
         raise ValueError(
             f"{what} begins with the system message {given[0].get('content')!r}; set "
             "task.system_prompt to it, which is that of all questions, or write a task of your "
-            "own: docs/tasks.md#your-own-task"
+            "own: docs/environments.md#your-own-task"
         )
     return given[-1].get("content")
+
+
+def _shown(parts: list[Any], what: str, folder: Path) -> tuple[str, tuple[str, ...]]:
+    """The text of a message's parts with a mark for each picture, and the pictures. Raises
+    ValueError for one that is unusable."""
+    text, pictures = "", list[str]()
+    for part in parts:
+        given = part if isinstance(part, dict) else {}
+        if given.get("type") == "text" and isinstance(given.get("text"), str):
+            text += given["text"].replace(MARK, " ")
+        else:
+            pictures.append(source_of(given, folder, what))
+            text += MARK
+    return text, tuple(pictures)
 
 
 def _as_answer(given: object) -> str:

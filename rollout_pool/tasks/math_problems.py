@@ -1,6 +1,9 @@
-r"""Problems in the format of the MATH data set, from a file or the hub, scored by math-verify.
+r"""Mathematical problems with a worked solution, scored by math-verify.
 
-One line of such a file: {"problem": "...", "solution": "... \\boxed{42}"}.
+One line of a file of task.kind=gsm8k, and one of task.kind=math:
+
+    {"question": "...", "answer": "reasoning ... #### 42"}
+    {"problem": "...", "solution": "reasoning ... \\boxed{42}"}
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.datasets import SOURCE, ProblemTask, check_params, load_problems, text_of
 from rollout_pool.tasks.task import Prompt
 
+FINAL = "####"
+"""Precedes GSM8K's final results."""
+GSM8K_FORM = 'each line must be {"question": "...", "answer": "... #### 42"}'
 BOX = "\\boxed{"
-LINE_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"}'
+MATH_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"}'
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -21,34 +27,57 @@ class MathProblem:
     question: str
     solution: str
     right: str
-    """The content of its last box."""
+    """The final result."""
+
+
+class Gsm8kTask(ProblemTask[MathProblem]):
+    """Reward is 1 for the right final result, else 0."""
+
+    name = "gsm8k"
+
+    def __init__(self, config: TaskConfig) -> None:
+        super().__init__(config, *load_problems(config, read_gsm8k, GSM8K_FORM, subset="main"))
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        return float(is_same_number(self.problem(prompt).right, completion))
 
 
 class MathTask(ProblemTask[MathProblem]):
-    """Reward is 1 for an answer that is mathematically equal to the solution's box, else 0."""
+    """Reward is 1 for a result that is mathematically equal to that in the solution's last box,
+    else 0."""
+
+    name = "math"
 
     def __init__(self, config: TaskConfig) -> None:
-        self.name = "math"
         check_params(config, self.name, SOURCE)
         source = SOURCE | config.params
-        super().__init__(config, *load_problems(config, read_problem, LINE_FORM, **source))
-
-    def solution(self, prompt: Prompt) -> str:
-        return self.problem(prompt).solution
+        super().__init__(config, *load_problems(config, read_math, MATH_FORM, **source))
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        return 1.0 if is_equal(self.problem(prompt).right, completion) else 0.0
+        return float(is_equal(self.problem(prompt).right, completion))
+
+
+def is_same_number(final: str, completion: str) -> bool:
+    """Returns whether the last result in `completion` is mathematically equal to `final`.
+
+    A result after the mark #### takes precedence over other numbers.
+    """
+    from math_verify import parse, verify
+
+    _, mark, behind = completion.rpartition(FINAL)
+    given = parse(behind.strip().split("\n")[0] if mark else completion)
+    return bool(given) and bool(verify(parse(final.replace(",", "")), given))
 
 
 def is_equal(final: str, completion: str) -> bool:
-    """Whether the last box in `completion`, or else its last answer, equals `final`."""
+    """Returns whether the last box in `completion`, or else its last result, equals `final`."""
     from math_verify import parse, verify
 
-    given = last_box(completion)
-    if given is not None and "".join(given.split()) == "".join(final.split()):
-        return True  # also for answers such as a name
-    answer = parse(completion if given is None else f"{BOX}{given}}}")
-    return bool(answer) and bool(verify(parse(f"{BOX}{final}}}"), answer))
+    boxed = last_box(completion)
+    if boxed is not None and "".join(boxed.split()) == "".join(final.split()):
+        return True  # also for words, such as a name
+    given = parse(completion if boxed is None else f"{BOX}{boxed}}}")
+    return bool(given) and bool(verify(parse(f"{BOX}{final}}}"), given))
 
 
 def last_box(text: str) -> str | None:
@@ -64,7 +93,15 @@ def last_box(text: str) -> str | None:
     return None
 
 
-def read_problem(record: dict[str, Any], place: str) -> MathProblem:
+def read_gsm8k(record: dict[str, Any], place: str) -> MathProblem:
+    question, solution = text_of(record, "question", place), text_of(record, "answer", place)
+    _, mark, right = solution.rpartition(FINAL)
+    if not mark or not right.strip():
+        raise ValueError(f'{place}: "answer" must end in "{FINAL} <the final answer>"')
+    return MathProblem(question=question, solution=solution, right=right.strip())
+
+
+def read_math(record: dict[str, Any], place: str) -> MathProblem:
     solution = text_of(record, "solution", place)
     right = last_box(solution)
     if not right:

@@ -1,4 +1,4 @@
-"""Several tasks as one, task.kind=mixture: each has its share of the prompts."""
+"""Several tasks as one, task.kind=mixture: each gives prompts by its weight."""
 
 from __future__ import annotations
 
@@ -7,28 +7,21 @@ import contextlib
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from configs.rollout_schema import MixedTask, TaskConfig, TaskSource
-from rollout_pool.episodes.env import Env, Message
-from rollout_pool.tasks.agent import AgentTask, Answered, SessionHandle
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.environment import Env
+from rollout_pool.tasks.agent import AgentReward, AgentTask, SessionHandle
 from rollout_pool.tasks.task import MAX_SKIPS, Prompt, Task
 
 _FAR = 1_000_003
 """A prime, so that in a task with few prompts this leads to another one."""
 _REMEMBERED = 4096
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class MixtureMember:
-    """One task of a mixture."""
-
-    name: str
-    """Its key in task.tasks."""
-    config: TaskConfig
-    """Its settings with those of the run."""
-    task: Task
+T = TypeVar("T")
 
 
 class Mixture:
@@ -41,7 +34,7 @@ class Mixture:
         task           sums  sums  spell sums | spell sums  sums  sums
         its prompt       0     1     0     2  |  1     3     4     5
 
-    A held-out prompt is not skipped, which would cost its task a part of its share: another one of
+    A held-out prompt is not skipped, which would cost its task a part of its weight: another one of
     the same task, far behind in its stream, takes its place.
     """
 
@@ -50,84 +43,74 @@ class Mixture:
     def __init__(self, config: TaskConfig, build_task: Callable[[TaskConfig], Task]) -> None:
         """`build_task` builds each of the tasks. Raises ValueError naming the setting, as
         task.tasks.sums.path, for a bad one."""
-        self._config = config
-        self.members: dict[str, MixtureMember] = {}
+        self._seed = config.seed
+        self.members: dict[str, Task] = {}
         for name, one in config.by_name.items():
-            with self.named_in_errors(name):
-                task = build_task(one)
-            self.members[name] = MixtureMember(name=name, config=one, task=task)
+            with _named_in_errors(name, config.tasks[name]):
+                self.members[name] = build_task(one)
         self._weights = {name: task.weight for name, task in config.tasks.items()}
         self._round = [name for name, weight in self._weights.items() for _ in range(weight)]
         self._held_out = [
-            (member, prompt)
-            for member in self.members.values()
-            for prompt in member.task.eval_prompts()
+            (name, prompt)
+            for name, member in self.members.items()
+            for prompt in member.eval_prompts()
         ]
         # Two tasks may draw from the same questions. Their own each task knows itself: it may tell
         # prompts of the same text apart.
         self._held_out_by_others = {
-            name: {prompt.text for member, prompt in self._held_out if member.name != name}
+            name: {
+                (prompt.text, prompt.pictures) for other, prompt in self._held_out if other != name
+            }
             for name in self.members
         }
         self._find = lru_cache(maxsize=_REMEMBERED)(self._find_anew)
 
-    @property
-    def round_size(self) -> int:
-        return len(self._round)
-
-    def of(self, prompt: Prompt) -> tuple[MixtureMember, Prompt]:
-        """The task of a prompt of the mixture, and the prompt as that task knows it."""
+    def of(self, prompt: Prompt) -> tuple[str, Prompt]:
+        """The name of a prompt's task, and the prompt as that task knows it."""
         if prompt.is_held_out:
             return self._held_out[prompt.index]
-        member, index = self._find(prompt.index)
-        return member, replace(prompt, index=index)
+        name, index = self._find(prompt.index)
+        return name, replace(prompt, index=index, task="")
 
     def example(self, index: int) -> Prompt:
-        member, place = self._find(index)
-        return replace(member.task.example(place), index=index)
+        name, place = self._find(index)
+        return replace(self.members[name].example(place), index=index, task=name)
 
     def eval_prompts(self) -> Sequence[Prompt]:
-        return [replace(prompt, index=i) for i, (_, prompt) in enumerate(self._held_out)]
+        return [
+            replace(prompt, index=i, task=name) for i, (name, prompt) in enumerate(self._held_out)
+        ]
 
     def is_held_out(self, prompt: Prompt) -> bool:
         return False  # `example` gives none
 
     def solution(self, prompt: Prompt) -> str:
-        member, own = self.of(prompt)
-        return member.task.solution(own)
+        name, own = self.of(prompt)
+        return self.members[name].solution(own)
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        member, own = self.of(prompt)
-        return member.task.score(own, completion)
+        name, own = self.of(prompt)
+        return self.members[name].score(own, completion)
 
     def environment(self, prompt: Prompt) -> Env:
-        member, own = self.of(prompt)
-        return member.task.environment(own)
+        name, own = self.of(prompt)
+        return self.members[name].environment(own)
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        member, own = self.of(prompt)
-        return member.task.demonstration(own)
+        name, own = self.of(prompt)
+        return self.members[name].demonstration(own)
 
-    @contextlib.contextmanager
-    def named_in_errors(self, name: str) -> Iterator[None]:
-        """An error of this member that names task.path then names task.tasks.<name>.path."""
-        try:
-            yield
-        except ValueError as error:
-            words = _with_name(str(error), name, self._config.tasks[name])
-            raise ValueError(words) from error
-
-    def _find_anew(self, index: int) -> tuple[MixtureMember, int]:
+    def _find_anew(self, index: int) -> tuple[str, int]:
         number, place = divmod(index, len(self._round))
         order = list(self._round)
-        random.Random(f"{self._config.seed}/{number}").shuffle(order)
+        random.Random(f"{self._seed}/{number}").shuffle(order)
         name = order[place]
         member, first = self.members[name], number * self._weights[name] + order[:place].count(name)
         others = self._held_out_by_others[name]
         for own in range(first, first + MAX_SKIPS * _FAR, _FAR):
-            prompt = member.task.example(own)
-            if prompt.text not in others and not member.task.is_held_out(prompt):
-                return member, own
+            prompt = member.example(own)
+            if (prompt.text, prompt.pictures) not in others and not member.is_held_out(prompt):
+                return name, own
         raise ValueError(
             f"task.tasks.{name}.eval_size: the held-out prompts of all tasks are all the prompts "
             f"that it has, such as {prompt.text!r:.100}; nothing is left to train on; hold fewer "
@@ -138,9 +121,9 @@ class Mixture:
 class AgentMixture(Mixture):
     """A mixture of tasks that all bring their own agent."""
 
-    async def run_agent(self, session: SessionHandle, prompt: Prompt) -> Answered:
-        member, own = self.of(prompt)
-        return await _agent_task(member).run_agent(session, own)
+    async def run_agent(self, session: SessionHandle, prompt: Prompt) -> AgentReward:
+        name, own = self.of(prompt)
+        return await _agent_task(self.members[name]).run_agent(session, own)
 
     async def start(self) -> None:
         await asyncio.gather(*(_agent_task(one).start() for one in self.members.values()))
@@ -149,14 +132,50 @@ class AgentMixture(Mixture):
         await asyncio.gather(*(_agent_task(one).close() for one in self.members.values()))
 
 
-def _agent_task(member: MixtureMember) -> AgentTask:
-    assert isinstance(member.task, AgentTask)
-    return member.task
+def _agent_task(member: Task) -> AgentTask:
+    assert isinstance(member, AgentTask)
+    return member
 
 
-def task_name(task: Task, prompt: Prompt) -> str:
-    """Name of the task that `prompt` is from: of a member of the mixture, or of `task`."""
-    return task.of(prompt)[0].name if isinstance(task, Mixture) else task.name
+# Any task as a mixture, of itself alone if need be ------------------------------------------------
+
+
+def members_of(task: Task) -> dict[str, Task]:
+    """The tasks of a mixture by name. Any other task is its only member, under the name "": the
+    names are those of `TaskConfig.by_name`."""
+    return task.members if isinstance(task, Mixture) else {"": task}
+
+
+def member_of(task: Task, prompt: Prompt) -> tuple[str, Prompt]:
+    """The name of the member that `prompt` is from, and the prompt as that member knows it."""
+    return task.of(prompt) if isinstance(task, Mixture) else ("", prompt)
+
+
+def for_each_member(
+    config: TaskConfig, task: Task, make: Callable[[str, TaskConfig, Task], T]
+) -> dict[str, T]:
+    """Calls `make` with the name, the settings and the task of each member. A ValueError that names
+    task.path then names task.tasks.<name>.path.
+
+    Example: for_each_member(config, mixture, lambda name, config, task: config.kind.name) is
+    {"sums": "reasoning_gym", "spell": "questions"}; of a task alone {"": "reasoning_gym"}.
+    """
+    made = {}
+    configs = config.by_name
+    for name, member in members_of(task).items():
+        with _named_in_errors(name, config.tasks.get(name)):
+            made[name] = make(name, configs[name], member)
+    return made
+
+
+@contextlib.contextmanager
+def _named_in_errors(name: str, source: MixedTask | None) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if source is None:
+            raise
+        raise ValueError(_with_name(str(error), name, source)) from error
 
 
 def _with_name(text: str, name: str, task: MixedTask) -> str:

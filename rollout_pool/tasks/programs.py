@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.datasets import ProblemTask, load_files, text_of
+from rollout_pool.tasks.datasets import ProblemTask, load_problems, text_of
 from rollout_pool.tasks.task import Prompt
 
 LINE_FORM = (
@@ -52,14 +52,15 @@ class Exercise:
 class CodeTask(ProblemTask[Exercise]):
     """A reward of kind code_tests runs the tests in the sandbox."""
 
+    name = "code"
+
     def __init__(self, config: TaskConfig) -> None:
-        self.name = "code"
         if config.path is None:
             raise ValueError("task.path=None: task.kind=code needs a JSONL file of exercises")
-        super().__init__(config, *load_files(config, read_exercise, LINE_FORM))
+        super().__init__(config, *load_problems(config, read_exercise, LINE_FORM))
 
     def tests(self, prompt: Prompt) -> tuple[ProgramTest, ...]:
-        """The tests of an answer to `prompt`."""
+        """The tests of a completion of `prompt`."""
         return self.problem(prompt).tests
 
     def check_inputs_only(self, setting: str) -> None:
@@ -73,17 +74,12 @@ class CodeTask(ProblemTask[Exercise]):
                 )
 
     def solution(self, prompt: Prompt) -> str:
-        solution = self.problem(prompt).solution
-        if solution is None:
-            raise ValueError(
-                f"task.path: exercise {prompt.text[:60]!r} has no solution to learn from; give "
-                'each line a "solution", or set trainer.warm_start.num_steps=0'
-            )
+        solution = super().solution(prompt)
         return solution if FENCE in solution else f"{FENCE}python\n{solution}\n{FENCE}"
 
     def score(self, prompt: Prompt, completion: str) -> float:
         raise ValueError(
-            "task.rewards: an answer of task.kind=code is scored by running its tests; set "
+            "task.rewards: a completion of task.kind=code is scored by running its tests; set "
             "task.rewards={tests: {kind: code_tests}}"
         )
 

@@ -11,15 +11,17 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask
+from rollout_pool.tasks.task import (
+    EVAL_SEED_OFFSET,
+    Prompt,
+    PromptCut,
+    SingleTurnTask,
+    draw_held_out,
+)
 
 CHUNK = 1000
 """Prompts per generator object. Prompt i is seeded with seed + i, so chunks join seamlessly, and
 generators that build a table of `size` rows stay small."""
-EVAL_SEED_OFFSET = 2**30
-"""Keeps the seeds of held-out prompts disjoint from those of the training stream."""
-EVAL_DRAWS = 200
-"""Draws per held-out prompt before a task has too few different ones."""
 
 
 class _Generator(Protocol):
@@ -65,20 +67,10 @@ class ReasoningGymTask(SingleTurnTask):
         self._cut = PromptCut(config)
         self._training = _Questions(config, config.seed)
         self._held_out = _Questions(config, config.seed + EVAL_SEED_OFFSET)
-        self._eval_indices = self._draw_held_out(config.eval_size)
-        self._eval_texts = frozenset(self._eval_indices)
-
-    def _draw_held_out(self, eval_size: int) -> dict[str, int]:
-        """Prompt text -> index among the held-out questions."""
-        drawn: dict[str, int] = {}
-        for index in range(eval_size * EVAL_DRAWS):
-            drawn.setdefault(self._cut(self._held_out.entry(index)["question"]), index)
-            if len(drawn) == eval_size:
-                return drawn
-        raise ValueError(
-            f"task.eval_size={eval_size}: {self.name} with task.params gave only {len(drawn)} "
-            f"different prompts in {eval_size * EVAL_DRAWS} draws; lower task.eval_size to less "
-            f"than {len(drawn)}, so that prompts remain to train on"
+        self._eval_indices = draw_held_out(
+            self.name,
+            config.eval_size,
+            lambda index: self._cut(self._held_out.entry(index)["question"]),
         )
 
     def example(self, index: int) -> Prompt:
@@ -93,7 +85,7 @@ class ReasoningGymTask(SingleTurnTask):
 
     def is_held_out(self, prompt: Prompt) -> bool:
         # A small task repeats questions under other seeds.
-        return prompt.text in self._eval_texts
+        return prompt.text in self._eval_indices
 
     def solution(self, prompt: Prompt) -> str:
         return str(self._entry(prompt)["answer"])

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 
 from configs.choices import TaskKind
-from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
+from host.user_code import load_callable
+from rollout_pool.tasks.mixture import AgentMixture, Mixture, members_of
 from rollout_pool.tasks.task import Task
+
+_CLASSES = {
+    TaskKind.reasoning_gym: "reasoning_gym:ReasoningGymTask",
+    TaskKind.questions: "datasets:QuestionsTask",
+    TaskKind.gsm8k: "math_problems:Gsm8kTask",
+    TaskKind.math: "math_problems:MathTask",
+    TaskKind.code: "programs:CodeTask",
+    TaskKind.alphabet_sort: "alphabet_sort:AlphabetSortTask",
+    TaskKind.verifiers: "verifiers.adapter:VerifiersTask",
+}
 
 
 def build_task(config: TaskConfig) -> Task:
@@ -15,55 +27,23 @@ def build_task(config: TaskConfig) -> Task:
 
     Raises ValueError naming the setting for an unknown task, bad parameters or bad data.
     """
+    if config.kind is TaskKind.custom:
+        return custom_task(config)
+    if config.kind is TaskKind.mixture:
+        kinds = {task.kind for task in config.tasks.values()}
+        return (AgentMixture if kinds == {TaskKind.verifiers} else Mixture)(config, build_task)
     # Imported here: each imports libraries that take seconds and that the others do not need.
-    match config.kind:
-        case TaskKind.reasoning_gym:
-            from rollout_pool.tasks.reasoning_gym import ReasoningGymTask
-
-            return ReasoningGymTask(config)
-        case TaskKind.questions:
-            from rollout_pool.tasks.datasets import QuestionsTask
-
-            return QuestionsTask(config)
-        case TaskKind.gsm8k:
-            from rollout_pool.tasks.gsm8k import Gsm8kTask
-
-            return Gsm8kTask(config)
-        case TaskKind.math:
-            from rollout_pool.tasks.math_problems import MathTask
-
-            return MathTask(config)
-        case TaskKind.code:
-            from rollout_pool.tasks.programs import CodeTask
-
-            return CodeTask(config)
-        case TaskKind.alphabet_sort:
-            from rollout_pool.tasks.alphabet_sort import AlphabetSortTask
-
-            return AlphabetSortTask(config)
-        case TaskKind.verifiers:
-            from rollout_pool.tasks.verifiers.adapter import VerifiersTask
-
-            return VerifiersTask(config)
-        case TaskKind.mixture:
-            from rollout_pool.tasks.mixture import AgentMixture, Mixture
-
-            kinds = {task.kind for task in config.tasks.values()}
-            return (AgentMixture if kinds == {TaskKind.verifiers} else Mixture)(config, build_task)
-        case TaskKind.custom:
-            return custom_task(config)
+    module, _, name = _CLASSES[config.kind].partition(":")
+    task: Task = getattr(import_module(f"rollout_pool.tasks.{module}"), name)(config)
+    return task
 
 
 def data_of(task: Task) -> dict[str, str]:
-    """The data (`ProblemTask.data`) of each task of a mixture by its name, or of `task` by the name
-    "". Tasks that make their prompts have none."""
+    """The data (`ProblemTask.data`) of each task of a mixture by its name, or of `task` under the
+    name "". Tasks that make their prompts have none."""
     from rollout_pool.tasks.datasets import ProblemTask
-    from rollout_pool.tasks.mixture import Mixture
 
-    tasks = {"": task}
-    if isinstance(task, Mixture):
-        tasks = {name: member.task for name, member in task.members.items()}
-    return {name: one.data for name, one in tasks.items() if isinstance(one, ProblemTask)}
+    return {n: one.data for n, one in members_of(task).items() if isinstance(one, ProblemTask)}
 
 
 def check_data(config: TaskConfig, task: Task, before: Mapping[str, str]) -> None:

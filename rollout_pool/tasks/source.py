@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Protocol
 
-from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.episode import Episode, EpisodeRequest
 from rollout_pool.tasks.task import Prompt
 
 
@@ -29,12 +28,17 @@ class GroupEnd(Enum):
 
 
 class EpisodeSource(Protocol):
-    """Runs episodes: an environment, a user's agent, or an external program."""
+    """Runs episodes.
+
+    Implementations: EnvEpisodes (tasks/env_episodes.py) with an environment, AgentRunner
+    (endpoint/agents.py) with a user's agent, ExternalGroup (endpoint/groups.py) with an external
+    program.
+    """
 
     is_external: bool = False
-    """Whether external programs run them: their failures do not count against the prompt."""
+    """True if external programs run them: their failures do not count against the prompt."""
     is_repeatable: bool = False
-    """Whether episodes that run again may begin with answers sampled before (worker/keep.py)."""
+    """True if episodes that run again may begin with kept tokens (sampling/kept_tokens.py)."""
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """The finished episode. Raises SampleFailed, TimeoutError if no engine was available, and

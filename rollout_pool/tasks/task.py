@@ -2,7 +2,7 @@
 
 A task is a pure function of its config and an index, so a prompt is identified by a number: the
 position in a stream is one integer, a stale prompt can run again, and another process needs only
-the number to score an answer.
+the number to score a completion.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from configs.dotted import load_callable
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Env, Message, SingleTurn, opening
+from host.user_code import load_callable
+from rollout_pool.episodes.conversation import Message, opening
+from rollout_pool.episodes.environment import Env, SingleTurn
 
+K = TypeVar("K")
 MAX_SKIPS = 100_000
 """After so many held-out prompts in a row nothing is left to train on."""
 
@@ -34,6 +36,10 @@ class Prompt:
     """In the training stream, or in `eval_prompts()` if held out."""
     is_held_out: bool
     text: str
+    task: str = ""
+    """Name of the mixture's task that it is from; empty without a mixture."""
+    pictures: tuple[str, ...] = ()
+    """Absolute paths or data URLs of what `text` shows; see `Message`."""
 
 
 class Task(Protocol):
@@ -51,15 +57,15 @@ class Task(Protocol):
         ...
 
     def is_held_out(self, prompt: Prompt) -> bool:
-        """Whether a training prompt equals a held-out one and must be skipped."""
+        """Returns whether a training prompt equals a held-out one and must be skipped."""
         ...
 
     def solution(self, prompt: Prompt) -> str:
-        """A correct answer as the policy should write it, for the supervised warm start."""
+        """A right completion as the policy should write it, for the supervised warm start."""
         ...
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        """Reward of the policy's last answer; higher is better."""
+        """Reward of the policy's last message; higher is better."""
         ...
 
     def environment(self, prompt: Prompt) -> Env:
@@ -67,7 +73,7 @@ class Task(Protocol):
         ...
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        """A model episode, from the first message to the last answer; the warm start trains on the
+        """A model episode, from the first message to the last message; the warm start trains on the
         assistant's messages."""
         ...
 
@@ -76,6 +82,8 @@ class TaskStream:
     """The training prompts of one worker: every `num_workers`-th of the task, from `position` on.
 
     Held-out prompts are skipped. `position` is the only state.
+
+    Example: TaskStream(task, worker=1, num_workers=3) gives example(1), example(4), example(7), ...
     """
 
     def __init__(self, task: Task, worker: int, num_workers: int, position: int = 0) -> None:
@@ -100,6 +108,29 @@ class TaskStream:
             f"there are, such as {prompt.text!r:.100}; nothing is left to train on; hold fewer "
             "back (of a file, or others: task.eval_path)"
         )
+
+
+EVAL_SEED_OFFSET = 2**30
+"""Added to the seed of held-out prompts, which keeps them disjoint from the training stream."""
+EVAL_DRAWS = 200
+"""Draws per held-out prompt before a task has too few different ones."""
+
+
+def draw_held_out(name: str, eval_size: int, draw: Callable[[int], K]) -> dict[K, int]:
+    """Draws at 0, 1, ... until `eval_size` are different: each with its index.
+
+    Raises ValueError naming task.eval_size if the task `name` has too few.
+    """
+    drawn: dict[K, int] = {}
+    for index in range(eval_size * EVAL_DRAWS):
+        drawn.setdefault(draw(index), index)
+        if len(drawn) == eval_size:
+            return drawn
+    raise ValueError(
+        f"task.eval_size={eval_size}: {name} with task.params gave only {len(drawn)} different "
+        f"prompts in {eval_size * EVAL_DRAWS} draws; lower task.eval_size to less than "
+        f"{len(drawn)}, so that prompts remain to train on"
+    )
 
 
 class PromptCut:
@@ -142,11 +173,11 @@ class SingleTurnTask(ABC):
     def solution(self, prompt: Prompt) -> str: ...
 
     def environment(self, prompt: Prompt) -> Env:
-        return SingleTurn(prompt.text, self._system_prompt)
+        return SingleTurn(prompt.text, self._system_prompt, prompt.pictures)
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        answer = Message(role="assistant", content=self.solution(prompt))
-        return (*opening(prompt.text, self._system_prompt), answer)
+        message = Message(role="assistant", content=self.solution(prompt))
+        return (*opening(prompt.text, self._system_prompt, prompt.pictures), message)
 
 
 SOLUTION = "solution"

@@ -12,43 +12,57 @@ from opentelemetry import trace
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
-from configs.choices import PauseMode
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.episodes.env import Chat
+from rollout_pool.engines.kinds import make_client
+from rollout_pool.episodes.conversation import Chat
 from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer, vocab_size
 from rollout_pool.rewards.pool import RewardPool
-from rollout_pool.rewards.scorer import make_scorer, needs_processes
+from rollout_pool.rewards.reward import needs_processes
+from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.rewards.types import ScoringPool
+from rollout_pool.sampling.engine_watch import ASK_EVERY_S, EngineWatch
 from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
-from rollout_pool.sampling.watch import ASK_EVERY_S, EngineWatch
 from rollout_pool.tasks.agent import AgentTask, find_agent
-from rollout_pool.tasks.environments import EnvEpisodes, environment_factory
-from rollout_pool.tasks.mixture import task_name
+from rollout_pool.tasks.env_episodes import EnvEpisodes, environment_factory
 from rollout_pool.tasks.registry import build_task, check_data
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import RolloutSpec
+from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.evaluate import Evaluator
-from rollout_pool.worker.group_run import Counters
-from rollout_pool.worker.loop import PromptReader, RolloutWorker
+from rollout_pool.worker.loop import RolloutWorker
+from rollout_pool.worker.prompt_filter import PromptFilter
 from rollout_pool.worker.record import RolloutLog
 from rollout_pool.worker.report import WorkerReporter
+from tensors.pictures import PictureProcessor
 
 
 class WorkerParts:
-    """Owns a worker's parts. Call `prepare`, then use `worker`; `close` at the end."""
+    """Builds a worker and owns its parts.
+
+    parts = WorkerParts(spec, index=0)
+    await parts.prepare()
+    report = await parts.worker.run()
+    await parts.close()
+    """
 
     worker: RolloutWorker
-    """Built by `prepare`."""
+    """Set by `prepare`, like the private attributes below."""
+    _buffer: Buffer
+    _state: RunState
+    _task: Task
+    _tokenizer: Tokenizer
+    _num_tokens: int
+    _end_tokens: frozenset[int]
+    _pictures: PictureProcessor | None
     load_every_s = ASK_EVERY_S
 
     def __init__(
@@ -68,12 +82,6 @@ class WorkerParts:
         self._agents: AgentRunner | None = None
         self._closing = AsyncExitStack()
         """Closes what was opened, the last first."""
-        self._buffer: Buffer
-        self._state: RunState
-        self._task: Task
-        self._tokenizer: Tokenizer
-        self._num_tokens: int
-        self._end_tokens: frozenset[int]
 
     def _own_scoring(self) -> RewardPool:
         task, config = self._spec.task, self._spec.config
@@ -117,6 +125,7 @@ class WorkerParts:
         self._tokenizer = load_tokenizer(path, trust_remote_code=trust)
         self._num_tokens = vocab_size(path, self._tokenizer, trust_remote_code=trust)
         self._end_tokens = end_tokens(path, self._tokenizer, trust_remote_code=trust)
+        self._pictures = PictureProcessor.of(path, trust_remote_code=trust)
 
     async def _reach_redis(self) -> None:
         spec = self._spec
@@ -125,12 +134,8 @@ class WorkerParts:
         self._state = await RunState.connect(spec.redis_url, spec.run, spec.buffer, waits=True)
         self._closing.push_async_callback(self._state.close)
 
-    async def note_restart(self) -> None:
-        await self._state.count("workers_restarted")
-
     async def _build(self) -> None:
         spec, config = self._spec, self._spec.config
-        num_tokens, ends = self._num_tokens, self._end_tokens
         if config.trace_endpoint is not None:
             tracing = open_tracing(config.trace_endpoint, spec.run, f"worker-{self._index}")
             self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
@@ -142,21 +147,27 @@ class WorkerParts:
             num_workers=config.num_workers,
         )
         log_path = Path(spec.run_dir) / "logs" / f"grammars-{self._index}.log"
-        grammars = Grammars(self._tokenizer, num_tokens, ends, log_path)
+        grammars = Grammars(self._tokenizer, self._num_tokens, self._end_tokens, log_path)
         self._closing.push_async_callback(grammars.close)
         sampler = Sampler(router, config.max_request_retries, self._tokenizer.decode, grammars)
-        chat = await asyncio.to_thread(chat_format, self._tokenizer, spec.task)
+        chat = await asyncio.to_thread(chat_format, self._tokenizer, spec.task, self._pictures)
         counters = Counters(self._state)
-        endpoint = await self._open_endpoint(sampler, grammars, chat, num_tokens, counters)
+        endpoint = await self._open_endpoint(sampler, grammars, chat, counters)
         source = self._make_source(sampler, chat)
-        scorer = make_scorer(spec.task, self._task, self._scoring)
+        scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)
         self._closing.push_async_callback(scorer.close)
-        reader = PromptReader(chat, spec.task, config)
+        prompt_filter = PromptFilter(chat, spec.task, config)
         watch = EngineWatch(
             router,
             self._state,
             self._buffer,
-            lambda name, url: self._client(name, url, num_tokens, ends),
+            partial(
+                make_client,
+                spec=spec,
+                vocab_size=self._num_tokens,
+                end_tokens=self._end_tokens,
+                pictures=None if self._pictures is None else self._pictures.tokens,
+            ),
             self.load_every_s,
         )
         self._closing.push_async_callback(watch.close)
@@ -169,32 +180,29 @@ class WorkerParts:
             router=router,
             sampler=sampler,
         )
-        watching = [asyncio.create_task(watch.run()), asyncio.create_task(reporter.run())]
-        self._closing.push_async_callback(end_tasks, watching)
-        positions = await self._state.task_positions()
-        position = positions.get(self._index, 0)
+        services = [asyncio.create_task(watch.run()), asyncio.create_task(reporter.run())]
+        self._closing.push_async_callback(end_tasks, services)
+        position = (await self._state.task_positions()).get(self._index, 0)
         self.worker = RolloutWorker(
             index=self._index,
             spec=spec,
             task=self._task,
-            task_of=partial(task_name, self._task),
             stream=TaskStream(self._task, self._index, config.num_workers, position),
-            reader=reader,
+            prompt_filter=prompt_filter,
             scorer=scorer,
-            source=source,
+            episode_source=source,
             # With an agent the endpoint refuses requests for groups.
-            external=None if self._agents or not endpoint else endpoint.groups,
+            external_groups=None if self._agents or not endpoint else endpoint.groups,
             evaluator=Evaluator(
-                source=source,
+                episode_source=source,
                 scorer=scorer,
-                prompts=[p for p in self._task.eval_prompts() if reader.accepts(p)],
-                task_of=partial(task_name, self._task),
+                prompts=[p for p in self._task.eval_prompts() if prompt_filter.accepts(p)],
                 config=config,
             ),
             buffer=self._buffer,
             state=self._state,
-            watching=[*watching, *([endpoint.serving] if endpoint and endpoint.serving else [])],
-            interrupter=sampler,
+            services=[*services, *([endpoint.serving] if endpoint and endpoint.serving else [])],
+            completer=sampler,
             counters=counters,
             group_log=RolloutLog(
                 Path(spec.run_dir), f"worker-{self._index}", config.log_rate, spec.seed
@@ -202,28 +210,8 @@ class WorkerParts:
         )
         self._closing.callback(self.worker.stop)
 
-    def _client(self, engine: str, url: str, num_tokens: int, ends: frozenset[int]) -> SGLangClient:
-        config = self._spec.config.engine
-        return SGLangClient(
-            engine,
-            url,
-            key=self._spec.engine_key,
-            request_timeout_s=config.request_timeout_s,
-            has_prefix_cache=config.radix_cache,
-            keys_prefix_by_version=self._spec.weight_sync.pause_mode is PauseMode.in_place,
-            needs_seeds=config.deterministic,
-            is_only_client=self._spec.config.num_workers == 1,
-            vocab_size=num_tokens,
-            end_tokens=ends,
-        )
-
     async def _open_endpoint(
-        self,
-        sampler: Sampler,
-        grammars: Grammars,
-        chat: Chat,
-        num_tokens: int,
-        counters: Counters,
+        self, sampler: Sampler, grammars: Grammars, chat: Chat, counters: Counters
     ) -> Endpoint | None:
         """Starts the OpenAI-compatible endpoint, if the settings or an agent need it."""
         spec, port = self._spec, self._spec.config.openai.port
@@ -237,7 +225,7 @@ class WorkerParts:
             task=spec.task,
             rollout=spec.config,
             grammars=grammars,
-            vocab_size=num_tokens,
+            vocab_size=self._num_tokens,
             count=counters.add,
             group_state=self._buffer.group_state,
         )

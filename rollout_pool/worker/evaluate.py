@@ -1,6 +1,6 @@
 """Evaluates the policy on the held-out prompts, while generation continues at the same engines.
 
-With an engine held at the version, all answers are from that version; without, from it or later
+With an engine held at the version, all samples are from that version; without, from it or later
 ones, as the report says.
 """
 
@@ -11,17 +11,17 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.episode import Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Scorer
 from rollout_pool.sampling.engine_client import EngineError
+from rollout_pool.sampling.group_samples import GroupSamples
 from rollout_pool.sampling.sample import Priority, SampleFailed
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt
@@ -32,18 +32,18 @@ log = logging.getLogger(__name__)
 EPISODES_AT_ONCE = 128
 """Limit, so that groups for the trainer do not queue behind an evaluation."""
 ROUNDING = 1e-6
-"""Of a weighted sum: an answer this close below rollout.eval.full_score is still correct."""
+"""A sample whose weighted sum is this close below rollout.eval.full_score is still correct."""
 MAX_FAILED = 0.05
-"""An evaluation fails if so large a share of the prompts got no answer; one of several prompts
+"""An evaluation fails if so large a share of the prompts got no completion; one of several prompts
 may always fail."""
 
 
 class EvaluationFailed(RuntimeError):
-    """Too many of the held-out prompts got no answer, or none could be scored."""
+    """Too many of the held-out prompts got no completion, or none could be scored."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class _Answer:
+class _ScoredSample:
     task: str
     score: float
     versions: frozenset[int]
@@ -63,14 +63,12 @@ class Evaluator:
     def __init__(
         self,
         *,
-        source: EpisodeSource,
+        episode_source: EpisodeSource,
         scorer: Scorer,
         prompts: Sequence[Prompt],
-        task_of: Callable[[Prompt], str],
         config: RolloutConfig,
     ) -> None:
-        """`task_of`: name of the task that a prompt is from."""
-        self._source = source
+        self._episode_source = episode_source
         self._scorer = scorer
         self._num_samples = config.eval.num_samples
         self._full_score = config.eval.full_score - ROUNDING * max(1, abs(config.eval.full_score))
@@ -78,7 +76,6 @@ class Evaluator:
             temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k
         )
         self._prompts = prompts
-        self._task_of = task_of
         if not self._prompts:
             raise ValueError(
                 "rollout.max_prompt_tokens: every held-out prompt is longer and was skipped; "
@@ -95,16 +92,18 @@ class Evaluator:
         target, turn = _Target(engine=engine), asyncio.Semaphore(EPISODES_AT_ONCE)
         name = f"eval-{uuid.uuid4().hex[:12]}"
         asked = [
-            asyncio.create_task(self._answer(prompt, f"{name}.{number}.{i}", version, target, turn))
+            asyncio.create_task(
+                self._score_sample(prompt, f"{name}.{number}.{i}", version, target, turn)
+            )
             for number, prompt in enumerate(self._prompts)
             for i in range(self._num_samples)
         ]
         try:
-            answers = await asyncio.gather(*asked)
+            samples = await asyncio.gather(*asked)
         finally:
             await end_tasks(asked)
         by_prompt = [
-            answers[i : i + self._num_samples] for i in range(0, len(answers), self._num_samples)
+            samples[i : i + self._num_samples] for i in range(0, len(samples), self._num_samples)
         ]
         complete = [[a for a in some if a is not None] for some in by_prompt if None not in some]
         num_failed = len(self._prompts) - len(complete)
@@ -113,37 +112,37 @@ class Evaluator:
                 f"{num_failed} of {len(self._prompts)} held-out prompts got no answer, which is "
                 f"{MAX_FAILED:.0%} or more: see the worker's log"
             )
-        why = [answer.unscored for some in complete for answer in some]
+        why = [sample.unscored for some in complete for sample in some]
         if None not in why:
             raise EvaluationFailed(f"no answer could be scored; the first: {why[0]}")
         return self._report(complete, num_failed, started)
 
     def _report(
-        self, answers: Sequence[Sequence[_Answer]], num_failed: int, started: float
+        self, samples: Sequence[Sequence[_ScoredSample]], num_failed: int, started: float
     ) -> EvalReport:
-        scored = [[a for a in of_prompt if a.unscored is None] for of_prompt in answers]
-        every = [answer for of_prompt in scored for answer in of_prompt]
-        versions = {version for answer in every for version in answer.versions}
+        scored = [[a for a in of_prompt if a.unscored is None] for of_prompt in samples]
+        every = [sample for of_prompt in scored for sample in of_prompt]
+        versions = {version for sample in every for version in sample.versions}
         is_right = [[a.score >= self._full_score for a in of_prompt] for of_prompt in scored]
-        # A prompt with some unscored answers counts with its other answers.
+        # A prompt with some unscored samples counts with its others.
         by_size = {
             k: enough
             for k in sample_sizes(self._num_samples)
             if (enough := [some for some in is_right if len(some) >= k])
         }
         by_task: dict[str, list[bool]] = {}
-        for answer, right in zip(every, chain.from_iterable(is_right), strict=True):
-            by_task.setdefault(answer.task, []).append(right)
+        for sample, right in zip(every, chain.from_iterable(is_right), strict=True):
+            by_task.setdefault(sample.task, []).append(right)
         return EvalReport(
             version_min=min(versions),
             version_max=max(versions),
             accuracy=sum(map(sum, is_right)) / len(every),
-            score_mean=sum(answer.score for answer in every) / len(every),
-            num_prompts=len(answers),
+            score_mean=sum(sample.score for sample in every) / len(every),
+            num_prompts=len(samples),
             seconds=time.perf_counter() - started,
             num_samples=self._num_samples,
             num_failed=num_failed,
-            num_unscored=sum(map(len, answers)) - len(every),
+            num_unscored=sum(map(len, samples)) - len(every),
             mean_at_k={k: _mean([sum(some[:k]) / k for some in e]) for k, e in by_size.items()},
             pass_at_k={
                 k: _mean([pass_at_k(len(some), sum(some), k) for some in e])
@@ -154,10 +153,10 @@ class Evaluator:
             else {},
         )
 
-    async def _answer(
+    async def _score_sample(
         self, prompt: Prompt, session: str, version: int, target: _Target, turn: asyncio.Semaphore
-    ) -> _Answer | None:
-        """None if the answer failed."""
+    ) -> _ScoredSample | None:
+        """None if the sample failed."""
         async with turn:
             try:
                 episode = await self._play(prompt, session, version, target)
@@ -170,9 +169,8 @@ class Evaluator:
             unscored = f"{score.left_open} did not judge it"
         if unscored is not None:
             log.warning("an answer to held-out prompt %d is unscored: %s", prompt.index, unscored)
-        task = self._task_of(prompt)
-        return _Answer(
-            task=task, score=score.reward, versions=_versions(episode), unscored=unscored
+        return _ScoredSample(
+            task=prompt.task, score=score.reward, versions=_versions(episode), unscored=unscored
         )
 
     async def _play(self, prompt: Prompt, session: str, version: int, target: _Target) -> Episode:
@@ -201,12 +199,12 @@ class Evaluator:
         request = EpisodeRequest(
             session=session,
             sampling=self._sampling,
-            group=f"held-out {prompt.index}",
+            samples=GroupSamples(group=f"held-out {prompt.index}"),
             priority=Priority.evaluation,
             min_version=version,
             engine=engine,
         )
-        return await self._source.run(prompt, request)
+        return await self._episode_source.run(prompt, request)
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -224,7 +222,7 @@ def sample_sizes(num_samples: int) -> list[int]:
 
 
 def _versions(episode: Episode) -> frozenset[int]:
-    """Of all sampled tokens; each branch has one."""
+    """Versions of all sampled tokens; each branch has one."""
     return frozenset(span.version for branch in episode.branches for span in branch.version_spans)
 
 

@@ -3,13 +3,13 @@
     fill ──► admit ──► prompt ──► n episodes, scored as they end ──► push   one task per group
       ▲        retries first, then the stream                         │
       └───────────────── credit returns  ◄──── trainer ◄──────────────┘
-    publish ──► groups in flight that became too old are cancelled, their prompts run again
+    announce ──► groups in flight that became too old are cancelled, their prompts run again
     idle    ──► external groups without a request are cancelled while their credits are needed
-    failure ──► the prompt runs again, until it is put into quarantine (finish.py); one during which
-                the process of its environment died counts like the death of a worker
+    failure ──► the prompt runs again, until it is put into quarantine (group_run.py); one during
+                which the process of its environment died counts like the death of a worker
     restart ──► the new worker reclaims the groups that ran; each prompt runs again, and after a
                 second death alone, so that a third one tells which prompt is at fault. Its samples
-                begin with the tokens that were kept (keep.py)
+                begin with the tokens that were kept (sampling/kept_tokens.py)
 
 Backpressure, from the trainer to the prompt:
 
@@ -29,32 +29,34 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from buffer.roles import WorkerBuffer
+from buffer.replay_buffer import ReplayBuffer
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from configs.checks import live_names, with_live
-from configs.choices import OnLongPrompt, OnStale
-from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.choices import OnStale
+from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.env import Chat, opening
 from rollout_pool.rewards.types import Scorer
+from rollout_pool.sampling.group_samples import GroupSamples
+from rollout_pool.sampling.kept_tokens import LOOK_EVERY_S, GroupTokens, KeptSample, read_kept
 from rollout_pool.sampling.sample import Completer
 from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
-from rollout_pool.worker.curriculum import Curriculum
+from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.evaluate import Evaluator
-from rollout_pool.worker.finish import GroupFinisher, GroupLog
-from rollout_pool.worker.group_run import Counters, ExternalGroups, GroupRun
-from rollout_pool.worker.keep import LOOK_EVERY_S, GroupTokens, KeptSample, read_kept
-from rollout_pool.worker.stragglers import TAILS, Tail
+from rollout_pool.worker.group_run import ExternalGroups, GroupLog, GroupRun, GroupRunner
+from rollout_pool.worker.prompt_filter import PromptFilter
+from rollout_pool.worker.stragglers import RECENT, TAILS, Tail
+from rollout_pool.worker.variance import Curriculum
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +78,10 @@ class _Taken(NamedTuple):
     ref: PromptRef
     prompt: Prompt
     kept: Mapping[str, KeptSample] = MappingProxyType({})
-    """What a worker before this one sampled for it."""
+    """Tokens that a worker before this one sampled for it."""
 
 
+@dataclass(kw_only=True, eq=False)
 class RolloutWorker:
     """`run` generates until `stop`; `evaluate` may be called at any time, also after that.
 
@@ -95,80 +98,67 @@ class RolloutWorker:
         report = await running  # WorkerReport(num_groups=1, ...); groups in flight are given up
     """
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        spec: RolloutSpec,
-        task: Task,
-        task_of: Callable[[Prompt], str],
-        stream: TaskStream,
-        reader: PromptReader,
-        scorer: Scorer,
-        source: EpisodeSource,
-        external: ExternalGroups | None = None,
-        evaluator: Evaluator,
-        buffer: WorkerBuffer,
-        state: RunState,
-        watching: Sequence[asyncio.Future[Any]],
-        interrupter: Completer,
-        group_log: GroupLog | None = None,
-        counters: Counters | None = None,
-        stop_again_s: float = STOP_AGAIN_S,
-    ) -> None:
-        """`task_of`: name of the task that a prompt is from. `watching` keeps the router informed
-        of the engines; the worker ends if any of it does. `interrupter` completes the samples of
-        `source`, which runs all groups but `external` ones, requested by external programs.
-        `counters` may be shared; the worker sends them."""
-        self._index = index
-        self._spec = spec
-        self._task = task
-        self._task_of = task_of
-        self._stream = stream
-        self._reader = reader
-        self._curriculum: Curriculum | None = None
-        if (floor := spec.task.curriculum) is not None:
-            self._curriculum = Curriculum(floor, spec.seed + index)
-        self._prompts = filter(reader.accepts, filter(self._takes, stream))
-        self._source = source
-        self._external = external
-        self._evaluator = evaluator
-        self._buffer = buffer
-        self._state = state
-        self._watching = watching
-        self._stop_again_s = stop_again_s
-        self._runs: set[GroupRun] = set()
-        self._is_idle = asyncio.Event()
-        """While there is no run."""
+    index: int
+    spec: RolloutSpec
+    task: Task
+    stream: TaskStream
+    prompt_filter: PromptFilter
+    scorer: Scorer
+    episode_source: EpisodeSource
+    """Runs the episodes of all groups but external ones."""
+    external_groups: ExternalGroups | None = None
+    """Groups requested by external programs."""
+    evaluator: Evaluator
+    buffer: ReplayBuffer
+    state: RunState
+    services: Sequence[asyncio.Future[Any]]
+    """Tasks beside the worker: the watch of the engines, its reports, the endpoint's server. It
+    ends when any of them does."""
+    completer: Completer
+    """Completes the samples of `episode_source`."""
+    group_log: GroupLog | None = None
+    counters: Counters
+    """May be shared; the worker sends them."""
+    stop_again_s: float = STOP_AGAIN_S
+    _runs: dict[GroupSamples, GroupRun] = field(default_factory=dict, init=False)
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT), init=False)
+    """Seconds that the last complete groups took, but for external ones."""
+    _is_idle: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    """Set while there is no run."""
+    _waiting: str | None = field(default=None, init=False)
+    """Id of a group whose prompt is to run alone, until the others have ended."""
+    _admission: asyncio.Task[None] | None = field(default=None, init=False)
+    """The admission of the next group, if in progress."""
+    _unfinished: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    """Tasks that are never cancelled; the worker waits for them at its end."""
+    _completed: asyncio.Queue[asyncio.Future[Any] | None] = field(
+        default_factory=asyncio.Queue, init=False
+    )
+    """Tasks that have ended; None wakes the loop."""
+    _is_draining: bool = field(default=False, init=False)
+    """No group starts any more."""
+    _is_ending: bool = field(default=False, init=False)
+    _error: BaseException | None = field(default=None, init=False)
+    _last_end: float = field(default=0.0, init=False)
+    _next_order: int = field(default=0, init=False)
+    _in_hand: tuple[PromptRef, Prompt] | None = field(default=None, init=False)
+    """Taken from the stream, not yet given to a group."""
+
+    def __post_init__(self) -> None:
         self._is_idle.set()
-        self._waiting: str | None = None
-        """Id of a group whose prompt is to run alone, until the others have ended."""
-        self._admission: asyncio.Task[None] | None = None
-        """The admission of the next group, if in progress."""
-        self._unfinished: set[asyncio.Task[Any]] = set()
-        """Tasks that are never cancelled; the worker waits for them at its end."""
-        self._completed: asyncio.Queue[asyncio.Future[Any] | None] = asyncio.Queue()
-        """Tasks that have ended; None wakes the loop."""
-        self._is_draining = False
-        """No group starts any more."""
-        self._is_ending = False
-        self._error: BaseException | None = None
-        self._last_end = 0.0
-        self._next_order = 0
-        self._in_hand: tuple[PromptRef, Prompt] | None = None
-        """Taken from the stream, not yet given to a group."""
-        self._counters = counters or Counters(state)
-        self._finisher = GroupFinisher(
-            config=spec.config,
-            scorer=scorer,
-            buffer=buffer,
-            state=state,
-            counters=self._counters,
-            group_log=group_log,
+        floor = self.spec.task.curriculum
+        self._curriculum = None if floor is None else Curriculum(floor, self.spec.seed + self.index)
+        self._prompts = filter(self.prompt_filter.accepts, filter(self._takes, self.stream))
+        self._group_runner = GroupRunner(
+            config=self.spec.config,
+            scorer=self.scorer,
+            buffer=self.buffer,
+            state=self.state,
+            counters=self.counters,
+            group_log=self.group_log,
             curriculum=self._curriculum,
         )
-        self._interrupter = interrupter
-        self._tail = self._new_tail(spec.config)
+        self._tail = self._new_tail(self.spec.config)
 
     async def run(self) -> WorkerReport:
         """Generate until `stop`.
@@ -177,7 +167,7 @@ class RolloutWorker:
         or no engine and nothing moved for `buffer.wait_timeout_s`, and GroupFailed if all groups
         fail.
         """
-        if num_lost := await self._buffer.reclaim(self._index):
+        if num_lost := await self.buffer.reclaim(self.index):
             log.warning("%d groups of this worker from before its restart run again", num_lost)
         background = self._start_background()
         try:
@@ -188,13 +178,13 @@ class RolloutWorker:
             await self._wind_down(background)
         if self._error is not None:
             raise self._error
-        if not await self._buffer.flush(FLUSH_TIMEOUT_S):
+        if not await self.buffer.flush(FLUSH_TIMEOUT_S):
             log.warning("Redis has not confirmed that the last groups are on disk")
         return WorkerReport(
-            num_groups=self._finisher.num_groups,
-            num_failed=self._finisher.num_failed,
-            num_too_old=self._finisher.num_too_old,
-            num_skipped=self._reader.num_skipped,
+            num_groups=self._group_runner.num_groups,
+            num_failed=self._group_runner.num_failed,
+            num_too_old=self._group_runner.num_too_old,
+            num_skipped=self.prompt_filter.num_skipped,
         )
 
     def stop(self) -> None:
@@ -216,15 +206,16 @@ class RolloutWorker:
     async def evaluate(self, version: int, engine: str | None = None) -> EvalReport:
         """Evaluates `version` or a later one on the held-out prompts; pass `engine` if it is held
         at that version."""
-        return await self._evaluator.run(version, engine)
+        return await self.evaluator.run(version, engine)
 
     # The loop -------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
         """Starts the next admission, one at a time, if another group may start."""
-        limit = 1 if any(r.ref.is_suspect for r in self._runs) else None
-        limit = limit or self._spec.config.max_groups_in_flight
-        if self._admission is None and not self._is_draining and len(self._runs) < limit:
+        if self._admission is not None or self._is_draining:
+            return
+        has_suspect = any(run.ref.is_suspect for run in self._runs.values())
+        if len(self._runs) < (1 if has_suspect else self.spec.config.max_groups_in_flight):
             self._admission = asyncio.create_task(self._admit())
             self._observe(self._admission)
 
@@ -243,16 +234,16 @@ class RolloutWorker:
         work: list[Coroutine[Any, Any, None]] = [
             self._renew_credits(),
             self._run_tail(),
-            self._counters.run(),
+            self.counters.run(),
         ]
-        if self._spec.config.keep_every_tokens:
+        if self.spec.config.keep_every_tokens:
             work.append(self._keep_tokens())
-        if self._spec.buffer.on_stale in DROPPED_WHEN_STALE:
+        if self.spec.buffer.on_stale in DROPPED_WHEN_STALE:
             work.append(self._watch_age())
-        if self._external is not None:
+        if self.external_groups is not None:
             work.append(self._watch_idle())
         tasks = [asyncio.create_task(one) for one in work]
-        for task in (*tasks, *self._watching):
+        for task in (*tasks, *self.services):
             self._observe(task)
             task.add_done_callback(lambda _: self.stop())
         return tasks
@@ -261,16 +252,16 @@ class RolloutWorker:
         self._is_ending = True
         admission = self._admission
         await end_tasks([*background, *([] if admission is None else [admission])])
-        if self._external is not None:
-            self._external.close()
-        for run in self._runs:
+        if self.external_groups is not None:
+            self.external_groups.close()
+        for run in self._runs.values():
             run.give_up("the run is ending")
-        await end_tasks([run.work for run in self._runs if run.work], self._stop_again_s)
+        await end_tasks([run.work for run in self._runs.values() if run.work], self.stop_again_s)
         while self._unfinished:
             await asyncio.wait(self._unfinished)
         while not self._completed.empty():
             self._handle(self._completed.get_nowait())
-        await self._counters.flush()
+        await self.counters.flush()
 
     def _observe(self, work: asyncio.Future[Any]) -> None:
         work.add_done_callback(self._completed.put_nowait)
@@ -288,11 +279,11 @@ class RolloutWorker:
         """Waits for a credit, takes a prompt and starts the group."""
         order = self._next_order
         self._next_order += 1
-        group_id = f"{self._index}-{order}-{secrets.token_hex(4)}"
+        group_id = f"{self.index}-{order}-{secrets.token_hex(4)}"
         try:
             started = time.monotonic()
-            admission = await self._state.while_moving(
-                lambda: self._buffer.admit(group_id, self._spec.buffer.wait_timeout_s)
+            admission = await self.state.retry_while_run_moves(
+                lambda: self.buffer.admit(group_id, self.spec.buffer.wait_timeout_s)
             )
             group_id = admission.group_id
             await self._note_wait(started)
@@ -300,7 +291,7 @@ class RolloutWorker:
             if taken is not None and taken.ref.is_suspect:
                 taken = await self._when_idle(group_id, taken)
         except BaseException:
-            self._see_through(self._buffer.abandon(group_id, "stopped", Rerun.always))
+            self._see_through(self.buffer.abandon(group_id, "stopped", Rerun.always))
             raise
         finally:
             self._waiting = None
@@ -308,44 +299,56 @@ class RolloutWorker:
             return
         ref, prompt, kept = taken
         # The source is chosen last: a program that left meanwhile costs no credit and no prompt.
-        source = (self._external.take() if self._external else None) or self._source
-        run = GroupRun(group_id=group_id, ref=ref, prompt=prompt, source=source, order=order)
-        if source.is_repeatable and self._spec.config.keep_every_tokens:
-            run.tokens = GroupTokens(group_id, kept)
-        self._start(run)
+        external = self.external_groups.take() if self.external_groups else None
+        source = external or self.episode_source
+        keeps = source.is_repeatable and self.spec.config.keep_every_tokens
+        tokens = GroupTokens(group_id, kept) if keeps else None
+        samples = GroupSamples(
+            group=group_id, order=order, keeper=tokens, is_external=source.is_external
+        )
+        self._start(
+            GroupRun(
+                group_id=group_id,
+                ref=ref,
+                prompt=prompt,
+                episode_source=source,
+                samples=samples,
+                tokens=tokens,
+            )
+        )
 
     async def _note_wait(self, started: float) -> None:
         # Not counted while groups are in flight: then the engines are busy.
         idle_s = time.monotonic() - max(started, self._last_end)
         if not self._runs and idle_s > MIN_WAIT_S:
-            await self._state.add_wait("rollout", "trainer", idle_s)
+            await self.state.add_wait("rollout", "trainer", idle_s)
 
     async def _take_prompt(self, group_id: str) -> _Taken | None:
         """Assigns the group a prompt in the buffer; None if it lost its credit."""
-        ref = await self._buffer.take_retry(group_id)
+        ref = await self.buffer.take_retry(group_id)
         if ref is not None:
-            if self._reader.accepts(prompt := self._task.example(ref.index)):
+            if self.prompt_filter.accepts(prompt := self.task.example(ref.index)):
                 return _Taken(ref, prompt, await self._find_kept(group_id, ref))
-            self._counters.add("prompts_skipped")
+            self.counters.add("prompts_skipped")
         if self._in_hand is None:
             self._in_hand = self._next_of_stream()
         ref, prompt = self._in_hand
-        if not await self._buffer.begin(group_id, ref, self._index, self._stream.position):
+        if not await self.buffer.begin(group_id, ref, self.index, self.stream.position):
             return None
         self._in_hand = None
         return _Taken(ref, prompt)
 
     async def _find_kept(self, group_id: str, ref: PromptRef) -> Mapping[str, KeptSample]:
         """The tokens kept of a prompt that runs again, as far as they may still be trained."""
-        if not (parts := await self._buffer.kept_tokens(group_id, ref)):
+        if not (parts := await self.buffer.kept_tokens(group_id, ref)):
             return {}
-        leash, version = await self._buffer.get_leash(), await self._state.trainer_version()
-        drops_stale = self._spec.buffer.on_stale is not OnStale.mask_tokens
+        leash, version = await self.buffer.get_leash(), await self.state.trainer_version()
+        drops_stale = self.spec.buffer.on_stale is not OnStale.mask_tokens
         kept = read_kept(parts, leash, version, drops_stale=drops_stale)
         if kept:
             spans = chain.from_iterable(sample.version_spans for sample in kept.values())
             oldest = min(span.version for span in spans)
-            if not await self._buffer.keep_tokens(group_id, oldest, {}):
+            if not await self.buffer.keep_tokens(group_id, oldest, {}):
                 return {}
         return kept
 
@@ -354,55 +357,57 @@ class RolloutWorker:
         ref = taken.ref
         # If the worker dies meanwhile, that is the doing of another prompt: the suspect stays one.
         waiting = replace(ref, reruns=ref.reruns - 1)
-        if not await self._buffer.begin(group_id, waiting, self._index, 0):
+        if not await self.buffer.begin(group_id, waiting, self.index, 0):
             return None
         self._waiting = group_id
         await self._is_idle.wait()
-        if not await self._buffer.begin(group_id, ref, self._index, 0):
+        if not await self.buffer.begin(group_id, ref, self.index, 0):
             return None
         return taken
 
     def _next_of_stream(self) -> tuple[PromptRef, Prompt]:
-        skipped = self._reader.num_skipped
+        skipped = self.prompt_filter.num_skipped
         prompt = next(self._prompts)
-        self._counters.add("prompts_skipped", self._reader.num_skipped - skipped)
-        return PromptRef(task=self._task_of(prompt), index=prompt.index), prompt
+        self.counters.add("prompts_skipped", self.prompt_filter.num_skipped - skipped)
+        return PromptRef(task=prompt.task or self.task.name, index=prompt.index), prompt
 
     def _takes(self, prompt: Prompt) -> bool:
-        name = self._task_of(prompt)
+        name = prompt.task or self.task.name
         if self._curriculum is None or self._curriculum.takes(name):
             return True
-        self._counters.add(f"passed_over:{name}")
+        self.counters.add(f"passed_over:{name}")
         return False
 
     # Ending groups -------------------------------------------------------------------------------
 
     def _start(self, run: GroupRun) -> None:
-        self._tail.begin(run)
-        self._runs.add(run)
+        self._runs[run.samples] = run
         self._is_idle.clear()
-        run.work = asyncio.create_task(self._finisher.generate_and_push(run))
-        self._see_through(self._finish(run, run.work))
+        run.work = asyncio.create_task(self._group_runner.generate_and_push(run))
+        self._see_through(self._settle(run, run.work))
 
-    async def _finish(self, run: GroupRun, work: asyncio.Task[None]) -> None:
+    async def _settle(self, run: GroupRun, work: asyncio.Task[None]) -> None:
         is_done = False
         await asyncio.wait([work])
         try:
-            is_done = await self._finisher.finish(run)
+            is_done = await self._group_runner.settle(run)
         finally:
-            self._runs.remove(run)
+            del self._runs[run.samples]
             if not self._runs:
                 self._is_idle.set()
-            self._tail.end(run, is_done=is_done)
             self._last_end = time.monotonic()
+            if is_done and not run.samples.is_external:
+                self._durations.append(self._last_end - run.samples.started)
 
     # Background tasks -----------------------------------------------------------------------------
 
     def _new_tail(self, config: RolloutConfig) -> Tail:
         return TAILS[config.tail](
-            interrupt=self._interrupter.interrupt,
-            versions=self._state,
-            counters=self._counters,
+            groups=self._runs.keys(),
+            durations=self._durations,
+            interrupt=self.completer.interrupt,
+            versions=self.state,
+            counters=self.counters,
             is_batch_ready=self._is_batch_ready,
             next_order=lambda: self._next_order,
             max_postponements=config.max_postponements,
@@ -417,40 +422,38 @@ class RolloutWorker:
         try:
             while True:
                 looking = asyncio.create_task(
-                    self._state.wait_settings_changed(names, seen, WATCH_TIMEOUT_S)
+                    self.state.wait_settings_changed(names, seen, WATCH_TIMEOUT_S)
                 )
                 await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     running.result()  # raises
-                before, seen = with_live(self._spec.config, seen), looking.result()
-                now = with_live(self._spec.config, seen)
+                before, seen = with_live(self.spec.config, seen), looking.result()
+                now = with_live(self.spec.config, seen)
                 if _of_filter(now) != _of_filter(before):
-                    self._finisher.set_filter(now)
+                    self._group_runner.set_filter(now)
                 if _of_tail(now) != _of_tail(before):
                     await end_tasks([running])
                     self._tail.close()
                     self._tail = self._new_tail(now)
-                    for run in self._runs:
-                        self._tail.begin(run)
                     running = asyncio.create_task(self._tail.run())
         finally:
             await end_tasks([running] if looking is None else [running, looking])
 
     async def _is_batch_ready(self) -> bool:
-        stats = await self._buffer.stats()
+        stats = await self.buffer.stats()
         return stats.ready >= stats.groups_per_step
 
     async def _watch_age(self) -> None:
-        """At each publish, cancels groups whose oldest token no later step could train."""
-        version = await self._state.trainer_version()
+        """At each new version, cancels groups whose oldest token no later step could train."""
+        version = await self.state.trainer_version()
         while True:
             try:
-                version = await self._state.wait_version_above(version, WATCH_TIMEOUT_S)
+                version = await self.state.wait_version_above(version, WATCH_TIMEOUT_S)
             except TimeoutError:
                 continue  # a long step; a dead trainer is detected elsewhere
-            leash = await self._buffer.get_leash()
-            for run in self._runs:
-                oldest = run.spent.oldest_version
+            leash = await self.buffer.get_leash()
+            for run in self._runs.values():
+                oldest = run.samples.spent.oldest_version
                 if oldest is None or leash.is_fresh(version, oldest):
                     continue
                 self._cut_short(
@@ -463,18 +466,18 @@ class RolloutWorker:
     async def _watch_idle(self) -> None:
         """Gives up external groups without a request while their credits are needed, the one that
         has idled longest first."""
-        limit_s = self._spec.config.openai.idle_timeout_s
+        limit_s = self.spec.config.openai.idle_timeout_s
         seen: asyncio.Task[None] | None = None
         while True:
             await asyncio.sleep(IDLE_CHECK_INTERVAL_S)  # groups become idle by time alone
             is_waiting = self._admission is not None and self._admission is seen
-            is_full = len(self._runs) >= self._spec.config.max_groups_in_flight
+            is_full = len(self._runs) >= self.spec.config.max_groups_in_flight
             seen = self._admission
             if not (is_waiting or is_full) or not self._idle_for(limit_s):
                 continue
             if not await self._is_batch_ready() and (idle := self._idle_for(limit_s)):
                 self._cut_short(
-                    max(idle, key=lambda run: run.activity.idle_s),
+                    max(idle, key=lambda run: run.samples.activity.idle_s),
                     GroupEnd.idle,
                     f"no request came for {limit_s:g} s (rollout.openai.idle_timeout_s), and other "
                     "groups needed its credit",
@@ -484,8 +487,10 @@ class RolloutWorker:
         """External groups that could be given up for that reason."""
         return [
             run
-            for run in self._runs
-            if run.source.is_external and run.stopped_for is None and run.activity.idle_s > limit_s
+            for run in self._runs.values()
+            if run.episode_source.is_external
+            and run.stopped_for is None
+            and run.samples.activity.idle_s > limit_s
         ]
 
     def _cut_short(self, run: GroupRun, end: GroupEnd, why: str) -> None:
@@ -494,75 +499,26 @@ class RolloutWorker:
         if run.stopped_for is None and not run.work.done():
             run.stopped_for = end
             run.give_up(why)
-            self._see_through(end_tasks([run.work], self._stop_again_s))
+            self._see_through(end_tasks([run.work], self.stop_again_s))
 
     async def _keep_tokens(self) -> None:
         """Keeps the tokens of groups whose samples have grown."""
-        every = self._spec.config.keep_every_tokens
+        every = self.spec.config.keep_every_tokens
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            for run in self._runs:
+            for run in self._runs.values():
                 if run.tokens is not None and run.tokens.is_due(every):
                     # Not cancelled: a part that is missing makes those after it useless.
-                    self._see_through(self._finisher.keep_tokens(run))
+                    self._see_through(self._group_runner.keep_tokens(run))
 
     async def _renew_credits(self) -> None:
         """Renews the groups' credits, so that those of a dead worker expire."""
         while True:
-            await asyncio.sleep(self._spec.buffer.lease_timeout_s / 3)
+            await asyncio.sleep(self.spec.buffer.lease_timeout_s / 3)
             waiting = [] if self._waiting is None else [self._waiting]
-            await self._buffer.renew_credits([*(run.group_id for run in self._runs), *waiting])
+            running = [run.group_id for run in self._runs.values()]
+            await self.buffer.renew_credits([*running, *waiting])
 
 
 _of_tail = attrgetter("tail", "keep_partial", "max_postponements")
 _of_filter = attrgetter("filter_zero_variance", "max_filtered_ratio")
-
-
-class PromptReader:
-    """Enforces `max_prompt_tokens`; no prompt is ever truncated.
-
-    Measures a prompt as SingleTurn would open with it. Use the episodes' `chat`, which caches the
-    last texts, so that such a prompt is tokenized only once.
-    """
-
-    def __init__(self, chat: Chat, task: TaskConfig, rollout: RolloutConfig) -> None:
-        self._chat = chat
-        self._system_prompt = task.system_prompt
-        self._max_tokens = rollout.max_prompt_tokens
-        self._on_long = rollout.on_long_prompt
-        self.num_skipped = 0
-
-    def accepts(self, prompt: Prompt) -> bool:
-        """False for a prompt that is skipped, which is counted: one that is too long, or that holds
-        half of a surrogate pair, which no tokenizer takes.
-
-        Raises ValueError if it is empty, or too long and `on_long_prompt` is refuse.
-        """
-        if not _is_unicode(prompt.text):
-            log.warning("prompt %d is skipped: its text is no Unicode", prompt.index)
-            self.num_skipped += 1
-            return False
-        num_tokens = len(self.opening(prompt))
-        if not num_tokens:
-            raise ValueError(f"prompt {prompt.index} has no tokens: {prompt.text!r}")
-        if num_tokens <= self._max_tokens:
-            return True
-        if self._on_long is OnLongPrompt.refuse:
-            which = "held-out prompt" if prompt.is_held_out else "prompt"
-            raise ValueError(
-                f"rollout.max_prompt_tokens={self._max_tokens}: {which} {prompt.index} has "
-                f"{num_tokens} tokens; raise the limit, or set rollout.on_long_prompt=skip"
-            )
-        self.num_skipped += 1
-        return False
-
-    def opening(self, prompt: Prompt) -> list[int]:
-        return self._chat.first(opening(prompt.text, self._system_prompt))
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -15,17 +15,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Raw, Struct
 from numpy.typing import NDArray
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.wire.codec import encode_group
+from buffer.wire.header import Count
+from configs.run_files import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,8 @@ MAX_FILE_BYTES = 64 * 2**20
 NUM_FILES = 4
 _PIECE = 4096
 """Numbers formatted at a time: other threads can run in between."""
+_START, _END = b'{"group_id":', b"}}]}"
+"""How a complete line begins and ends."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -80,7 +86,7 @@ class RolloutLog:
 
     def _write(self, group: TrajectoryGroup, text: str) -> None:
         try:
-            line = "".join(_line(group, text, time.time(), self._worker)).encode()
+            line = _line(group, text, time.time(), self._worker)
             with self._lock:
                 self._append(line)
         except OSError as error:
@@ -116,7 +122,11 @@ class RolloutLog:
 
 
 def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
-    """The recorded group with this id, or the newest one of all workers."""
+    """The recorded group with this id, or the newest one of all workers.
+
+    Lines that a full disk or a kill has cut off are passed over. Raises ValueError with the number
+    of a line that is damaged otherwise.
+    """
     newest: Recorded | None = None
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
         for part in _files(path, NUM_FILES):
@@ -135,108 +145,150 @@ def _files(path: Path, number: int) -> list[Path]:
 
 def _read(path: Path, group_id: str | None) -> Recorded | None:
     """The last complete line with this id."""
-    start = b'{"group_id":' + (b"" if group_id is None else json.dumps(group_id).encode() + b",")
     try:
-        with open(path, "rb") as file:
-            lines = [line for line in file if line.startswith(start)]
+        lines = read_bytes(path).split(b"\n")
     except FileNotFoundError:
         return None
-    for line in reversed(lines):
-        try:
-            return _parse(json.loads(line))
-        except (ValueError, KeyError):  # truncated, by a full disk or a kill
-            continue
-    return None
+    wanted = _START + (b"" if group_id is None else json.dumps(group_id).encode() + b",")
+    last: tuple[bytes, str] | None = None
+    for number, line in enumerate(lines, start=1):
+        if not line.startswith(_START[: len(line)]):
+            raise ValueError(
+                f"{path}:{number} is damaged: it is no recorded group; remove the line"
+            )
+        if line.startswith(wanted) and line.endswith(_END):
+            last = line, f"{path}:{number}"
+    return None if last is None else _parse(*last)
 
 
 # One line ------------------------------------------------------------------------------------
 
 
-def _line(group: TrajectoryGroup, text: str, at: float, worker: str) -> Iterator[str]:
-    head = {
-        "group_id": group.group_id,
-        "at": at,
-        "worker": worker,
-        "prompt": asdict(group.prompt),
-        "text": text,
-        "sampling": asdict(group.sampling),
-    }
-    yield json.dumps(head, separators=(",", ":"))[:-1] + ',"trajectories":['
-    for place, trajectory in enumerate(group.trajectories):
-        yield "," * (place > 0)
-        yield from _trajectory(trajectory)
-    yield "]}\n"
+class _Column(Struct):
+    dtype: Literal[
+        "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
+        "float16", "float32", "float64",
+    ]  # fmt: skip
+    shape: tuple[Count, ...]
+    values: NDArray[Any]
 
 
-def _trajectory(trajectory: Trajectory) -> Iterator[str]:
-    line = {
-        "episode": trajectory.episode,
-        "reward": trajectory.reward,
-        "reward_parts": dict(trajectory.reward_parts),
-        "finish_reason": trajectory.finish_reason,
-        "prompt_length": trajectory.prompt_length,
-        "version_spans": [[s.version, s.start, s.end] for s in trajectory.version_spans],
-        "loss_mask_runs": _runs(trajectory.loss_mask),
-    }
-    yield json.dumps(line, separators=(",", ":"))[:-1]
-    yield from _numbers("tokens", trajectory.tokens)
-    yield from _numbers("logprobs", trajectory.rollout_logprobs)
-    yield ',"columns":{'
-    for place, (name, column) in enumerate(trajectory.columns.items()):
-        form = {"dtype": column.dtype.name, "shape": list(column.shape)}
-        yield "," * (place > 0) + f"{json.dumps(name)}:{json.dumps(form)[:-1]}"
-        yield from _numbers("values", column.reshape(-1))
-        yield "}"
-    yield "}}"
+class _Trajectory(Struct):
+    episode: Count
+    reward: float
+    reward_parts: dict[str, float]
+    finish_reason: str
+    prompt_length: Count
+    version_spans: list[tuple[Count, Count, Count]]
+    loss_mask_runs: list[Count]
+    """The first run is of zeros and may be empty."""
+    tokens: NDArray[Any]
+    logprobs: NDArray[Any]
+    columns: dict[str, _Column] = {}  # older lines have none
 
 
-def _numbers(name: str, numbers: NDArray[Any]) -> Iterator[str]:
-    yield f',"{name}":['
-    for start in range(0, len(numbers), _PIECE):
-        yield ("," if start else "") + _piece(numbers[start : start + _PIECE])
-    yield "]"
+class _Line(Struct):
+    group_id: str
+    at: float
+    worker: str
+    prompt: PromptRef
+    text: str
+    sampling: SamplingParams
+    trajectories: list[_Trajectory]
 
 
-def _piece(numbers: NDArray[Any]) -> str:
-    """Formats numbers so that they can be read back exactly in their dtype."""
-    if numbers.dtype in (np.float16, np.float32) and np.isfinite(numbers).all():
-        # Nine digits identify a float32 and are half as long as those of a float64.
-        return ",".join([f"{number:.9g}" for number in numbers.tolist()])
-    return json.dumps(numbers.tolist(), separators=(",", ":"))[1:-1]
+def _line(group: TrajectoryGroup, text: str, at: float, worker: str) -> bytes:
+    line = _Line(
+        group_id=group.group_id,
+        at=at,
+        worker=worker,
+        prompt=group.prompt,
+        text=text,
+        sampling=group.sampling,
+        trajectories=[
+            _Trajectory(
+                episode=one.episode,
+                reward=one.reward,
+                reward_parts=dict(one.reward_parts),
+                finish_reason=one.finish_reason,
+                prompt_length=one.prompt_length,
+                version_spans=[(span.version, span.start, span.end) for span in one.version_spans],
+                loss_mask_runs=_runs(one.loss_mask),
+                tokens=one.tokens,
+                logprobs=one.rollout_logprobs,
+                columns={
+                    name: _Column(column.dtype.name, column.shape, column.reshape(-1))  # type: ignore[arg-type]
+                    for name, column in one.columns.items()
+                },
+            )
+            for one in group.trajectories
+        ],
+    )
+    return msgspec.json.encode(line, enc_hook=_numbers) + b"\n"
+
+
+def _numbers(numbers: NDArray[Any]) -> Raw:
+    """Text from which they can be read exactly in their dtype."""
+    # Nine digits identify a float32 and are half as long as those of a float64.
+    is_short = numbers.dtype in (np.float16, np.float32)
+    text = "{:.9g}".format if is_short else str if numbers.dtype.kind in "iu" else json.dumps
+    texts = map(text, numbers.tolist())
+    pieces = []
+    while piece := ",".join(islice(texts, _PIECE)):
+        pieces.append(piece)
+    return Raw(f"[{','.join(pieces)}]".encode())
 
 
 def _runs(mask: NDArray[np.uint8]) -> list[int]:
-    """Run lengths; the first run is of zeros and may be empty."""
     changes = np.flatnonzero(np.diff(mask, prepend=0)).tolist()
     return np.diff([0, *changes, len(mask)]).tolist()  # type: ignore[no-any-return]
 
 
-def _parse(line: Mapping[str, Any]) -> Recorded:
-    group = TrajectoryGroup(
-        group_id=line["group_id"],
-        prompt=PromptRef(**line["prompt"]),
-        trajectories=tuple(map(_parse_trajectory, line["trajectories"])),
-        sampling=SamplingParams(**line["sampling"]),
-    )
-    return Recorded(group=group, text=line["text"], at=line["at"], worker=line["worker"])
+def _parse(data: bytes, where: str) -> Recorded:
+    """Raises ValueError for a line that was not written by `_line`."""
+    try:
+        line = msgspec.json.decode(data, type=_Line, dec_hook=lambda _, numbers: np.array(numbers))
+        group = TrajectoryGroup(
+            group_id=line.group_id,
+            prompt=line.prompt,
+            trajectories=tuple(map(_parse_trajectory, line.trajectories)),
+            sampling=line.sampling,
+        )
+        encode_group(group)  # which checks it
+    except (ValueError, TypeError, OverflowError, AssertionError, RecursionError) as error:
+        raise ValueError(f"{where} is damaged: {error!r}; remove the line") from error
+    return Recorded(group=group, text=line.text, at=line.at, worker=line.worker)
 
 
-def _parse_trajectory(line: Mapping[str, Any]) -> Trajectory:
-    runs = line["loss_mask_runs"]
+def _parse_trajectory(line: _Trajectory) -> Trajectory:
+    runs = line.loss_mask_runs
+    if sum(runs) != len(line.tokens):  # or a few digits would ask for any amount of memory
+        raise ValueError(f"a loss mask of {sum(runs)} for {len(line.tokens)} tokens")
     return Trajectory(
-        tokens=np.array(line["tokens"], np.int32),
+        tokens=_exactly(line.tokens, "int32"),
         loss_mask=np.repeat(np.arange(len(runs)) % 2, runs).astype(np.uint8),
-        rollout_logprobs=np.array(line["logprobs"], np.float32),
+        rollout_logprobs=_exactly(line.logprobs, "float32"),
         version_spans=tuple(
-            VersionSpan(version=v, start=start, end=end) for v, start, end in line["version_spans"]
+            VersionSpan(version=v, start=start, end=end) for v, start, end in line.version_spans
         ),
-        prompt_length=line["prompt_length"],
-        reward=line["reward"],
-        finish_reason=line["finish_reason"],
-        reward_parts=line["reward_parts"],
-        episode=line["episode"],
+        prompt_length=line.prompt_length,
+        reward=line.reward,
+        finish_reason=line.finish_reason,
+        reward_parts=line.reward_parts,
+        episode=line.episode,
         columns={
-            name: np.array(column["values"], column["dtype"]).reshape(column["shape"])
-            for name, column in line.get("columns", {}).items()  # older lines have none
+            name: _exactly(column.values, column.dtype).reshape(column.shape)
+            for name, column in line.columns.items()
         },
     )
+
+
+def _exactly(numbers: NDArray[Any], dtype: str) -> NDArray[Any]:
+    """Raises TypeError or ValueError for what the dtype does not hold."""
+    if np.dtype(dtype).kind == "u" and numbers.dtype.kind == "i":
+        found = numbers.astype(dtype)  # a number that does not fit becomes another
+    else:
+        found = numbers.astype(dtype, casting="same_kind")
+    if found.dtype.kind != "f" and (found != numbers).any():
+        raise ValueError(f"{numbers.max()} is no {dtype}")
+    return found

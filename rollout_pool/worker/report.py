@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from buffer.run_state import RunState
-from rollout_pool.engines.client import SGLangClient
+from rollout_pool.sampling.engine_client import EngineClient
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 
 REPORT_S = 2.0
 RECORDS_PER_S = 10.0
-"""Of all workers: with many engines and workers the records come less often, since the run keeps
-only its last 10,000 in Redis."""
+"""Limit of all workers together: with many engines and workers the records come less often, since
+the run keeps only its last 10,000 in Redis."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -32,7 +32,7 @@ class WorkerReporter:
     state: RunState
     waited_for_rewards_s: Callable[[], float]
     """Total time that episodes waited for a scoring process."""
-    clients: Mapping[str, SGLangClient]
+    clients: Mapping[str, EngineClient]
     """The connections to the engines that there are now, by name."""
     router: Router
     sampler: Sampler
@@ -41,7 +41,7 @@ class WorkerReporter:
     _counted: Counter[str] = field(default_factory=Counter, init=False)
     _recorded: dict[str, Counter[str]] = field(default_factory=dict, init=False)
     """Totals of each engine at its last record."""
-    _known: dict[str, SGLangClient] = field(default_factory=dict, init=False)
+    _known: dict[str, EngineClient] = field(default_factory=dict, init=False)
 
     async def run(self) -> None:
         """Never returns. Raises what the connection to Redis raises."""
@@ -76,13 +76,14 @@ class WorkerReporter:
         await self.state.count_all(seen - self._counted)
         self._counted = seen
 
-    def _record(self, client: SGLangClient) -> dict[str, float | int | str]:
+    def _record(self, client: EngineClient) -> dict[str, float | int | str]:
         engine, totals = self.router.engines.get(client.name), _totals(client)
         new = totals - self._recorded.get(client.name, Counter())
         self._recorded[client.name] = totals
         load, prompts = engine.load if engine else None, new["prompt_tokens"]
-        logprobs, client.num_logprobs = client.num_logprobs, Counter()
-        not_finite, client.num_not_finite = client.num_not_finite, Counter()
+        counters = client.counters
+        logprobs, counters.num_logprobs = counters.num_logprobs, Counter()
+        not_finite, counters.num_not_finite = counters.num_not_finite, Counter()
         return {
             "engine": client.name,
             "worker": self.index,
@@ -98,11 +99,12 @@ class WorkerReporter:
         }
 
 
-def _totals(client: SGLangClient) -> Counter[str]:
+def _totals(client: EngineClient) -> Counter[str]:
+    counters = client.counters
     totals = Counter(
-        prompt_tokens=client.num_prompt_tokens,
-        prefilled_tokens=client.num_prefilled,
-        preemptions=client.num_preemptions,
+        prompt_tokens=counters.num_prompt_tokens,
+        prefilled_tokens=counters.num_prefilled,
+        preemptions=counters.num_preemptions,
     )
-    totals["engine_queue_s"] = client.queue_s  # type: ignore[assignment]  # seconds are floats
+    totals["engine_queue_s"] = counters.queue_s  # type: ignore[assignment]  # seconds are floats
     return totals

@@ -12,25 +12,26 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import replace
+from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 import redis as blocking_redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from buffer.connect import Buffer, buffer_on
+from buffer.connect import Buffer
 from buffer.errors import NotOwnerError
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.server import EmbeddedServer, ServerStartError, find_binary
 from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
-from buffer.types import PromptRef, Rerun, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import PromptRef, Rerun
 from configs.schema import BufferConfig
+from tests.support.buffer.groups import lease_batch, make_group
+from tests.support.controller.buffers import opened
 from tests.support.invariants import find_violations
 
 HOST = "127.0.0.1"
@@ -141,36 +142,13 @@ def _run_on_all_nodes(purpose: str) -> str:
 @pytest.fixture
 async def open_buffer() -> AsyncIterator[OpenBuffer]:
     """`open_buffer(url, run, max_staleness=1)`; closed at the end."""
-    opened: list[Buffer] = []
+    async with AsyncExitStack() as closing:
 
-    async def make(url: str, run: str, **settings: object) -> Buffer:
-        config = BufferConfig(**settings)  # type: ignore[arg-type]
-        buffer = buffer_on(await connect(url), run, replace(config, wait_timeout_s=60))
-        opened.append(buffer)
-        await buffer.open(config, GROUPS_PER_STEP)
-        return buffer
+        async def make(url: str, run: str, **settings: object) -> Buffer:
+            buffer = opened(url, run, GROUPS_PER_STEP, wait_timeout_s=60, **settings)
+            return await closing.enter_async_context(buffer)
 
-    yield make
-    for buffer in opened:
-        await buffer.close()
-
-
-def _group(group_id: str, version: int, index: int = 0, num_tokens: int = 32) -> TrajectoryGroup:
-    mask = np.ones(num_tokens, np.uint8)
-    mask[:4] = 0
-    trajectory = Trajectory(
-        tokens=np.arange(num_tokens, dtype=np.int32),
-        loss_mask=mask,
-        rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
-        version_spans=(VersionSpan(version=version, start=4, end=num_tokens),),
-        prompt_length=4,
-        reward=1.0,
-        finish_reason="stop",
-    )
-    prompt = PromptRef(task="sums", index=index, attempt=0)
-    return TrajectoryGroup(
-        group_id=group_id, prompt=prompt, trajectories=(trajectory, replace(trajectory, episode=1))
-    )
+        yield make
 
 
 async def _produce(buffer: Buffer, name: str, version: int, number: int) -> list[str]:
@@ -179,23 +157,24 @@ async def _produce(buffer: Buffer, name: str, version: int, number: int) -> list
     ids = [credit.group_id for credit in credits]
     assert await buffer.renew_credits(ids) == number
     for index, group_id in enumerate(ids):
-        group = _group(group_id, version, index)
+        group = make_group(group_id, version, index=index)
         assert await buffer.push(group) is PushResult.stored
         assert await buffer.push(group) is PushResult.duplicate
     return ids
 
 
-async def _lease(buffer: Buffer, step: int, version: int, num_shares: int = 2) -> list[Lease]:
+async def _lease(buffer: Buffer, step: int, version: int) -> list[Lease]:
+    """The leases of two ranks."""
     return [
         await buffer.lease(
             step=step,
             version=version,
             num_groups=GROUPS_PER_STEP,
             share=share,
-            num_shares=num_shares,
+            num_shares=2,
             timeout_s=60,
         )
-        for share in range(num_shares)
+        for share in range(2)
     ]
 
 
@@ -209,7 +188,7 @@ async def _train(buffer: Buffer, step: int, version: int) -> frozenset[str]:
     valid = await buffer.validate(leases[0], version)
     assert await buffer.consume(leases[0], valid) == len(valid) == GROUPS_PER_STEP
     assert await buffer.consume(leases[0], valid) == len(valid)  # a retry counts nothing twice
-    await buffer.publish_version(version + 1)
+    await buffer.announce_version(version + 1)
     return valid
 
 
@@ -315,6 +294,9 @@ async def test_killed_node_that_returns_loses_nothing(
     cluster: list[EmbeddedServer], open_buffer: OpenBuffer
 ) -> None:
     run = _run_on_all_nodes("restart")
+    for node in cluster:  # with `everysec` a node that waits for its disk answers before it writes
+        with blocking_redis.Redis.from_url(node.url) as client:
+            client.config_set("appendfsync", "always")
     settings = {"shards": NUM_NODES, "max_staleness": 20, "lease_timeout_s": 60.0}
     trainer = await open_buffer(cluster[0].url, run, **settings)
     worker = await open_buffer(cluster[1].url, run, **settings)
@@ -325,24 +307,17 @@ async def test_killed_node_that_returns_loses_nothing(
             for index in range(GROUPS_PER_STEP):
                 name = f"group-{step}-{index}"
                 credit = await worker.admit(name, 60)
-                await worker.push(_group(credit.group_id, credit.version, index), 60)
+                await worker.push(make_group(credit.group_id, credit.version, index=index), 60)
             await asyncio.sleep(0.1)
 
     async def train() -> list[frozenset[str]]:
         trained = []
         for step in range(num_steps):
-            lease = await trainer.lease(
-                step=step,
-                version=step,
-                num_groups=GROUPS_PER_STEP,
-                share=0,
-                num_shares=1,
-                timeout_s=60,
-            )
+            lease = await lease_batch(trainer, step, GROUPS_PER_STEP, version=step, timeout_s=60)
             valid = await trainer.validate(lease, step)
             assert await trainer.consume(lease, valid) == len(valid)
             assert await trainer.ack(step) == len(valid)
-            await trainer.publish_version(step + 1)
+            await trainer.announce_version(step + 1)
             trained.append(valid)
         return trained
 
@@ -377,15 +352,17 @@ async def test_prompts_survive_a_primary_whose_replica_takes_over(
         lost = cluster[0]
         await asyncio.to_thread(_follow, replica, lost)
         worker = await open_buffer(cluster[1].url, run, shards=NUM_NODES, max_staleness=20)
-        await worker.publish_version(0)
+        await worker.announce_version(0)
         ids = [(await worker.admit(f"0-{index}", 60)).group_id for index in range(60)]
         for index, group_id in enumerate(ids):
             await worker.begin(group_id, PromptRef(task="sums", index=index), 0, index)
         await asyncio.to_thread(_wait_for_replica, lost)
         # What is pushed now does not reach it: 13 MB do not fit into the sockets' buffers.
         os.kill(replica.pid, signal.SIGSTOP)
-        pushes = [worker.push(_group(name, 0, index, 40_000)) for index, name in enumerate(ids)]
-        assert set(await asyncio.gather(*pushes)) == {PushResult.stored}
+        groups = [
+            make_group(name, num_tokens=40_000, index=index) for index, name in enumerate(ids)
+        ]
+        assert set(await asyncio.gather(*map(worker.push, groups))) == {PushResult.stored}
         os.kill(lost.pid, signal.SIGKILL)
         os.kill(replica.pid, signal.SIGCONT)
         assert not await worker.flush(timeout_s=60)

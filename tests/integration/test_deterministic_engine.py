@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from rollout_pool.engines.engine import SGLangEngine
+from rollout_pool.engines.sglang.engine import SGLangEngine
 from tests.support.sglang_model import engine_spec, make_sample, sample
 
 pytestmark = [
@@ -35,7 +35,9 @@ async def test_request_has_the_same_logprobs_to_the_bit_in_any_batch(sglang_fold
         alone, together = runs[0][0], runs[1][0]
         assert (alone.output_ids, alone.logprobs) == (together.output_ids, together.logprobs)
         siblings = [make_sample(0, max_new_tokens=32, name=f"sibling-{i}.") for i in range(8)]
-        await asyncio.gather(*(engine.client.generate(s, f"{s.sample_id}!") for s in siblings))
+        await asyncio.gather(
+            *(engine.client.generate_tokens(s, f"{s.sample_id}!") for s in siblings)
+        )
         assert len({tuple(sibling.output_ids) for sibling in siblings}) == 8  # each by its seed
     finally:
         await engine.stop()

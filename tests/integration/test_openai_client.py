@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 
+import msgspec
 import pytest
 import pytest_asyncio
 import torch
@@ -17,22 +18,24 @@ from langchain_openai import ChatOpenAI
 
 from buffer.types import SamplingParams
 from configs.choices import ToolParser
-from configs.dotted import load_callable
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from controller.start.warm_start import imitate
+from host.user_code import load_callable
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
-from rollout_pool.endpoint.schema import Fields, read_tool
+from rollout_pool.endpoint.schema import FunctionTool
 from rollout_pool.endpoint.sessions import Serving
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.env import Message, ToolCall
-from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.conversation import Message, ToolCall
+from rollout_pool.episodes.episode import EpisodeRequest
 from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.tasks.agent import load_agent
 from rollout_pool.tasks.task import Prompt
+from tests.support.endpoint_scene import WEATHER, said_in
 from tests.support.openai_page import langchain_example
+from tests.support.rollout import RecordingSamples
 from tests.support.sglang_model import worst_difference
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -40,14 +43,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]
 
 PROMPT = Prompt(index=0, is_held_out=False, text="How warm is it?")
 TURN_TOKENS = 112
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Tells how warm it is.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 
 
 class Policy:
@@ -107,16 +102,16 @@ async def play(policy):
     numbers = itertools.count()
 
     async def play(agent, prompt=PROMPT, **truncation):
-        samples = []
+        group = RecordingSamples()
         ask = EpisodeRequest(
             session=f"group-{next(numbers)}.0",
             sampling=SamplingParams(temperature=0.8, **truncation),
-            on_sample=samples.append,
+            samples=group,
         )
         async with asyncio.timeout(60):
             endpoint = policy.endpoint
             runner = AgentRunner(agent, endpoint.sessions, endpoint.url)
-            return await runner.run(prompt, ask), samples
+            return await runner.run(prompt, ask), group.begun
 
     return play
 
@@ -135,11 +130,9 @@ async def converse(session, prompt, before_turn=None):
             stream=True,
             stream_options={"include_usage": True},
         )
-        text = ""
-        async for chunk in stream:
-            num_chunks += bool(chunk.choices)
-            text += "".join(choice.delta.content or "" for choice in chunk.choices)
-        assert 0 < chunk.usage.completion_tokens <= TURN_TOKENS
+        text, _, _, chunks = await said_in(stream)
+        num_chunks += sum(bool(chunk.choices) for chunk in chunks)
+        assert 0 < chunks[-1].usage.completion_tokens <= TURN_TOKENS
         messages.append({"role": "assistant", "content": text})
         messages.append({"role": "tool", "tool_call_id": "weather-1", "content": "21 °C"})
     return float(num_chunks)
@@ -203,11 +196,8 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
             stream = await client.chat.completions.create(
                 model=session.model, messages=messages, n=2, stop=stop, stream=True
             )
-            streamed = ["", ""]
-            async for chunk in stream:
-                for choice in chunk.choices:
-                    streamed[choice.index] += choice.delta.content or ""
-            assert not any(one in text for one in stop for text in [*texts, *streamed])
+            streamed, *_ = await said_in(stream)  # of both answers
+            assert not any(one in text for one in stop for text in [*texts, streamed])
             messages = [*messages, {"role": "assistant", "content": texts[1]}]
             messages.append({"role": "user", "content": "Go on."})
         return 1.0
@@ -256,23 +246,17 @@ async def report_weather(session, prompt):
     for choice in answer.choices:
         check_report(choice.message.content)
         assert choice.finish_reason == "stop"
-    text, calls = "", ""
-    async for chunk in await ask(response_format=JSON_REPORT, stream=True, temperature=1.5):
-        text += "".join(choice.delta.content or "" for choice in chunk.choices)
-    check_report(text)
+    hot = await ask(response_format=JSON_REPORT, stream=True, temperature=1.5)
+    check_report((await said_in(hot))[0])
     for forced in ("required", NAMED):
         answer = await ask(tools=tools, tool_choice=forced, parallel_tool_calls=False)
         [choice] = answer.choices
         [call] = choice.message.tool_calls
         check_report(call.function.arguments)
         assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
-    async for chunk in await ask(
-        tools=tools, tool_choice="required", parallel_tool_calls=False, stream=True
-    ):
-        for choice in chunk.choices:
-            for call in choice.delta.tool_calls or []:
-                calls += call.function.arguments
-    check_report(calls)
+    any_tool = {"tool_choice": "required", "parallel_tool_calls": False}
+    _, [call], *_ = await said_in(await ask(tools=tools, **any_tool, stream=True))
+    check_report(call["arguments"])
     form = {"type": "grammar", "grammar": 'start: ("yes" | "no") "!"'}
     answer = await client.completions.create(
         model=session.model, prompt="Is it?", extra_body={"response_format": form}
@@ -357,7 +341,7 @@ async def taught(policy, play, page_agent):
     """A policy that has learnt by heart how the agent of the page adds 3 and 4."""
     agent, add = page_agent
     first, _ = await play(agent, SUM)
-    tool = read_tool(Fields(convert_to_openai_tool(add)))
+    tool = msgspec.convert(convert_to_openai_tool(add), FunctionTool).spec("tool")
     conversation = [
         *first.messages[:2],
         Message(role="assistant", content="", tool_calls=(CALL,)),

@@ -23,7 +23,7 @@ SCENE = "tests.support.ray_scene"
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Scene:
     seen: dict[str, Any]
-    output: str
+    stderr: str
     home: Path
 
 
@@ -39,9 +39,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         text=True,
         timeout=500,
     )
-    output = told.stdout + told.stderr
-    assert told.returncode == 0, output[-6000:]
-    yield Scene(seen=json.loads(told.stdout.splitlines()[-1]), output=output, home=home)
+    assert told.returncode == 0, (told.stdout + told.stderr)[-6000:]
+    yield Scene(seen=json.loads(told.stdout.splitlines()[-1]), stderr=told.stderr, home=home)
 
 
 def test_folder_of_ray_and_its_token_are_their_owners_alone(scene: Scene) -> None:
@@ -67,7 +66,7 @@ def test_killed_actors_restart_though_the_driver_holds_none_of_their_arguments(
 ) -> None:
     names = ("worker-0", "engine-0", "receiver-0", "scorer-0")
     assert scene.seen["restarted"] == dict.fromkeys(names, True)
-    assert "constructor arguments" not in scene.output
+    assert "constructor arguments" not in scene.seen["messages"]
 
 
 def test_actors_tell_of_sigterm_instead_of_ending_until_a_second_one(scene: Scene) -> None:
@@ -79,7 +78,10 @@ def test_pool_knows_the_node_that_ray_is_to_empty(scene: Scene) -> None:
 
 
 def test_messages_of_ray_go_to_a_log_instead_of_the_screen(scene: Scene) -> None:
-    assert "STACK TRACE" not in scene.output
+    for line in ("STACK TRACE", "of C++", "of Ray's logger"):
+        assert line in scene.seen["messages"]
+        assert line not in scene.stderr
+    assert scene.stderr == "of the launch\n"
 
 
 def test_run_that_joins_a_cluster_listens_where_ray_knows_its_machine(scene: Scene) -> None:

@@ -9,124 +9,58 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from buffer.connect import Buffer, buffer_on
-from buffer.export import dump_buffer
+from buffer.dump.export import dump_buffer
+from buffer.probes import Probes
 from buffer.redis.connection import NotAllowedError, connect
 from buffer.redis.scripts import script_names, source
 from buffer.redis.server import EmbeddedServer, find_binary
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Failure
 from buffer.run_state import RunState
-from buffer.types import PromptRef, Rerun, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import PromptRef, Rerun
 from configs.schema import BufferConfig
+from tests.support.buffer.groups import lease_batch, make_group
 from tests.support.invariants import find_violations
 
 HOST, RUN = "127.0.0.1", "acl"
 FOLDER = Path(__file__).parents[2] / "deploy" / "redis"
 CONNECT = ["ping", "info", "client|setinfo", "cluster|slots", "evalsha"]
-ROLLOUT_SCRIPTS = [
-    "rollout/admit_group",
-    "rollout/renew_credits",
-    "rollout/begin_group",
-    "rollout/fail_group",
-    "rollout/reclaim_worker",
-    "rollout/abandon_group",
-    "rollout/push_groups",
-    "rollout/check_room",
-    "rollout/take_retry",
-    "rollout/keep_tokens",
-    "run_state/add_numbers",
-    "run_state/append_metrics",
-    "run_state/register_receiver",
-    "run_state/forget_receiver",
-    "run_state/enter_commit",
-    "run_state/leave_commit",
-    "run_state/drain_engine",
-    "run_state/record_commits",
-    "run_state/forget_engine",
-]
-TRAINER_SCRIPTS = [
-    "trainer/form_batch",
-    "shards/lock_step",
-    "shards/unlock_step",
-    "shards/peek_groups",
-    "shards/take_groups",
-    "shards/record_batch",
-    "shards/list_held",
-    "trainer/validate_lease",
-    "trainer/renew_lease",
-    "trainer/consume_groups",
-    "trainer/ack_steps",
-    "trainer/return_groups",
-    "trainer/quarantine_group",
-    "trainer/publish_version",
-    "trainer/begin_reconcile",
-    "trainer/ack_reconciled",
-    "trainer/reconcile_groups",
-    "run_state/record_staged",
-    "run_state/publish_weights",
-    "run_state/add_numbers",
-    "run_state/append_metrics",
-    "inspect/read_stats",
-    "inspect/list_prompts",
-]
+
+
+def _scripts(*folders: str, others: str) -> list[str]:
+    """All of these folders, and some beside them."""
+    own = [name for name in script_names() if name.split("/")[0] in folders]
+    return own + others.split()
+
+
+SCRIPTS = {
+    "rollout": _scripts(
+        "rollout",
+        others="run_state/add_numbers run_state/append_metrics run_state/register_receiver "
+        "run_state/forget_receiver run_state/enter_commit run_state/leave_commit "
+        "run_state/other_weights run_state/drain_engine run_state/record_commits "
+        "run_state/forget_engine",
+    ),
+    "trainer": _scripts(
+        "trainer",
+        "shards",
+        others="run_state/record_staged run_state/mark_available run_state/leave_probes "
+        "run_state/add_numbers run_state/append_metrics inspect/read_stats inspect/list_prompts",
+    ),
+    "controller": list(script_names()),
+}
 # What the clients send themselves, besides scripts.
 LOADS = {"controller": ["script|load"]}
 SENT = {
-    "rollout": [
-        "get",
-        "hget",
-        "hgetall",
-        "hmget",
-        "hset",
-        "set",
-        "wait",
-        "waitaof",
-        "xread",
-        "xrevrange",
-    ],
-    "trainer": [
-        "exec",
-        "get",
-        "hget",
-        "hgetall",
-        "hmget",
-        "hset",
-        "mget",
-        "multi",
-        "set",
-        "xread",
-        "xrevrange",
-        "zmscore",
-        "zrange",
-    ],
-    "controller": [
-        "exec",
-        "get",
-        "hget",
-        "hgetall",
-        "hmget",
-        "hset",
-        "hsetnx",
-        "mget",
-        "multi",
-        "set",
-        "wait",
-        "waitaof",
-        "xread",
-        "xrevrange",
-        "zrange",
-    ],
-}
-SCRIPTS = {
-    "rollout": ROLLOUT_SCRIPTS,
-    "trainer": TRAINER_SCRIPTS,
-    "controller": script_names(),
+    "rollout": "get hget hgetall hmget hset set wait waitaof xread xrevrange",
+    "trainer": "exec get hget hgetall hmget hset mget multi set xread xrevrange zmscore zrange",
+    "controller": "exec get hget hgetall hmget hset hsetnx mget multi set wait waitaof xread "
+    "xrevrange zrange",
 }
 
 
@@ -140,7 +74,7 @@ def _granted(role: str) -> set[str]:
 def test_role_is_granted_just_what_its_code_uses(role: str) -> None:
     call = re.compile(r"(?:redis\.p?call|call_many)\(\s*'([A-Z]+)'")
     used = {name.lower() for script in SCRIPTS[role] for name in call.findall(source(script))}
-    assert _granted(role) == used | set(SENT[role]) | set(CONNECT) | set(LOADS.get(role, ()))
+    assert _granted(role) == used | {*SENT[role].split(), *CONNECT, *LOADS.get(role, ())}
 
 
 @pytest.fixture
@@ -204,24 +138,10 @@ async def open_as(urls: dict[str, str], shards: int) -> AsyncIterator[Opener]:
         await buffer.close()
 
 
-def _group(group_id: str, version: int) -> TrajectoryGroup:
-    trajectory = Trajectory(
-        tokens=np.arange(8, dtype=np.int32),
-        loss_mask=np.ones(8, np.uint8),
-        rollout_logprobs=np.full(8, -0.5, np.float32),
-        version_spans=(VersionSpan(version=version, start=0, end=8),),
-        prompt_length=0,
-        reward=1.0,
-        finish_reason="stop",
-    )
-    prompt = PromptRef(task="sums", index=0, attempt=0)
-    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=(trajectory,))
-
-
 async def _push(rollout: Buffer, name: str, version: int) -> str:
     credit = await rollout.admit(name, 5)
     await rollout.renew_credits([credit.group_id])
-    await rollout.push(_group(credit.group_id, version), 5)
+    await rollout.push(make_group(credit.group_id, version), 5)
     return credit.group_id
 
 
@@ -237,7 +157,7 @@ async def test_each_role_can_do_its_work(
     }
 
     await trainer.reconcile("lineage", step=0, version=0, resume_version=0)
-    await trainer.publish_version(0)
+    await trainer.announce_version(0)
     for index in range(4):
         await _push(rollout, f"group-{index}", 0)
     stopped = await rollout.admit("stopped", 5)
@@ -273,9 +193,7 @@ async def test_each_role_can_do_its_work(
     assert await states["rollout"].task_positions() == {0: 5}
 
     async def lease(step: int, version: int, number: int) -> frozenset[str]:
-        batch = await trainer.lease(
-            step=step, version=version, num_groups=number, share=0, num_shares=1, timeout_s=5
-        )
+        batch = await lease_batch(trainer, step, number, version=version, timeout_s=60)
         assert await trainer.renew(batch) == number
         if step == 1:
             await trainer.nack(batch, "test")
@@ -285,20 +203,24 @@ async def test_each_role_can_do_its_work(
         return kept
 
     assert len(await lease(1, 0, 4)) == 4
-    await trainer.publish_version(1)
+    await trainer.announce_version(1)
     await states["rollout"].register_receiver("receiver-0", "http://127.0.0.1:1")
     await states["rollout"].register_receiver("receiver-1", "http://127.0.0.1:2")
     await states["rollout"].forget_receiver("receiver-1")
     assert list(await states["trainer"].receivers()) == ["receiver-0"]
     await states["trainer"].record_staged("receiver-0", 1)
-    await states["trainer"].publish_weights(1)
-    assert await states["rollout"].published_weights() == 1
+    await states["trainer"].mark_available(1)
+    assert await states["rollout"].available_version() == 1
     assert await states["rollout"].enter_commit("engine-0", 1, 60, 5)
     await states["rollout"].drain_engine("engine-0")
     await states["rollout"].record_commits({"engine-0": 1})
     await states["rollout"].record_commits({"engine-1": 1})
     await states["rollout"].append_metrics({"pause_s": 0.1}, "commit")
     await states["rollout"].leave_commit("engine-0")
+    assert not await states["rollout"].other_weights(1, "engine-0", "digest")
+    probes = Probes(version=1, text=[5] * 9, logprobs=[[-1.0] * 8], most=0.1)
+    await states["trainer"].leave_probes(probes)
+    assert await states["rollout"].probes(1) == probes
     await states["rollout"].forget_engine("engine-1")
     assert await states["trainer"].wait_engines_at(1, 5) == {"engine-0": 1}
     await states["trainer"].append_metrics({"loss": 1.0}, "step")
@@ -438,8 +360,8 @@ async def test_watcher_changes_nothing(open_as: Opener, urls: dict[str, str], sh
     await controller.open(BufferConfig(shards=shards), 4)
     for verb in (
         watcher.admit("group", 1),
-        watcher.push(_group("group", 0), 1),
-        watcher.publish_version(1),
+        watcher.push(make_group("group"), 1),
+        watcher.announce_version(1),
         watcher.change_settings({"max_staleness": 9}),
     ):
         with pytest.raises(NotAllowedError):

@@ -17,7 +17,7 @@ import pytest
 
 from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.episodes.env import Message
+from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.code_tests import limits_of
 from rollout_pool.rewards.remote_sandbox import check_remote_sandbox

@@ -15,10 +15,10 @@ import torch
 
 from processes.tree import family as family_of
 from processes.tree import is_semaphore, shared_memory_files
+from rollout_pool.sampling.engine_watch import poll_load
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.watch import poll_load
 from tests.support.sglang_model import logprobs_of, make_sample, worst_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="session")]

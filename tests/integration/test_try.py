@@ -41,7 +41,7 @@ def server_of(tmp_path: Path) -> tuple[psutil.Process, Path]:
     """The server that was started for this test, and its folder."""
     pids = [int(line.split()[0]) for line in processes_of(tmp_path)]
     programs = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in pids}
-    [pid] = [pid for pid in pids if " -m rollout_pool.engines.sglang_server " in programs[pid]]
+    [pid] = [pid for pid in pids if " -m rollout_pool.engines.sglang.server " in programs[pid]]
     server = psutil.Process(pid)
     [log] = {file.path for file in server.open_files() if file.path.endswith("engine.log")}
     return server, Path(log).parent

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.metrics.records import read_metrics
+from controller.metrics.history import read_metrics
 from tests.support.hosts import PAGE, Host, hold_room, joined_hosts, missing, start_ray
 from tests.support.launches import finish, launch_command, wait_for_line
 
@@ -64,7 +64,7 @@ def listeners(host: Host) -> list[tuple[str, int, str]]:
 
 
 def strangers(host: Host, found: list[tuple[str, int, str]]) -> list[str]:
-    """What listens beyond loopback and not as the page says."""
+    """Lists sockets that listen beyond loopback and are not on the page."""
     return [
         f"{host.name} {ip}:{port} {who[:200]}"
         for ip, port, who in found
@@ -146,7 +146,7 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
     wait_for_line(launch, f"step {last + 3}/", LIMIT_S)
     assert min(step_sizes(runs / RUN)[last:]) >= 24
     for host in hosts:  # one of them has the engine; each sees its own processes alone
-        host.check("pkill -KILL -f '[r]ollout_pool.engines.sglang_server' || true")
+        host.check("pkill -KILL -f '[r]ollout_pool.engines.sglang.server' || true")
     output = finish(launch, LIMIT_S)
     assert launch.returncode == 1, output[-6000:]
     assert "engine-0" in output.split("last lines of")[-1]

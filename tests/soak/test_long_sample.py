@@ -21,7 +21,7 @@ from benchmarks.rollouts.work import WorkSize
 from buffer.connect import Buffer
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from configs.choices import PauseMode
-from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.sglang.client import SGLangClient
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sample import Interrupted, Sample
 from rollout_pool.sampling.sampler import Sampler
@@ -34,7 +34,7 @@ TIMES = 20
 EVERY = 6000
 """Tokens between two interruptions, or more: the engine runs ahead of what has arrived."""
 BYTES_PER_TOKEN = 6
-"""Of a request: a number of three digits at most, a comma and a space."""
+"""Bytes of a token in a request: a number of up to three digits, a comma and a space."""
 INTERRUPT = "interrupt"
 WAYS = (INTERRUPT, PauseMode.resubmit, PauseMode.retract, PauseMode.in_place)
 
@@ -110,7 +110,7 @@ async def _sample(client: SGLangClient, buffer: Buffer) -> Sample:
         await client.pause(way if isinstance(way, PauseMode) else PauseMode.retract)
         await client.update_from_disk("nowhere", version, 30.0)
         await client.resume()
-        await buffer.publish_version(version)
+        await buffer.announce_version(version)
         router.follow({client.name: version}, trainer=version, max_staleness=TIMES)
         if way is INTERRUPT:
             running = asyncio.create_task(sampler.complete(sample))

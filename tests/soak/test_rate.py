@@ -79,7 +79,7 @@ def test_memory_is_flat_at_full_rate(mortal_server: MortalServer, tmp_path: Path
         processes.start(logs[2], full_rate.train, scenario, 0, barrier, is_over),
         processes.start(logs[3], full_rate.train, scenario, 1, barrier, is_over),
     ]
-    client = redis.Redis.from_url(mortal_server.url)
+    client = redis.Redis.from_url(mortal_server.url, socket_timeout=60.0)
     samples = []
     try:
         watched = [psutil.Process(process.pid) for process in clients]

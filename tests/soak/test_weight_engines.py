@@ -7,21 +7,16 @@ the transfer or of the commit. CI plays each once; LEASH_SOAK_WEIGHT_FAULTS=20 t
 from __future__ import annotations
 
 import asyncio
-import random
 import signal
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.soak.crash.size import size
 from tests.soak.weights.engines import MortalEngine
 from tests.soak.weights.fleet import own_address
 from tests.soak.weights.model import Weights
-from tests.soak.weights.play import HANG_S, Play, play
-from tests.soak.weights.scene import Scene
+from tests.soak.weights.play import HANG_S, Play
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,21 +25,10 @@ pytestmark = [
 ]
 
 NUM_FAULTS = size("WEIGHT_FAULTS", 1)
-SEED = size("SEED", random.randrange(1 << 30))
 COMMIT_S = 4.0
-"""weight_sync.commit_timeout_s: when a stalled engine is started again."""
+"""weight_sync.commit_timeout_s of the play: when a stalled engine is started again."""
 COMMITTING_S = 0.6
 """About as long after its last bucket a version is verified, released and loaded."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def the_play(
-    redis_url: str, tmp_path_factory: pytest.TempPathFactory, tmpfs_path: Path
-) -> AsyncIterator[Play]:
-    """Every test leaves it whole: all receivers show the newest version of a trainer that lives."""
-    scene = Scene(url=redis_url, folder=tmp_path_factory.mktemp("play"), commit_timeout_s=COMMIT_S)
-    async with play(scene, tmpfs_path, SEED) as each:
-        yield each
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.soak.crash.size import size
-from tests.soak.weights.play import HANG_S, Play, play
-from tests.soak.weights.scene import SILENCE_S, Scene
+from tests.soak.weights.play import HANG_S, Play
+from tests.soak.weights.scene import SILENCE_S
 from tests.soak.weights.trainer import Touch
 
 pytestmark = [
@@ -31,17 +29,6 @@ pytestmark = [
 ]
 
 NUM_FAULTS = size("WEIGHT_FAULTS", 1)
-SEED = size("SEED", random.randrange(1 << 30))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def the_play(
-    redis_url: str, tmp_path_factory: pytest.TempPathFactory, tmpfs_path: Path
-) -> AsyncIterator[Play]:
-    """Every test leaves it whole: all receivers show the newest version of a trainer that lives."""
-    scene = Scene(url=redis_url, folder=tmp_path_factory.mktemp("play"))
-    async with play(scene, tmpfs_path, SEED) as each:
-        yield each
 
 
 async def test_receiver_that_is_killed_costs_only_itself(the_play: Play) -> None:
@@ -118,7 +105,7 @@ async def _others_notice(the_play: Play, victim: int) -> None:
 
 
 async def _never_seen_above(the_play: Play, version: int) -> None:
-    assert await the_play.state.published_weights() == version
+    assert await the_play.state.available_version() == version
     assert max(the_play.fleet.sightings.served.values()) == version
     for receiver in the_play.fleet.receivers.values():
         assert (await receiver.client.status(timeout_s=HANG_S)).newest == version

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from transformers import Qwen3ForCausalLM
 
 from buffer.run_state import STREAM_START
+from tensors.layout import TensorSpec
 from tests.soak.crash.size import size
 from tests.soak.weights.model import ODD, Weights, tied_config, tied_tensors
 from tests.soak.weights.play import HANG_S, Play, play
 from tests.soak.weights.scene import Scene
-from weight_sync.types import TensorSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(0)]  # every wait of a play has a bound
 

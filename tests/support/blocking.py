@@ -6,9 +6,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from buffer.connect import connect_buffer
-from buffer.loop_thread import LoopThread
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
+from host.loop_thread import LoopThread
 from tests.support.invariants import find_violations
 
 
@@ -32,8 +32,8 @@ class _Blocking:
 
 
 class BlockingReplayBuffer(_Blocking):
-    def __init__(self, url: str, run: str, settings: BufferConfig) -> None:
-        super().__init__(connect_buffer(url, run, settings))
+    def __init__(self, url: str, run: str, settings: BufferConfig, *, waits: bool = False) -> None:
+        super().__init__(connect_buffer(url, run, settings, waits=waits))
 
     def find_violations(self) -> list[str]:
         return self._loop.run(find_violations(self._target))

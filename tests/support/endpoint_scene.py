@@ -15,8 +15,8 @@ from buffer.types import SamplingParams, VersionSpan
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.app import Endpoint
 from rollout_pool.endpoint.sessions import Serving
+from rollout_pool.episodes.episode import EpisodeRequest
 from rollout_pool.episodes.renderer import chat_format
-from rollout_pool.episodes.request import EpisodeRequest
 from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.sample import Interrupted
 from rollout_pool.sampling.stop import find_stop
@@ -96,7 +96,12 @@ class Author:
         self._plans = {}
         self._interrupted = set()
 
-    async def complete(self, sample):
+    @property
+    def written(self):
+        """The tokens of each sample that ended."""
+        return [tokens for _, tokens in self.ended]
+
+    async def complete(self, sample, clock=None):
         if sample not in self._plans:
             self.samples.append(sample)
             said = next(self.says)
@@ -104,7 +109,7 @@ class Author:
                 raise said
             self._plans[sample] = [*spell(said), END_TOKEN] if isinstance(said, str) else said
         try:
-            async with self._place(sample):
+            async with self._place(clock):
                 await asyncio.sleep(self.pause_s)
                 await self._write(sample, self._plans[sample][: sample.max_new_tokens])
         except asyncio.CancelledError:
@@ -112,15 +117,12 @@ class Author:
             raise
 
     @asynccontextmanager
-    async def _place(self, sample):
+    async def _place(self, clock):
         if self.places is None:
             yield
             return
-        sample.on_wait(True)
-        try:
+        with clock.paused():
             await self.places.acquire()
-        finally:
-            sample.on_wait(False)
         try:
             yield
         finally:
@@ -246,6 +248,15 @@ class Scene:
         self._clients.append(client)
         return client
 
+    async def say_hello(self, member):
+        """A request of an external program in a session of its group."""
+        client = self.client_of(member["api_key"], member["base_url"], max_retries=0)
+        return await client.chat.completions.create(model=member["model"], messages=HELLO)
+
+    async def post_reward(self, member, key=None, **outcome):
+        path = f"/sessions/{member['id']}/reward"
+        return await self.http(key or member["api_key"]).post(path, json=outcome)
+
     def http(self, key=None):
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         client = httpx.AsyncClient(
@@ -264,6 +275,11 @@ async def eventually(holds, timeout_s=60.0):
     async with asyncio.timeout(timeout_s):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+async def chat(client, messages, **more):
+    """An answer of the official client, or its stream."""
+    return await client.chat.completions.create(model=MODEL, messages=messages, **more)
 
 
 async def said_in(stream):
@@ -290,3 +306,11 @@ def check_branch(branch, turns):
     assert logprobs == [-(i + 1) / 100 for tokens in turns for i in range(len(tokens))]
     covered = {place for span in branch.version_spans for place in range(span.start, span.end)}
     assert covered == {place for place, mask in enumerate(branch.loss_mask) if mask}
+
+
+def check_session(session, *turns):
+    """Checks and returns the branches of its episode; `turns` are of one after the other."""
+    branches = session.episode(end="done", outcome=None).branches
+    for branch, own in zip(branches, turns, strict=True):
+        check_branch(branch, own)
+    return branches

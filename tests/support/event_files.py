@@ -10,7 +10,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 
 def drawn(folder: Path) -> dict[str, dict[int, float]]:
-    """What TensorBoard draws: the value of each tag by step."""
+    """Returns the values that TensorBoard draws, by tag and step."""
     scalars: dict[str, dict[int, float]] = {}
     for file in sorted(folder.iterdir()):
         for event in _events(file.read_bytes()):

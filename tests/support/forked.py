@@ -1,8 +1,7 @@
-"""Runs `leash` with these arguments in a process that has its imports: `forked.py launch ...`.
+"""Runs `leash` with these arguments in a process that has its imports: `forked.py stop ...`.
 
-A launch imports for ten seconds of a core before it starts anything. This process stands for the
-forked one: it passes signals on, and ends with its exit code. A test that sends a signal to all
-processes of the shell's job starts `leash` itself.
+Commands on runs import for some seconds of a core. This process stands for the forked one: it
+passes signals on, and ends with its exit code.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Host:
         return output
 
     def python(self, code: str) -> str:
-        """What a program prints that runs on this machine."""
+        """Runs a program on this machine and returns its output."""
         return self.check(f"{sys.executable} -c {shlex.quote(code)}")
 
     def cut(self, other: Host) -> None:
@@ -108,7 +108,7 @@ class Host:
         self.check(f"ip link set to-{other.name} up")
 
     def slow_down(self, other: Host, rate: str) -> None:
-        """What this machine, the switch, passes on to the other: such as `1mbit`."""
+        """Limits what this machine, the switch, passes on to the other: such as `1mbit`."""
         self.check(f"tc qdisc add dev to-{other.name} root tbf rate {rate} burst 32kb latency 1s")
 
     def speed_up(self, other: Host) -> None:

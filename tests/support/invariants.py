@@ -10,10 +10,11 @@ from hashlib import sha1
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from redis.exceptions import NoScriptError
 
 from buffer.connect import Buffer
-from buffer.redis.replies import readable, texts
+from buffer.redis.replies import readable
 from buffer.redis.scripts import assemble
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats
@@ -48,12 +49,13 @@ async def find_violations_of_shard(shard: ReplayBuffer) -> list[str]:
     sizes = _Sizes()
     for start in range(0, len(group_ids), _GROUPS_AT_ONCE):
         part = group_ids[start : start + _GROUPS_AT_ONCE]
-        wrong, *numbers = await _run(shard, "check_groups", *part)
+        wrong, *numbers = await _run(shard, "check_groups", group_ids=part)
         sizes = _Sizes(*(a + int(b) for a, b in zip(sizes, numbers, strict=True)))
         for group_id, text in zip(wrong[::2], wrong[1::2], strict=True):
             violations.append(f"group {readable(group_id)}: {readable(text)}")
     for start in range(0, len(steps), _GROUPS_AT_ONCE):
-        for step in await _run(shard, "check_batches", *steps[start : start + _GROUPS_AT_ONCE]):
+        part = steps[start : start + _GROUPS_AT_ONCE]
+        for step in await _run(shard, "check_batches", steps=part):
             violations.append(f"lease:{readable(step)} and the set batches do not agree")
     for name in await _run(shard, "check_kept"):
         violations.append(f"kept:{readable(name)} has no prompt that runs, or will run again")
@@ -63,14 +65,14 @@ async def find_violations_of_shard(shard: ReplayBuffer) -> list[str]:
     return violations
 
 
-async def _run(shard: ReplayBuffer, name: str, *arguments: str | int) -> Any:
+async def _run(shard: ReplayBuffer, name: str, **request: Any) -> Any:
     text = _source(name)
     digest = sha1(text.encode(), usedforsecurity=False).hexdigest()
-    redis, prefix = shard._redis, shard.keys.prefix
+    redis, arguments = shard._redis, (shard.keys.prefix, msgspec.msgpack.encode(request))
     try:
-        return await redis.evalsha(digest, 1, prefix, *arguments)
+        return await redis.evalsha(digest, 1, *arguments)
     except NoScriptError:
-        return await redis.eval(text, 1, prefix, *arguments)
+        return await redis.eval(text, 1, *arguments)
 
 
 @cache
@@ -96,10 +98,12 @@ async def _names(shard: ReplayBuffer) -> tuple[list[str], list[str]]:
     ):
         cursor = "0"
         while True:
-            reply = await _run(shard, "scan_names", source, cursor, _KEYS_AT_ONCE)
+            reply = await _run(
+                shard, "scan_names", source=source, cursor=cursor, bound=_KEYS_AT_ONCE
+            )
             cursor = reply[0].decode()
-            groups |= dict.fromkeys(texts(reply[1]))
-            steps |= dict.fromkeys(texts(reply[2]))
+            groups |= dict.fromkeys(map(readable, reply[1]))
+            steps |= dict.fromkeys(map(readable, reply[2]))
             if cursor == "0":
                 break
     return list(groups), list(steps)

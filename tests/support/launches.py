@@ -18,6 +18,7 @@ from uuid import uuid4
 import psutil
 
 from configs.environment import FORK_SERVERS_VARIABLE, RUN_VARIABLE
+from controller.run_dir import RunDir
 from tests.support import forked
 
 RUN = f"run-{uuid4().hex[:8]}"
@@ -31,13 +32,17 @@ SMALL = (
     "rollout.group_size=4",
     "task.eval_size=16",
     "run.panel=false",
+    # What larger runs have, and the quickstart does not.
+    "trainer.num_ranks=2",
+    "rollout.engine.radix_cache=true",
+    "weight_sync.pause_mode=resubmit",
 )
 
 
 LEASH = [sys.executable, "-m", "controller.main"]
-"""As a user starts it."""
+"""It has a launch or its resumption forked by itself."""
 FORKED = [sys.executable, forked.__file__]
-"""The same, with the imports done."""
+"""Any other command, with the imports done."""
 
 
 def launch_command(
@@ -57,13 +62,14 @@ def start(
     experiment: str = "quickstart",
     is_forked: bool = True,
 ) -> subprocess.Popen[str]:
-    words = launch_command(runs, name, *overrides, experiment=experiment)[len(LEASH) :]
-    return _start([*(FORKED if is_forked else LEASH), *words])
+    """`is_forked`: by the servers of all tests; else it starts its own, as a user's does."""
+    command = launch_command(runs, name, *overrides, experiment=experiment)
+    return _start(command, is_forked=is_forked)
 
 
 def resume(runs: Path, *overrides: str) -> subprocess.Popen[str]:
     """Continues the run below `runs`."""
-    return _start([*FORKED, "resume", "--dir", str(runs), *overrides])
+    return _start([*LEASH, "resume", "--dir", str(runs), *overrides])
 
 
 def attach(runs: Path) -> subprocess.Popen[str]:
@@ -78,13 +84,13 @@ def try_task(*words: str) -> subprocess.Popen[str]:
 
 def serve_sandbox(*words: str) -> subprocess.Popen[str]:
     """`leash sandbox` with these words."""
-    return _start([*LEASH, "sandbox", *words])
+    return _start([*LEASH, "sandbox", *words], is_forked=False)
 
 
-def _start(command: list[str]) -> subprocess.Popen[str]:
+def _start(command: list[str], *, is_forked: bool = True) -> subprocess.Popen[str]:
     environment = dict(os.environ)
-    if command[: len(LEASH)] == LEASH:
-        environment.pop(FORK_SERVERS_VARIABLE, None)  # it starts its own, as a user's does
+    if not is_forked:
+        environment.pop(FORK_SERVERS_VARIABLE, None)
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -104,10 +110,24 @@ def end_all(runs: Path) -> None:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=60)
+        if process.stdout is not None:  # else a later test is told of an open file
+            process.stdout.close()
     _started.clear()
     for line in processes_of(runs):
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(int(line.split()[0])).kill()
+
+
+def kill_controller(run: Path, *, with_guard: bool = False) -> None:
+    """Neither it nor its guard has time to react to the other's end."""
+    controller = psutil.Process(RunDir(path=run).read_record().pid)
+    guard = controller.parent()
+    assert guard is not None
+    if with_guard:
+        guard.suspend()
+    controller.kill()
+    if with_guard:
+        guard.kill()
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str:
@@ -154,7 +174,7 @@ def wait_for_line(process: subprocess.Popen[str], text: str, timeout_s: float = 
 
 
 def mapped_inodes() -> set[int]:
-    """Of files in shared memory; a semaphore is mapped under another name than it has."""
+    """Returns inodes of files in shared memory; semaphores are mapped under other names."""
     inodes: set[int] = set()
     for process in psutil.process_iter():
         with contextlib.suppress(OSError):
@@ -165,7 +185,7 @@ def mapped_inodes() -> set[int]:
 
 
 def abandoned_folders() -> set[str]:
-    """Of Ray, SGLang and fork servers below /tmp that no living process has in its command line."""
+    """Lists folders of Ray, SGLang and fork servers below /tmp that no living process names."""
     kinds = ("leash-fork-*", "leash-ray-*", "leash-sglang-*")
     folders = {str(path) for kind in kinds for path in Path("/tmp").glob(kind)}
     lines = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
@@ -174,7 +194,7 @@ def abandoned_folders() -> set[str]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What is on this machine before a launch, to be compared with what there is after it."""
+    """Records this machine's state before a launch, to be compared with that after it."""
 
     shared_memory: frozenset[str]
     listeners: frozenset[str]
@@ -252,7 +272,7 @@ def assert_saved(run: Path) -> None:
 
 
 def command_on(runs: Path, *words: str) -> str:
-    """What a command on the run below `runs` says."""
+    """Runs a command on the run below `runs` and returns its output."""
     command = [*FORKED, *words, "--dir", str(runs)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert told.returncode == 0, told.stdout + told.stderr

@@ -1,5 +1,5 @@
 """An MCP server for tests: `python mcp_server.py` speaks over standard input and output, and
-`python mcp_server.py http PORT` over HTTP."""
+`python mcp_server.py http` over HTTP, at a port that it prints."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def place() -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["http"]:
-        server.run("streamable-http", port=int(sys.argv[2]))
+        server.run("streamable-http", port=0)
     else:
         server.run("stdio")

@@ -6,6 +6,7 @@ python -m tests.support.ray_scene RUNS_FOLDER    prints one line of JSON last
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -16,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs.environment import LOG_DIR_VARIABLE, RUN_VARIABLE
-from configs.load import load_config, to_yaml
+from configs.environment import RUN_VARIABLE
+from configs.load import load_config
 from controller.ray_environment import LARGEST_INLINE_ARGUMENT, prepare_environment
 from controller.run_dir import RunDir
 from controller.signals import StopRequest
@@ -31,12 +32,11 @@ from controller.ray_environment import prepare_environment
 from controller.run_dir import RunDir
 config = load_config([f"cluster.ray_address={sys.argv[1]}"])
 prepare_environment(config.cluster)
-from controller.watch import supervise
 from controller.start.placement import start_ray
-messages = Path(sys.argv[2])
-cluster = start_ray(config, {}, supervise.SETUP_HOOK, RunDir(path=messages.parent), messages)
+run_dir = RunDir(path=Path(sys.argv[2]))
+cluster = start_ray(config, run_dir)
 print(cluster.host)
-cluster.stop(messages.parent)
+cluster.stop(run_dir.logs)
 """
 JOIN = """
 import sys, ray
@@ -55,15 +55,13 @@ def main(runs: str) -> None:
     from ray._private.utils import publish_error_to_driver
 
     from controller.start.placement import start_ray
-    from controller.watch import supervise
 
     run_dir = RunDir.create(runs, "scene", "quickstart")
     os.umask(run_dir.umask)
-    (run_dir.path / "config.yaml").write_text(to_yaml(config))
+    run_dir.write_config(config)
     os.environ[RUN_VARIABLE] = run_dir.run_id
-    environment = {RUN_VARIABLE: run_dir.run_id, LOG_DIR_VARIABLE: str(run_dir.logs)}
     messages = run_dir.log_of("ray")
-    cluster = start_ray(config, environment, supervise.SETUP_HOOK, run_dir, messages)
+    cluster = start_ray(config, run_dir)
     private = cluster.private
     assert private is not None
     seen: dict[str, Any] = {"folder": str(private), "host": cluster.host}
@@ -74,11 +72,14 @@ def main(runs: str) -> None:
         seen["longest_socket"] = max(len(str(p)) for p in private.rglob("sockets/*"))
         seen["stranger"] = stranger(ray.get_runtime_context().gcs_address)
         seen["own_address"] = address
-        seen["host_of_a_joining_run"] = friend(ray.get_runtime_context().gcs_address, messages)
+        seen["host_of_a_joining_run"] = friend(ray.get_runtime_context().gcs_address, run_dir.path)
         gcs = ray._private.worker.global_worker.gcs_client
         publish_error_to_driver("node_removed", "RAYLET STACK TRACE", gcs_client=gcs)
+        os.write(2, b"task_manager.cc:1: of C++\n")
+        logging.getLogger("ray").error("of Ray's logger")
+        print("of the launch", file=sys.stderr)
         deadline = time.monotonic() + 120
-        while not (messages.exists() and "STACK" in messages.read_text()):
+        while "STACK" not in messages.read_text():
             assert time.monotonic() < deadline, "Ray's message came nowhere"
             time.sleep(0.05)
         seen["draining"] = draining(pool)
@@ -88,6 +89,7 @@ def main(runs: str) -> None:
         cluster.stop(run_dir.logs)
     kept = {path.name: path for path in (run_dir.logs / "ray").rglob("*")}
     seen["kept"] = sorted(kept)
+    seen["messages"] = messages.read_text()
     seen["is_gone"] = not private.exists()
     modes = {stat.S_IMODE(p.stat().st_mode) for p in run_dir.path.rglob("*") if p.is_file()}
     seen["file_modes"] = sorted(modes)
@@ -99,30 +101,23 @@ def restarts(config: Any, run_dir: RunDir, cluster: Any) -> tuple[Any, dict[str,
     import ray
 
     from rollout_pool.pool import RolloutPool
-    from rollout_pool.types import RolloutSpec
+    from tests.support.rollout import rollout_spec
 
-    spec = RolloutSpec(
+    spec = rollout_spec(
         config=config.rollout,
         task=config.task,
         weight_sync=config.weight_sync,
         buffer=config.buffer,
-        model_path="none",
-        trust_remote_code=False,
         redis_url="redis://127.0.0.1:1/0",
         run=run_dir.name,
         run_dir=str(run_dir.path),
         host=cluster.host,
-        num_threads=1,
-        uses_gpu=False,
-        seed=0,
-        engine_key="a",
-        weights_key="b",
     )
     engine, worker = cluster.reserve([[{"CPU": 1.0}]] * 2, 60.0, StopRequest())
     pool = RolloutPool.create(spec, [engine], worker)
     pool.start()  # engine and receiver find no Redis, which they survive
     owners = [*pool._engines.values(), *pool._receivers.values()]
-    members = [*pool._workers, *(owner.member for owner in owners), *pool._scorers]
+    members = [*pool._workers, *owners, *pool._scorers]
     first = ray.get([member.handle.pid.remote() for member in members], timeout=180)
     for pid in first:
         os.kill(pid, signal.SIGKILL)
@@ -166,7 +161,7 @@ def draining(pool: Any) -> bool:
 
 
 def new_pid(handle: Any) -> int:
-    """Of the next life: a call to an actor that is being started anew fails until it is there."""
+    """Returns the pid of the next life: calls fail while an actor is being started anew."""
     import ray
     from ray.exceptions import ActorDiedError, RayActorError
 
@@ -182,7 +177,7 @@ def new_pid(handle: Any) -> int:
 
 
 def own_address() -> str:
-    """Of the interface towards other machines; nothing is sent."""
+    """Returns the address of the interface towards other machines; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -191,15 +186,15 @@ def own_address() -> str:
             return "127.0.0.1"
 
 
-def friend(address: str, messages: Path) -> str:
+def friend(address: str, folder: Path) -> str:
     """Where a second run, which joins this Ray by its token, has its servers listen."""
-    command = [sys.executable, "-c", FRIEND, address, str(messages)]
+    command = [sys.executable, "-c", FRIEND, address, str(folder)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return (told.stdout or told.stderr[-2000:]).strip().splitlines()[-1]
 
 
 def stranger(address: str) -> str:
-    """What a process without the token gets from this Ray."""
+    """Returns Ray's answer to a process without the token."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
     told = subprocess.run(
         [sys.executable, "-c", JOIN, address],

@@ -6,18 +6,27 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from buffer.run_state import STREAM_START, RunState
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode, ToolParser
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
-from configs.schema import BufferConfig, WeightSyncConfig
+from configs.schema import BufferConfig, Config, WeightSyncConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.engine import EngineSpec
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.sampling.sample import Interrupted, Sample
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.episode import Branch, Episode, EpisodeRequest
+from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.sampling.group_samples import GroupSamples
+from rollout_pool.sampling.sample import Clock, Interrupted, Sample
+from rollout_pool.tasks.env_episodes import environment_factory
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import Prompt
 from rollout_pool.types import RolloutSpec
+
+T = TypeVar("T")
 
 
 def engine_spec(**fields: Any) -> EngineSpec:
@@ -27,7 +36,7 @@ def engine_spec(**fields: Any) -> EngineSpec:
             "name": "engine-0",
             "config": EngineConfig(),
             "pause_mode": PauseMode.retract,
-            "model_path": "none",
+            "model_path": "/none",
             "trust_remote_code": False,
             "host": "127.0.0.1",
             "log_path": Path("/nowhere/engine.log"),
@@ -49,7 +58,7 @@ def rollout_spec(**fields: Any) -> RolloutSpec:
             "task": TaskConfig(),
             "weight_sync": WeightSyncConfig(),
             "buffer": BufferConfig(),
-            "model_path": "none",
+            "model_path": "/none",
             "trust_remote_code": False,
             "host": "127.0.0.1",
             "num_threads": 1,
@@ -172,6 +181,51 @@ def write(sample: Sample, tokens: Sequence[int], version: int, logprob: float = 
         )
 
 
+class Says:
+    """A model that gives these completions, as tokens, one after the other."""
+
+    def __init__(self, *completions: Sequence[int]) -> None:
+        self._completions = list(completions)
+
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
+        write(sample, self._completions.pop(0), version=0)
+        sample.finish_reason = "stop"
+
+    def interrupt(self, sample: Sample) -> None:
+        raise AssertionError("unexpected interrupt")
+
+
+async def play(
+    config: Config, chat: ChatFormat, prompt: Prompt, *completions: Sequence[int]
+) -> Episode:
+    """One episode of `prompt` in its own environment, with these completions of the model."""
+    environment = environment_factory(config.task, build_task(config.task))(prompt)
+    runner = EpisodeRunner(Says(*completions), chat, config.task, config.rollout)
+    return await runner.run(environment, EpisodeRequest(session="s", sampling=SamplingParams()))
+
+
+def unmasked_branch(tokens: list[int]) -> Branch:
+    """Tokens of which the model wrote none."""
+    return Branch(
+        tokens=tokens,
+        loss_mask=[0] * len(tokens),
+        logprobs=[0.0] * len(tokens),
+        candidates=[()] * len(tokens),
+        version_spans=[],
+        prompt_length=1,
+        finish_reason="stop",
+    )
+
+
+def ended_episode(*said: str, **fields: Any) -> Episode:
+    """An episode without tokens: a question, and the model's last message."""
+    roles = ("user", "assistant") if len(said) == 2 else ("assistant",)
+    messages = tuple(Message(role=r, content=text) for r, text in zip(roles, said, strict=True))
+    return Episode(
+        **{"branches": [], "messages": messages, "end": "done", "num_turns": 1, **fields}
+    )
+
+
 class FakeCompleter:
     """Completes samples: the first token of the answer at once, the others when `hold` is over."""
 
@@ -192,7 +246,7 @@ class FakeCompleter:
     def prompts(self) -> list[str]:
         return ["".join(map(chr, sample.prompt)) for sample in self.asked]
 
-    async def complete(self, sample: Sample) -> None:
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         # Before it can be seen in `asked`: tests change them then.
         go, version = self.hold(sample), self.version_of(sample)
         self.asked.append(sample)
@@ -228,8 +282,25 @@ class FakeCompleter:
             self._stops[sample].set()
 
 
+class RecordingSamples(GroupSamples):
+    """Remembers the samples that began and ended."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.begun: list[Sample] = []
+        self.ended: list[Sample] = []
+
+    def begin(self, sample: Sample) -> None:
+        super().begin(sample)
+        self.begun.append(sample)
+
+    def end(self, sample: Sample) -> None:
+        super().end(sample)
+        self.ended.append(sample)
+
+
 def place_of(sample: Sample) -> int:
-    """Of its episode in the group."""
+    """Returns the place of the sample's episode in the group."""
     return int(sample.sample_id.split(".")[1])
 
 
@@ -242,6 +313,16 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], timeout_s: floa
     async with asyncio.timeout(timeout_s):
         while not (await is_so if inspect.isawaitable(is_so := condition()) else is_so):
             await asyncio.sleep(0.01)
+
+
+async def until_read(
+    read: Callable[[], Awaitable[T]], holds: Callable[[T], object] = bool, timeout_s: float = 60.0
+) -> T:
+    """Reads until what it reads is as wanted, and returns that."""
+    async with asyncio.timeout(timeout_s):
+        while not holds(found := await read()):
+            await asyncio.sleep(0.01)
+    return found
 
 
 async def serves(state: RunState, wanted: Mapping[str, int], timeout_s: float = 60.0) -> None:

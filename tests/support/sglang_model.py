@@ -6,44 +6,51 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from buffer.types import SamplingParams
-from configs.choices import CommitStrategy, PauseMode
+from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.commit import Committer
-from rollout_pool.engines.engine import EngineSpec, SGLangEngine
-from rollout_pool.engines.strategies import make_strategy
+from rollout_pool.engines.engine import EngineSpec
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.engines.sglang.engine import SGLangEngine
 from rollout_pool.sampling.sample import Sample
+from rollout_pool.types import AdapterSpec
+from tensors.layout import Layout, TensorSpec
+from tests.support import rollout
+from weight_sync.types import Manifest
 
 EOS = 258
 PROMPT = [257, 5, 17, 99, 200, 33, 42]
 
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 257,
+    "eos_token_id": EOS,
+    "pad_token_id": 256,
+    "initializer_range": 0.2,
+    "dtype": "float32",
+}
+
+
 def build_model(folder: Path, seed: int) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=264,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=257,
-        eos_token_id=EOS,
-        pad_token_id=256,
-        initializer_range=0.2,
-        dtype="float32",
-    )
-    model = Qwen3ForCausalLM(config).float().eval()
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, tie_word_embeddings=True)).float().eval()
     model.save_pretrained(folder)
     return model
 
@@ -56,7 +63,7 @@ def engine_spec(
     name: str = "engine-0",
     pause_mode: PauseMode = PauseMode.resubmit,
 ) -> EngineSpec:
-    return EngineSpec(
+    return rollout.engine_spec(
         name=name,
         config=EngineConfig(
             max_running_requests=32,
@@ -67,20 +74,28 @@ def engine_spec(
         ),
         pause_mode=pause_mode,
         model_path=str(model_path),
-        trust_remote_code=False,
-        host="127.0.0.1",
         log_path=log_path,
         leftovers_path=log_path.with_suffix(".leftovers"),
-        num_threads=1,
-        uses_gpu=False,
-        seed=0,
-        key="k3y-of-this-test",
+        key="k3y-of-this-test",  # which is looked for in the log
     )
 
 
 def served_tensors(model: Qwen3ForCausalLM) -> dict[str, torch.Tensor]:
-    """What a trainer publishes of it: lm_head is the embeddings under another name."""
+    """Returns the tensors that a trainer publishes: lm_head is the embeddings again."""
     return {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
+
+
+def manifest_of(version: int, tensors: dict[str, torch.Tensor]) -> Manifest:
+    """As a trainer of one rank sends it with them."""
+    layout = Layout.of(
+        [
+            TensorSpec(name=name, dtype="float32", shape=tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        ],
+        num_ranks=1,
+    )
+    sums = [crc32(tensors[tensor.name].numpy().tobytes()) for tensor in layout.tensors]
+    return Manifest.of(version, layout, (tuple(sums),))
 
 
 def stage(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -91,17 +106,23 @@ def stage(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 class Server:
-    """A real server of model a, and versions that it commits by either strategy."""
+    """A real server of model a, and versions that it commits."""
 
-    def __init__(self, folder: Path, name: str, pause_mode: PauseMode, tp_size: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        pause_mode: PauseMode,
+        tp_size: int = 1,
+        adapter: AdapterSpec | None = None,
+    ) -> None:
         self.name = name
         self.folder = folder
         log_path = folder / f"{name}.log"
         spec = engine_spec(folder / "a", log_path, name=name, pause_mode=pause_mode)
         config = replace(spec.config, tp_size=tp_size)
-        self.engine = SGLangEngine(replace(spec, config=config))
+        self.engine = SGLangEngine(replace(spec, config=config, adapter=adapter))
         self.newest = -1
-        self._strategies = {}
 
     async def start(self) -> None:
         await self.engine.start()
@@ -110,12 +131,8 @@ class Server:
     async def open(self) -> None:
         """For the server that runs now."""
         self.engine.client._end_tokens = {EOS}  # as a worker's
-        for choice in (CommitStrategy.staged_disk, CommitStrategy.direct):
-            config = WeightSyncConfig(commit=choice, bucket_bytes=100_000)
-            tp_size = self.engine.spec.config.tp_size
-            strategy = make_strategy(self.engine.client, config, tp_size=tp_size, host="127.0.0.1")
-            await strategy.check()
-            self._strategies[choice] = strategy
+        self._strategy = self.engine.strategy(WeightSyncConfig())
+        await self._strategy.check()
 
     def client(self, stream_interval: int, **settings) -> SGLangClient:
         """A worker's client; the caller closes it."""
@@ -133,19 +150,20 @@ class Server:
         self.newest += 1
         return self.newest, stage(self.folder / f"{self.name}-staged-{self.newest}", tensors)
 
-    def committer(self, choice, pause_mode=None):
+    def committer(self, pause_mode=None):
         mode = pause_mode or self.engine.spec.pause_mode
-        return Committer(self.engine.client, self._strategies[choice], mode)
+        return Committer(self.engine.client, self._strategy, mode)
 
-    async def publish(self, model, choice=CommitStrategy.staged_disk, **settings):
-        committer = self.committer(choice, **settings)
-        report = await committer.commit(*self.stage(served_tensors(model)))
+    async def publish(self, model, pause_mode=None):
+        return await self.publish_tensors(served_tensors(model), pause_mode)
+
+    async def publish_tensors(self, tensors, pause_mode=None):
+        report = await self.committer(pause_mode).commit(*self.stage(tensors))
         self.engine.client.note_version(report.version)  # as a worker's router does
         return report
 
     async def close(self) -> None:
-        for strategy in self._strategies.values():
-            await strategy.close()
+        await self._strategy.close()
 
 
 def make_sample(
@@ -168,7 +186,9 @@ async def sample(client, count, *, max_new_tokens, on_begun=None, **fields):
         if on_begun is not None and all(sample.output_ids for sample in samples):
             on_begun()
 
-    calls = [client.generate(sample, f"{sample.sample_id}!", on_arrival) for sample in samples]
+    calls = [
+        client.generate_tokens(sample, f"{sample.sample_id}!", on_arrival) for sample in samples
+    ]
     ends = await asyncio.gather(*calls, return_exceptions=True)
     for end in ends:
         if end is not None:

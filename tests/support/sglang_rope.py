@@ -12,9 +12,9 @@ import sys
 import torch
 
 if not torch.cuda.is_available():
-    from rollout_pool.engines import sglang_cpu
+    from rollout_pool.engines.sglang import cpu_stubs
 
-    sglang_cpu.install()
+    cpu_stubs.install()
 
 from sglang.srt.layers.rotary_embedding import get_rope
 from transformers import Qwen3Config

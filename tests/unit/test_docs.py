@@ -11,18 +11,29 @@ import pytest
 from configs.load import load_config
 from tests.support.repository import ROOT
 
-PACKAGES = ("configs", "buffer", "weight_sync", "trainer_pool", "rollout_pool", "controller")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = (
+    "configs",
+    "buffer",
+    "tensors",
+    "weight_sync",
+    "trainer_pool",
+    "rollout_pool",
+    "controller",
+)
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def anchors(page: Path) -> set[str]:
-    """Those that GitHub makes of the headings."""
+    """Returns the anchors that GitHub makes of the headings."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()) if ":" not in link]
     for link in links:
@@ -44,13 +55,13 @@ def test_headings_that_settings_and_messages_name_exist() -> None:
 
 
 def test_every_make_target_is_on_a_page() -> None:
-    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z0-9-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert "launch" in targets
     text = "\n".join(page.read_text() for page in PAGES)
     assert [target for target in targets if not re.search(rf"make {target}(?![\w-])", text)] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_settings_of_every_launch_on_a_page_are_accepted(page: Path) -> None:
     for command in re.findall(r"make launch [^`\n]*", page.read_text()):
         settings = re.search(r'ARGS="(.*?)"', command)

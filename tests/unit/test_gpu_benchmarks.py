@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,10 @@ from benchmarks.gpu.device import take_older_torch
 from tests.support.repository import ROOT
 from trainer_pool.model import attention
 
+PACKING = (
+    "packed_vs_padded packed_vs_sorted padding problems_packed_vs_padded problems_packed_vs_sorted "
+    "problems_shared_vs_packed shared_vs_packed gradient_difference"
+)
 MODULES = [module for words in SCRIPTS.values() for module in words]
 WITHOUT = """
 import runpy, sys
@@ -97,3 +103,30 @@ def test_outcome_of_a_script_is_its_figures_or_why_there_are_none(
 def test_script_that_hangs_is_given_up_at_its_limit() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     assert run(command, limit_s=0.5) == "was not done within --limit-s=0.5"
+
+
+def test_script_that_is_given_up_removes_what_it_has_in_memory(tmp_path: Path) -> None:
+    program = """
+import sys, tempfile, time
+with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+    open(sys.argv[1] + "/begun", "w").close()
+    time.sleep(600)
+"""
+    run([sys.executable, "-c", program, str(tmp_path)], limit_s=5.0)
+    assert [*tmp_path.iterdir()] == [tmp_path / "begun"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
+@pytest.mark.long
+def test_all_scripts_end_with_one_result_where_there_is_no_gpu() -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu.all"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    *shown, last = ended.stdout.splitlines()
+    assert not any(line.startswith("RESULT") for line in shown)
+    result = json.loads(last.removeprefix("RESULT "))
+    assert ended.returncode == 2 and set(PACKING.split()) <= result["packing"].keys()
+    assert min(result["packing"].values()) >= 0
+    assert result["packing"]["gradient_difference"] <= 1e-5
+    assert result["not_run"].keys() == SCRIPTS.keys() - {"packing"}
+    assert all("needs a CUDA device" in why for why in result["not_run"].values())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -39,6 +43,31 @@ def test_packages_of_a_lock_have_one_version_each_and_hashes_and_no_address(kind
         name, *hashes = entry.split("--hash=sha256:")
         assert re.match(r"[a-z0-9.-]+==[\w.+!]+( ; .*)? \\\n", name), entry
         assert hashes and all(re.match(r"[0-9a-f]{64}\b", digest) for digest in hashes), entry
+
+
+def test_packages_that_ours_import_are_named_in_pyproject() -> None:
+    """A package that only comes with another may go with the other's next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    named = {word for of in lists for text in of for word in re.findall(r"[\w.-]+", text.lower())}
+    ours = {"configs", "host", "processes", "buffer", "tensors", "weight_sync"}
+    ours |= {"trainer_pool", "rollout_pool", "controller"}
+    imported = set[str]()
+    for path in (path for package in ours for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    # verifiers is installed in an environment of its own.
+    others = imported - ours - {"verifiers"} - set(sys.stdlib_module_names)
+    packages = packages_distributions()
+    lacking = {
+        name
+        for name in others
+        if not named & {d.lower().replace("_", "-") for d in packages.get(name, [name])}
+    }
+    assert "mcp" in others and lacking == set()
 
 
 def test_lock_for_gpus_has_the_whole_of_sglang_but_its_placeholder() -> None:

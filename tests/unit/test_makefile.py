@@ -1,8 +1,10 @@
-"""What `make` would run, for what its command line and the shell's variables say."""
+"""Checks the commands that `make` would run, by its command line and the shell's variables."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 
 from tests.support.repository import ROOT
@@ -33,7 +35,31 @@ def test_address_of_the_ray_cluster_may_be_a_variable_of_the_shell() -> None:
 
 
 def test_what_a_target_needs_is_asked_for() -> None:
-    for target, name in (("trace", "GROUP"), ("scale", "ROLLOUT")):
+    asked = {"trace": "GROUP", "scale": "ROLLOUT", "buffer-dump": "FILE", "buffer-load": "FILE"}
+    for target, name in asked.items():
         command = ["make", "--dry-run", target]
         told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert told.returncode != 0 and f"{name} is missing" in told.stderr
+        assert told.returncode != 0 and f"{name} is missing: say " in told.stderr
+        assert f"as make {target} {name}=" in told.stderr
+
+
+def test_experiment_may_be_the_path_of_a_file_with_blanks() -> None:
+    for target in ("launch", "dry-run", "try"):
+        words = shlex.split(would_run(target, "EXPERIMENT=~/my runs/mine.yaml"))
+        assert words[words.index("--experiment") + 1] == "~/my runs/mine.yaml"
+    assert "experiment=my runs/mine.yaml" in shlex.split(
+        would_run("resume", "EXPERIMENT=my runs/mine.yaml")
+    )
+
+
+def test_every_target_has_a_line_in_the_help_that_ends() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    targets = " ".join(phony).replace("\\", " ").split()
+    command = ["make", "--no-print-directory", "help"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = dict(line.split(maxsplit=1)[1].split(maxsplit=1) for line in told.splitlines())
+    assert lines.keys() == set(targets)
+    for target, words in lines.items():
+        assert words.count("(") == words.count(")") and words.count("[") == words.count("]"), target
+        assert words[-1] not in ",;:", target

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.types import Trajectory
-from configs.algorithm_schema import AdvantageConfig, AlgorithmConfig
+from configs.advantages import AdvantageConfig, Gdpo, Normalized
 
 Values = NDArray[np.float64]
 TokenAdvantages = list[NDArray[np.float32]]
@@ -61,17 +61,15 @@ class AdvantageInputs:
         return result_E
 
 
-def grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def grpo(inputs: AdvantageInputs, config: Normalized) -> TokenAdvantages:
     """(R - mean of the group) / (its standard deviation + epsilon).
 
     Outcome supervision of GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2).
     """
-    return inputs.spread(_normalized_by_group(inputs, inputs.rewards_E, config.advantage))
+    return inputs.spread(_normalized_by_group(inputs, inputs.rewards_E, config))
 
 
-def _normalized_by_group(
-    inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig
-) -> Values:
+def _normalized_by_group(inputs: AdvantageInputs, values_E: Values, config: Normalized) -> Values:
     def normalized(values_G: Values) -> Values:
         deviation = float(values_G.std(ddof=config.ddof))
         return _centered(values_G) / (deviation + config.epsilon)
@@ -84,7 +82,7 @@ def _centered(values_G: Values) -> Values:
     return centered_G
 
 
-def dr_grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def dr_grpo(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
     """R - mean of the group: does not favour prompts of low variance.
 
     Dr. GRPO (arXiv 2503.20783).
@@ -92,7 +90,7 @@ def dr_grpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages
     return inputs.spread(inputs.by_group(inputs.rewards_E, _centered))
 
 
-def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def rloo(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
     """R - mean of the group's other episodes: leave one out (RLOO, arXiv 2402.14740)."""
 
     def leave_one_out(rewards_G: Values) -> Values:
@@ -101,18 +99,18 @@ def rloo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
     return inputs.spread(inputs.by_group(inputs.rewards_E, leave_one_out))
 
 
-def reinforce_pp(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def reinforce_pp(inputs: AdvantageInputs, config: Normalized) -> TokenAdvantages:
     """R, normalized over all tokens of the batch (REINFORCE++, arXiv 2501.03262)."""
-    return inputs.spread(_whitened(inputs, inputs.rewards_E, config.advantage))
+    return inputs.spread(_whitened(inputs, inputs.rewards_E, config))
 
 
-def reinforce_pp_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def reinforce_pp_baseline(inputs: AdvantageInputs, config: Normalized) -> TokenAdvantages:
     """R - mean of the group, normalized over all tokens of the batch (arXiv 2501.03262)."""
     centered_E = inputs.by_group(inputs.rewards_E, _centered)
-    return inputs.spread(_whitened(inputs, centered_E, config.advantage))
+    return inputs.spread(_whitened(inputs, centered_E, config))
 
 
-def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig) -> Values:
+def _whitened(inputs: AdvantageInputs, values_E: Values, config: Normalized) -> Values:
     """[E] mean 0 and deviation 1 over the batch's tokens, each of which has its episode's value; 0
     if all trained tokens have the same, so that there is no deviation to divide by."""
     trained_E = values_E[inputs.num_tokens_E > 0]
@@ -124,19 +122,19 @@ def _whitened(inputs: AdvantageInputs, values_E: Values, config: AdvantageConfig
     return np.asarray(centered_E / (np.sqrt(square) + config.epsilon))
 
 
-def batch_std(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def batch_std(inputs: AdvantageInputs, config: Normalized) -> TokenAdvantages:
     """(R - mean of the group) / (standard deviation of all rewards of the batch + epsilon).
 
     Lite PPO (arXiv 2508.08221): a group whose rewards hardly differ is not blown up by its own.
     """
     if np.ptp(inputs.rewards_E) == 0:  # a deviation of 0, or of one episode none at all
         return inputs.spread(np.zeros(len(inputs.rewards_E)))
-    deviation = inputs.rewards_E.std(ddof=config.advantage.ddof)
+    deviation = inputs.rewards_E.std(ddof=config.ddof)
     centered_E = inputs.by_group(inputs.rewards_E, _centered)
-    return inputs.spread(centered_E / (deviation + config.advantage.epsilon))
+    return inputs.spread(centered_E / (deviation + config.epsilon))
 
 
-def max_rl(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def max_rl(inputs: AdvantageInputs, config: AdvantageConfig) -> TokenAdvantages:
     """(R - mean of the group) / mean, which favours hard prompts (MaxRL, arXiv 2602.02710).
 
     Raises ValueError for a reward below 0.
@@ -151,33 +149,33 @@ def max_rl(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
     return inputs.spread(inputs.by_group(inputs.rewards_E, lambda r: _centered(r) / r.mean()))
 
 
-def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def gdpo(inputs: AdvantageInputs, config: Gdpo) -> TokenAdvantages:
     """Each part of the reward normalized in its group; their weighted sum over the batch.
 
     GDPO (arXiv 2601.05242): mixtures of parts that only have the same sum are distinguished. Raises
     ValueError for an episode without one of the parts.
     """
     total_E = np.zeros(len(inputs.rewards_E))
-    for name, weight in config.advantage.part_weights.items():
+    for name, weight in config.part_weights.items():
         values_E = inputs.parts.get(name)
         if values_E is None or np.isnan(values_E).any():
             raise ValueError(
-                f"algorithm.advantage.part_weights={dict(config.advantage.part_weights)!r}: an "
+                f"algorithm.advantage.part_weights={dict(config.part_weights)!r}: an "
                 f"episode has no part {name!r}; name parts that every episode has"
             )
-        total_E += weight * _normalized_by_group(inputs, values_E, config.advantage)
-    return inputs.spread(_whitened(inputs, total_E, config.advantage))
+        total_E += weight * _normalized_by_group(inputs, values_E, config)
+    return inputs.spread(_whitened(inputs, total_E, config))
 
 
-def pass_at_k(inputs: AdvantageInputs, config: AlgorithmConfig) -> TokenAdvantages:
+def pass_at_k(inputs: AdvantageInputs, config: Normalized) -> TokenAdvantages:
     """The best of a group gets its lead over the second / (standard deviation + epsilon), and the
     others get 0 (arXiv 2503.19595, with k the size of the group)."""
 
     def lead_of_best(rewards_G: Values) -> Values:
         second, first = np.sort(rewards_G)[-2:]
         result_G = np.zeros(len(rewards_G))
-        deviation = rewards_G.std(ddof=config.advantage.ddof)
-        result_G[rewards_G.argmax()] = (first - second) / (deviation + config.advantage.epsilon)
+        deviation = rewards_G.std(ddof=config.ddof)
+        result_G[rewards_G.argmax()] = (first - second) / (deviation + config.epsilon)
         return result_G
 
     return inputs.spread(inputs.by_group(inputs.rewards_E, lead_of_best))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.algorithm_schema import AlgorithmConfig
+from configs.advantages import AggregationConfig, SequenceMeanTokenSumNorm
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -40,28 +40,30 @@ class Aggregation:
     """This rank's part of the denominator; None: the sum is not divided."""
 
 
-def token_mean(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
+def token_mean(inputs: AggregationInputs, config: AggregationConfig) -> Aggregation:
     """All tokens of the update weigh the same (DAPO, arXiv 2503.14476, eq. 12)."""
     num_tokens = float((inputs.shares_R * inputs.num_tokens_R).sum())
     return Aggregation(weights_R=inputs.shares_R, denominator=num_tokens)
 
 
-def token_sum(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
+def token_sum(inputs: AggregationInputs, config: AggregationConfig) -> Aggregation:
     """No mean: the gradient grows with the batch (Tinker)."""
     return Aggregation(weights_R=inputs.shares_R, denominator=None)
 
 
-def sequence_mean_token_mean(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
+def sequence_mean_token_mean(inputs: AggregationInputs, config: AggregationConfig) -> Aggregation:
     """All episodes weigh the same: a token of a long one weighs less (GRPO, arXiv 2402.03300)."""
     return _sequence_mean(inputs, inputs.shares_R / inputs.num_tokens_R)
 
 
-def sequence_mean_token_sum(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
+def sequence_mean_token_sum(inputs: AggregationInputs, config: AggregationConfig) -> Aggregation:
     """The tokens of an episode are summed, and the episodes averaged."""
     return _sequence_mean(inputs, inputs.shares_R)
 
 
-def sequence_mean_token_sum_norm(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
+def sequence_mean_token_sum_norm(
+    inputs: AggregationInputs, config: SequenceMeanTokenSumNorm
+) -> Aggregation:
     """As `sequence_mean_token_sum`, over a constant, `aggregation_length` (Dr. GRPO, arXiv
     2503.20783)."""
     assert config.aggregation_length is not None
@@ -72,7 +74,7 @@ def _sequence_mean(inputs: AggregationInputs, weights_R: NDArray[np.float64]) ->
     return Aggregation(weights_R=weights_R, denominator=float(inputs.shares_R.sum()))
 
 
-def prompt_mean(inputs: AggregationInputs, config: AlgorithmConfig) -> Aggregation:
+def prompt_mean(inputs: AggregationInputs, config: AggregationConfig) -> Aggregation:
     """The mean over the tokens of each group, averaged over the groups."""
     tokens_R = inputs.shares_R * inputs.num_tokens_R
     per_group = np.bincount(inputs.groups_R, weights=tokens_R)

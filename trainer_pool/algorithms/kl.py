@@ -12,29 +12,29 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from configs.algorithm_schema import AlgorithmConfig
+from configs.algorithm_schema import KLConfig
 from trainer_pool.algorithms.types import LossInputs
 
 
-def k1(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+def k1(inputs: LossInputs, config: KLConfig) -> Tensor:
     return _apart(inputs)
 
 
-def k2(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+def k2(inputs: LossInputs, config: KLConfig) -> Tensor:
     return _apart(inputs).square() / 2
 
 
-def k3(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+def k3(inputs: LossInputs, config: KLConfig) -> Tensor:
     """Never negative, and of less variance than k1."""
     apart_N = _apart(inputs)
     return (-apart_N).expm1() + apart_N
 
 
-def absolute(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+def absolute(inputs: LossInputs, config: KLConfig) -> Tensor:
     return _apart(inputs).abs()
 
 
-def unbiased(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
+def unbiased(inputs: LossInputs, config: KLConfig) -> Tensor:
     """k3 weighted by trainer / rollout (DeepSeek-V3.2, arXiv 2512.02556): unbiased also for
     tokens of an older policy, and so is its gradient."""
     return inputs.off_policy_N.exp() * k3(inputs, config)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from configs.algorithm_schema import AlgorithmConfig
+from configs.checks import FunctionConfig
+from configs.losses import ClippedLoss, Dppo, Gspo, Ppo, Reinforce, Sapo, TeacherKl
 from trainer_pool.algorithms.types import LossInputs, LossOutputs, bounded
 
 
-def ppo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def ppo(inputs: LossInputs, config: Ppo) -> LossOutputs:
     """- min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
     PPO (arXiv 1707.06347, eq. 7); its two bounds may differ (DAPO's clip-higher, arXiv 2503.14476).
@@ -31,21 +32,20 @@ def ppo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     return _clipped(inputs, inputs.moved_N.exp(), config)
 
 
-def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def gspo(inputs: LossInputs, config: Gspo) -> LossOutputs:
     """The loss of PPO with s = exp(mean of log r over the trajectory) for r.
 
     GSPO-token (arXiv 2507.18071): s is that of the whole trajectory, and the gradient of
     each token is its own, so that tokens may have advantages of their own. Bounded is the mean, and
     not the log r of each token in it.
     """
-    moved_N = inputs.moved_N
-    free_N = (inputs.trainer_logprobs_N - inputs.proximal_logprobs_N).detach()
-    whole_N = inputs.spread(bounded(inputs.mean_by_segment(free_N)))
-    ratio_N = (moved_N - moved_N.detach() + whole_N).exp()
+    free_N = inputs.trainer_logprobs_N - inputs.proximal_logprobs_N
+    whole_N = inputs.spread(inputs.mean_by_segment(free_N.detach()))
+    ratio_N = bounded(free_N - free_N.detach() + whole_N).exp()
     return _clipped(inputs, ratio_N, config)
 
 
-def _clipped(inputs: LossInputs, ratio_N: Tensor, config: AlgorithmConfig) -> LossOutputs:
+def _clipped(inputs: LossInputs, ratio_N: Tensor, config: Ppo) -> LossOutputs:
     advantages_N = inputs.advantages_N
     free_N = ratio_N * advantages_N
     clipped_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
@@ -59,7 +59,7 @@ def _clipped(inputs: LossInputs, ratio_N: Tensor, config: AlgorithmConfig) -> Lo
     return LossOutputs(loss_N=-gain_N, diagnostics=diagnostics)
 
 
-def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def cispo(inputs: LossInputs, config: ClippedLoss) -> LossOutputs:
     """- sg(clip(r, 1 - clip_low, 1 + clip_high)) A log(trainer)
 
     CISPO (MiniMax-M1, arXiv 2506.13585): a clipped token keeps its gradient.
@@ -72,7 +72,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     )
 
 
-def sapo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def sapo(inputs: LossInputs, config: Sapo) -> LossOutputs:
     """- 4/t sigmoid(t (r - 1)) A, with t = `sapo_good` where A > 0 and else `sapo_bad`.
 
     SAPO (arXiv 2511.20347): a soft gate in place of the clip, whose slope at r = 1 is 1.
@@ -84,7 +84,7 @@ def sapo(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     return LossOutputs(loss_N=-gate_N * inputs.advantages_N)
 
 
-def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def reinforce(inputs: LossInputs, config: Reinforce) -> LossOutputs:
     """- sg(min(w, weight_cap)) A log(trainer): REINFORCE with an importance weight.
 
     The weight of PipelineRL (arXiv 2509.19128); with `weight_cap` 1 that of ROLL.
@@ -97,12 +97,12 @@ def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     )
 
 
-def importance_sampling(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def importance_sampling(inputs: LossInputs, config: FunctionConfig) -> LossOutputs:
     """- w A; Tinker sums it over the tokens (`algorithm.aggregation=token_sum`)."""
     return LossOutputs(loss_N=-inputs.off_policy_N.exp() * inputs.advantages_N)
 
 
-def dppo_tv(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def dppo_tv(inputs: LossInputs, config: Dppo) -> LossOutputs:
     """- M w A + `log_ratio_penalty` (log w)^2, where M is 0 for a token whose probability has moved
     in the direction of its advantage by more than `dppo_high` (up) or `dppo_low` (down).
 
@@ -113,15 +113,13 @@ def dppo_tv(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     return _dppo(inputs, moved_N, moved_N.abs(), config)
 
 
-def dppo_kl(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def dppo_kl(inputs: LossInputs, config: Dppo) -> LossOutputs:
     """As `dppo_tv`, with the divergence KL(rollout | trainer) of the binary choice."""
     trainer_N, rollout_N = inputs.trainer_logprobs_N.detach(), inputs.rollout_logprobs_N
     return _dppo(inputs, trainer_N - rollout_N, binary_kl(rollout_N, trainer_N), config)
 
 
-def _dppo(
-    inputs: LossInputs, moved_N: Tensor, divergence_N: Tensor, config: AlgorithmConfig
-) -> LossOutputs:
+def _dppo(inputs: LossInputs, moved_N: Tensor, divergence_N: Tensor, config: Dppo) -> LossOutputs:
     advantages_N = inputs.advantages_N
     is_too_high_N = (advantages_N > 0) & (moved_N > 0) & (divergence_N > config.dppo_high)
     is_too_low_N = (advantages_N < 0) & (moved_N < 0) & (divergence_N > config.dppo_low)
@@ -142,12 +140,12 @@ def binary_kl(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
     return p_N * (logprobs_N - other_logprobs_N) + others_N
 
 
-def supervised(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def supervised(inputs: LossInputs, config: FunctionConfig) -> LossOutputs:
     """- log(trainer): imitates every trained token, whatever its advantage."""
     return LossOutputs(loss_N=-inputs.trainer_logprobs_N)
 
 
-def teacher_kl(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
+def teacher_kl(inputs: LossInputs, config: TeacherKl) -> LossOutputs:
     """sg(min(w, weight_cap) log(trainer / teacher)) log(trainer): on-policy distillation.
 
     Its gradient is that of KL(trainer | teacher) at each token, estimated by the token that was

@@ -6,14 +6,15 @@ trajectories ─ aggregation ─► weights ──────┤
 log-probabilities of three policies ────────┘
 
 The loss of an update is the sum of its streams: the policy's, as above, and those of
-`algorithm.streams`, each with its own loss, weights and denominator.
+`algorithm.streams`, each with its own loss, weights and denominator; and the load balancing loss of
+a mixture of experts.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,22 +23,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from configs.algorithm_schema import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    LOSSES,
-    MASKS,
-    STREAM_LOSSES,
-    WEIGHTS,
-    AlgorithmConfig,
-    StreamConfig,
-)
+from configs.advantages import ADVANTAGES, AGGREGATIONS
+from configs.algorithm_schema import KL_ESTIMATORS, AlgorithmConfig, StreamConfig
 from configs.choices import KLPlace, Proximal
-from configs.dotted import load_callable
+from configs.corrections import CORRECTIONS, WEIGHTS
+from configs.losses import LOSSES, STREAM_LOSSES
+from host.user_code import load_callable
 from trainer_pool.algorithms import advantages, aggregation, corrections, kl, losses
 from trainer_pool.algorithms.advantages import AdvantageInputs, TokenAdvantages
 from trainer_pool.algorithms.aggregation import Aggregation, AggregationInputs
+from trainer_pool.algorithms.load_balancing import RouterSums, load_balancing_loss
 from trainer_pool.algorithms.types import (
     MAX_LOG_RATIO,
     BatchStatistics,
@@ -46,21 +41,22 @@ from trainer_pool.algorithms.types import (
     LossOutputs,
 )
 
-LossFunction = Callable[[LossInputs, AlgorithmConfig], LossOutputs]
-CorrectionFunction = Callable[[LossInputs, AlgorithmConfig], Correction]
-AdvantageFunction = Callable[[AdvantageInputs, AlgorithmConfig], TokenAdvantages]
-AggregationFunction = Callable[[AggregationInputs, AlgorithmConfig], Aggregation]
+# The second argument has the settings of the function's own kind.
+LossFunction = Callable[[LossInputs, Any], LossOutputs]
+CorrectionFunction = Callable[[LossInputs, Any], Correction]
+AdvantageFunction = Callable[[AdvantageInputs, Any], TokenAdvantages]
+AggregationFunction = Callable[[AggregationInputs, Any], Aggregation]
+KLFunction = Callable[[LossInputs, Any], Tensor]
 Columns = Mapping[str, NDArray[np.float32]]
-KLFunction = Callable[[LossInputs, AlgorithmConfig], Tensor]
 
 
-def _functions(module: Any, names: Sequence[str]) -> dict[str, Callable[..., Any]]:
+def _functions(module: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
     return {name: getattr(module, name) for name in names}
 
 
-FAMILIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
-    "algorithm.loss": _functions(losses, [*LOSSES]),
-    "algorithm.correction.kinds": _functions(corrections, [*WEIGHTS, *MASKS]),
+OUR_FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "algorithm.loss": _functions(losses, LOSSES),
+    "algorithm.correction": _functions(corrections, CORRECTIONS),
     "algorithm.advantage.kind": _functions(advantages, ADVANTAGES),
     "algorithm.aggregation": _functions(aggregation, AGGREGATIONS),
     "algorithm.kl.estimator": _functions(kl, KL_ESTIMATORS),
@@ -73,8 +69,8 @@ FAMILIES: Mapping[str, Mapping[str, Callable[..., Any]]] = {
 def find(setting: str, name: str) -> Callable[..., Any]:
     """The function that `setting` names. Raises ValueError if a user's function cannot be loaded or
     does not take (inputs, config)."""
-    if name in FAMILIES[setting]:
-        return FAMILIES[setting][name]
+    if name in OUR_FUNCTIONS[setting]:
+        return OUR_FUNCTIONS[setting][name]
     function: Callable[..., Any] = load_callable(name, setting)
     try:
         inspect.signature(function).bind(None, None)
@@ -91,7 +87,7 @@ class Objective:
     """The loss of one micro-batch, and its contribution to the metrics of the step."""
 
     loss: Tensor
-    """Scalar, to differentiate: this micro-batch's share of the loss of the update."""
+    """Scalar, to differentiate: this micro-batch's part of the loss of the update."""
     diagnostics: Mapping[str, Tensor]
     """[N] each: see `LossOutputs.diagnostics`."""
     metrics: Mapping[str, tuple[Tensor, Tensor]]
@@ -137,17 +133,15 @@ class Algorithm:
         """Raises ValueError naming the setting whose function cannot be used."""
         return cls(
             config=config,
-            loss=find("algorithm.loss", config.loss),
-            corrections=tuple(
-                find("algorithm.correction.kinds", kind) for kind in config.correction.kinds
-            ),
+            loss=find("algorithm.loss", config.loss.kind),
+            corrections=tuple(find("algorithm.correction", kind) for kind in config.corrections),
             advantage=find("algorithm.advantage.kind", config.advantage.kind),
-            aggregation=find("algorithm.aggregation", config.aggregation),
+            aggregation=find("algorithm.aggregation", config.aggregation.kind),
             kl=find("algorithm.kl.estimator", config.kl.estimator),
             streams={
                 name: Stream(
-                    loss=find("algorithm.streams.*.loss", stream.loss),
-                    aggregation=find("algorithm.streams.*.aggregation", stream.aggregation),
+                    loss=find("algorithm.streams.*.loss", stream.loss.kind),
+                    aggregation=find("algorithm.streams.*.aggregation", stream.aggregation.kind),
                     config=stream,
                 )
                 for name, stream in config.streams.items()
@@ -160,9 +154,10 @@ class Algorithm:
         Raises ValueError if a user's function returns something else, or numbers that are not
         finite.
         """
+        config = self.config.advantage
         # A user's may be a generator, which gives its values once, or lists.
-        found = [np.asarray(values, np.float32) for values in self.advantage(inputs, self.config)]
-        what = f"algorithm.advantage.kind={self.config.advantage.kind!r}"
+        found = [np.asarray(values, np.float32) for values in self.advantage(inputs, config)]
+        what = f"algorithm.advantage.kind={config.kind!r}"
         shapes = [values.shape for values in found]
         expected = [(trajectory.num_tokens,) for trajectory in inputs.trajectories]
         if shapes != expected:
@@ -171,6 +166,8 @@ class Algorithm:
                 f"first of the shapes {expected[:3]}; it returned {len(shapes)}, the first "
                 f"{shapes[:3]}"
             )
+        if not found or np.isfinite(np.concatenate(found)).all():
+            return found
         for place, values in enumerate(found):
             if not np.isfinite(values).all():
                 raise ValueError(
@@ -188,11 +185,15 @@ class Algorithm:
         that are negative or not finite.
         """
         if stream is None:
-            function, what = self.aggregation, f"algorithm.aggregation={self.config.aggregation!r}"
+            function, config = self.aggregation, self.config.aggregation
+            what = f"algorithm.aggregation={config.kind!r}"
         else:
-            function, chosen = self.streams[stream].aggregation, self.streams[stream].config
-            what = f"algorithm.streams.{stream}.aggregation={chosen.aggregation!r}"
-        found = function(inputs, self.config)
+            function, config = (
+                self.streams[stream].aggregation,
+                self.config.streams[stream].aggregation,
+            )
+            what = f"algorithm.streams.{stream}.aggregation={config.kind!r}"
+        found = function(inputs, config)
         if not isinstance(found, Aggregation):
             raise ValueError(f"{what}: must return Aggregation, not {type(found).__name__}")
         if found.weights_R.shape != inputs.shares_R.shape:
@@ -220,12 +221,12 @@ class Algorithm:
             return rollout_N
         if self.config.proximal is Proximal.recomputed:
             return scored_N
-        share_N = (staleness_N - 1).clamp(min=0) / staleness_N.clamp(min=1)
-        return rollout_N + share_N.to(scored_N.dtype) * (scored_N - rollout_N)
+        fraction_N = (staleness_N - 1).clamp(min=0) / staleness_N.clamp(min=1)
+        return rollout_N + fraction_N.to(scored_N.dtype) * (scored_N - rollout_N)
 
     @property
     def needs_batch(self) -> bool:
-        """Whether `statistics` of the whole update are needed before its first backward pass."""
+        """A correction reads `statistics` of the whole update before its first backward pass."""
         return corrections.needs_batch(self.config)
 
     def statistics(
@@ -244,13 +245,13 @@ class Algorithm:
         """[N] product of the factors of all corrections, or of those named; their diagnostics."""
         factors_N = torch.ones_like(inputs.rollout_logprobs_N)
         diagnostics: dict[str, Tensor] = {}
-        for kind, correction in zip(self.config.correction.kinds, self.corrections, strict=True):
-            if only and kind not in only:
+        for config, correction in zip(self.config.correction, self.corrections, strict=True):
+            if only and config.kind not in only:
                 continue
-            part = correction(inputs, self.config)
+            part = correction(inputs, config)
             if not isinstance(part, Correction) or part.factors_N.shape != factors_N.shape:
                 raise ValueError(
-                    f"algorithm.correction.kinds={self.config.correction.kinds!r}: each must "
+                    f"algorithm.correction={self.config.corrections!r}: each must "
                     f"return a Correction with a factor for each of the {len(factors_N)} tokens"
                 )
             factors_N = factors_N * part.factors_N
@@ -265,8 +266,8 @@ class Algorithm:
         Raises ValueError if a user's loss returns something else than [N] losses.
         """
         config = self.config
-        outputs = self.loss(inputs, config)
-        self._check(outputs, inputs, f"algorithm.loss={config.loss!r}")
+        outputs = self.loss(inputs, config.loss)
+        self._check(outputs, inputs, f"algorithm.loss={config.loss.kind!r}")
         factors_N, diagnostics = self._factors(inputs)
         factors_N = factors_N / inputs.batch.mean_weight
         loss_N = config.policy_weight * factors_N * outputs.loss_N
@@ -296,8 +297,8 @@ class Algorithm:
         ValueError if a user's loss returns something else than [N] losses.
         """
         stream = self.streams[name]
-        outputs = stream.loss(inputs, self.config)
-        self._check(outputs, inputs, f"algorithm.streams.{name}.loss={stream.config.loss!r}")
+        outputs = stream.loss(inputs, stream.config.loss)
+        self._check(outputs, inputs, f"algorithm.streams.{name}.loss={stream.config.loss.kind!r}")
         loss_N = (inputs.weights_N * outputs.loss_N).masked_fill(~inputs.mask_N, 0.0)
         count = inputs.mask_N.sum()
         sums = {"loss": outputs.loss_N, **outputs.diagnostics}
@@ -311,9 +312,15 @@ class Algorithm:
             | {f"{name}/{key}": pair for key, pair in outputs.metrics.items()},
         )
 
+    def balance_objective(self, sums: RouterSums, batch: BatchStatistics) -> Objective:
+        """The load balancing loss of a micro-batch whose trained tokens have these `sums`."""
+        assert batch.routers is not None
+        loss = self.config.load_balancing_weight * load_balancing_loss(sums, batch.routers)
+        return Objective(loss=loss, diagnostics={}, metrics={})
+
     @property
     def needs_reference(self) -> bool:
-        """Whether anything reads a reference's log-probabilities."""
+        """A term of the loss or the reward reads a reference's log-probabilities."""
         return self.config.kl.weight > 0
 
     def reward_penalty(self, rollout_T: NDArray[np.float32], columns: Columns) -> float:
@@ -337,7 +344,7 @@ class Algorithm:
         return self.config.kl.weight * float(self._divergence(inputs).double().sum())
 
     def _divergence(self, inputs: LossInputs) -> Tensor:
-        kl_N: object = self.kl(inputs, self.config)
+        kl_N: object = self.kl(inputs, self.config.kl)
         if not isinstance(kl_N, Tensor) or kl_N.shape != inputs.mask_N.shape:
             shape = getattr(kl_N, "shape", None)
             what = type(kl_N).__name__ if shape is None else f"the shape {tuple(shape)}"

@@ -9,14 +9,15 @@ import numpy as np
 import torch
 
 from buffer.types import Trajectory, VersionSpan
+from configs.advantages import OwnAdvantage
 from configs.algorithm_schema import REFERENCE_COLUMN, TEACHER_COLUMN, AlgorithmConfig
 from configs.choices import KLPlace
 from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.aggregation import AggregationInputs
-from trainer_pool.algorithms.registry import FAMILIES, Algorithm
+from trainer_pool.algorithms.registry import OUR_FUNCTIONS, Algorithm
 from trainer_pool.algorithms.types import LossInputs
 
-_CORRECTION = "algorithm.correction.kinds"
+_CORRECTION = "algorithm.correction"
 _LENGTHS = (3, 2)
 """Trained tokens of the two trajectories of one group."""
 
@@ -32,18 +33,20 @@ def check_algorithm(config: AlgorithmConfig, *, has_teacher: bool = True) -> Non
     def try_loss(algorithm: Algorithm) -> None:
         _try_loss(algorithm, names)
 
-    correction = next((k for k in config.correction.kinds if _is_own(_CORRECTION, k)), None)
+    correction = next((k for k in config.corrections if _is_own(_CORRECTION, k)), None)
     trials = [
         ("algorithm.advantage.kind", config.advantage.kind, _try_advantage),
-        ("algorithm.aggregation", config.aggregation, _try_aggregation),
-        ("algorithm.loss", config.loss, try_loss),
+        ("algorithm.aggregation", config.aggregation.kind, _try_aggregation),
+        ("algorithm.loss", config.loss.kind, try_loss),
         (_CORRECTION, correction, try_loss),
         ("algorithm.kl.estimator", config.kl.estimator, try_loss),
         ("algorithm.kl.estimator", config.kl.estimator, _try_penalty),
     ]
     for stream in config.streams.values():
-        trials.append(("algorithm.streams.*.loss", stream.loss, try_loss))
-        trials.append(("algorithm.streams.*.aggregation", stream.aggregation, _try_aggregation))
+        trials.append(("algorithm.streams.*.loss", stream.loss.kind, try_loss))
+        trials.append(
+            ("algorithm.streams.*.aggregation", stream.aggregation.kind, _try_aggregation)
+        )
     for setting, name, trial in trials:
         if name is None or not _is_own(setting, name):
             continue
@@ -59,7 +62,7 @@ def check_algorithm(config: AlgorithmConfig, *, has_teacher: bool = True) -> Non
 
 
 def _is_own(setting: str, name: str) -> bool:
-    return name not in FAMILIES[setting]
+    return name not in OUR_FUNCTIONS[setting]
 
 
 def _try_loss(algorithm: Algorithm, columns: Sequence[str]) -> None:
@@ -80,9 +83,11 @@ def _try_loss(algorithm: Algorithm, columns: Sequence[str]) -> None:
         entropy_N=torch.full((5,), 0.4, requires_grad=algorithm.config.entropy_weight > 0),
         columns=dict.fromkeys(columns, rollout_N),
     )
-    losses = {f"algorithm.loss={algorithm.config.loss!r}": algorithm.objective(inputs, 5.0).loss}
+    losses = {
+        f"algorithm.loss={algorithm.config.loss.kind!r}": algorithm.objective(inputs, 5.0).loss
+    }
     for name, stream in algorithm.streams.items():
-        what = f"algorithm.streams.{name}.loss={stream.config.loss!r}"
+        what = f"algorithm.streams.{name}.loss={stream.config.loss.kind!r}"
         losses[what] = algorithm.stream_objective(name, inputs, 5.0).loss
     for what, loss in losses.items():
         if not loss.requires_grad:
@@ -114,6 +119,7 @@ def _try_penalty(algorithm: Algorithm) -> None:
 
 
 def _try_advantage(algorithm: Algorithm) -> None:
+    assert isinstance(algorithm.config.advantage, OwnAdvantage)
     algorithm.advantages(
         AdvantageInputs(
             rewards_E=np.array([1.0, 0.0]),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from configs.algorithm_schema import REFERENCE_COLUMN, TEACHER_COLUMN
+from trainer_pool.algorithms.load_balancing import RouterSums
 
 MAX_LOG_RATIO = 20.0
 """The same bound as in verl (`trainer/ppo/core_algos.py`)."""
@@ -20,12 +21,14 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class BatchStatistics:
-    """Statistics of all tokens of an update, on all ranks, for the corrections that need them."""
+    """Statistics of all tokens of an update, on all ranks, for what needs them."""
 
     mean_weight: float = 1.0
     """Mean of the importance weights, by which batch-normalised ones are divided."""
     largest_square: float = float("inf")
     """The largest squared log ratio that M2PO keeps."""
+    routers: RouterSums | None = None
+    """The sums of its tokens for load balancing, by the policy at the start of the step."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)

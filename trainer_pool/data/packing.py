@@ -24,7 +24,7 @@ from torch import Tensor
 from trainer_pool.data.prefix_sharing import Forest, Tokens, separate, share_prefixes
 
 
-@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Row:
     """One sequence to train on; arrays are [T]."""
 
@@ -49,10 +49,14 @@ class Row:
     this). None is 1."""
     candidates: NDArray[Any] | None = None
     """[T, k] int32 `CANDIDATES_COLUMN`; None: every token was drawn from the whole vocabulary."""
+    routes: NDArray[Any] | None = None
+    """[T, layers * experts of a token] `ROUTES_COLUMN`; None: the model chooses all experts."""
     is_current: bool = False
     """Sampled entirely by the version being trained: engine and trainer should agree."""
     group: int = -1
     """Index of its group in the batch; -1: it has none."""
+    pictures: tuple[bytes, ...] = ()
+    """The files of its pictures, in the order of their places."""
 
     def __post_init__(self) -> None:
         assert self.tokens.shape == self.loss_mask.shape == self.rollout_logprobs.shape
@@ -60,17 +64,19 @@ class Row:
         for values in (self.advantages, self.staleness, self.temperatures):
             assert values is None or values.shape == self.tokens.shape
         assert self.weight >= 0
-        assert self.candidates is None or len(self.candidates) == len(self.tokens)
+        for table in (self.candidates, self.routes):
+            assert table is None or len(table) == len(self.tokens)
 
     @property
     def num_trained(self) -> int:
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def is_scored(self) -> NDArray[np.bool_]:
         """[T] tokens that the policy's loss or another stream trains."""
-        masks = [self.loss_mask, *self.streams.values()]
-        scored: NDArray[np.bool_] = np.any([mask != 0 for mask in masks], axis=0)
+        scored: NDArray[np.bool_] = self.loss_mask != 0
+        for mask in self.streams.values():
+            scored = scored | (mask != 0)
         return scored
 
 
@@ -113,6 +119,18 @@ class PackedRow:
     """Keys of the span that has the most."""
     key_places: Tensor | None = None
     """int64: positions in the row of the keys; None if every span sees only itself."""
+    routes_LC: Tensor | None = None
+    """int32: `Row.routes` of each token, and all 0 where the model chooses its experts itself; None
+    if it does so everywhere."""
+    pictures: tuple[bytes, ...] = ()
+    """`Row.pictures` of all its sequences, in the order of their places."""
+
+    @property
+    def known_routes(self) -> Tensor:
+        """float64 [2]: how many tokens have known routes, and how many there are."""
+        routes_LC = self.tokens_L.new_zeros(1, 1) if self.routes_LC is None else self.routes_LC
+        num_known = routes_LC.any(1).sum().double()
+        return torch.stack([num_known, torch.full_like(num_known, len(self.tokens_L))])
 
     def to(self, device: torch.device) -> PackedRow:
         return replace(self, **_moved(self, device))
@@ -164,6 +182,12 @@ class MicroBatch:
     cost: float = 0.0
     """Multiply-adds of its pass: see `PassCost`."""
 
+    @property
+    def is_trained_N(self) -> Tensor:
+        """Bool: the policy's loss or another stream trains the token."""
+        masks = [self.mask_N, *self.streams.values()]
+        return torch.stack([mask_N != 0 for mask_N in masks]).any(0)
+
     def to(self, device: torch.device) -> MicroBatch:
         return replace(self, row=self.row.to(device), **_moved(self, device))
 
@@ -184,7 +208,11 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Indices of the sequences in each micro-batch of at most `max_tokens`; the costliest first.
 
-    `costs`: of each sequence, in the unit of `PassCost`.
+    `costs` has that of each sequence, in the unit of `PassCost`. Example: the long one lies alone
+    where attention makes it cost more than the other five together.
+
+        lengths [40, 20, 20, 20, 10, 10], costs [840, 220, 220, 220, 60, 60], max_tokens 80
+        -> [[0], [1, 2, 3, 4, 5]]
 
     First-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, plus 1) gives their
     number. If the sequences also fit when each, from the longest on, goes to the cheapest
@@ -199,6 +227,8 @@ def plan_micro_batches(
             " set it to at least the longest prompt and response together"
         )
     plan = _first_fit(order, lengths, max_tokens)
+    if len(plan) == 1:
+        return plan
     even = _evened_out(order, lengths, costs, max_tokens, len(plan))
 
     def costliest(plan: list[list[int]]) -> float:
@@ -253,12 +283,17 @@ def pack(
     """Put every row into exactly one micro-batch of at most `max_tokens` tokens.
 
     With `should_share_prefixes`, rows with a common prefix go into one micro-batch as far as it has
-    room. Raises ValueError if a single row is longer than `max_tokens`.
+    room; if any has pictures none are shared, since the tokens of two pictures may be the same.
+    Raises ValueError if a single row is longer than `max_tokens`.
     """
     cost = cost or PassCost()
     tokens = [row.tokens for row in rows]
+    has_pictures = any(row.pictures for row in rows)
+    should_share_prefixes = should_share_prefixes and not has_pictures
     forest = share_prefixes(tokens) if should_share_prefixes else separate(tokens)
-    pieces = list(forest.pieces(max_tokens))
+    pieces = [[i] for i in range(len(rows))]
+    if should_share_prefixes:
+        pieces = [*forest.pieces(max_tokens)]
     spans = [[forest.spans[i] for i in forest.spans_of(piece)] for piece in pieces]
     plan = plan_micro_batches(
         [sum(len(span) for span in each) for each in spans],
@@ -280,6 +315,8 @@ def fill_up(batches: Sequence[MicroBatch], count: int) -> list[MicroBatch]:
     number of passes; an empty micro-batch has no token to train on.
     """
     assert len(batches) <= count
+    if len(batches) == count:
+        return [*batches]
     empty = Row(
         tokens=np.zeros(2, np.int32),
         loss_mask=np.zeros(2, np.uint8),
@@ -302,31 +339,33 @@ def _row(
     """The row of the `chosen` sequences, and for each of them the positions of its tokens in it."""
     indices = forest.spans_of(chosen)
     spans = [forest.spans[i] for i in indices]
-    starts = np.cumsum([0, *(len(span) for span in spans)])
+    lengths, seen = [len(span) for span in spans], [span.stop for span in spans]
+    starts = np.cumsum([0, *lengths])
+    every = np.arange(starts[-1])
     places = {
-        i: np.arange(start, start + len(span))
-        for i, start, span in zip(indices, starts, spans, strict=False)
+        i: every[start : start + length]
+        for i, start, length in zip(indices, starts.tolist(), lengths, strict=False)
     }
-    is_shared = any(span.start for span in spans)
-    key_places = [
-        places[above]
-        for i, span in zip(indices, spans, strict=True)
-        for above in forest.paths[span.sequence]
-        if above <= i
-    ]
-    seen = [span.stop for span in spans]
+    key_places: list[NDArray[np.int64]] = []
+    if any(span.start for span in spans):
+        key_places = [
+            places[above]
+            for i, span in zip(indices, spans, strict=True)
+            for above in forest.paths[span.sequence]
+            if above <= i
+        ]
     row = PackedRow(
         tokens_L=torch.from_numpy(
             np.concatenate([sequences[s.sequence][s.start : s.stop] for s in spans], dtype=np.int64)
         ),
         position_ids_L=torch.from_numpy(
-            np.concatenate([np.arange(s.start, s.stop) for s in spans])
+            every - np.repeat(starts[:-1] - [span.start for span in spans], lengths)
         ),
         starts=torch.from_numpy(starts.astype(np.int32)),
-        longest=max(len(span) for span in spans),
+        longest=max(lengths),
         key_starts=torch.from_numpy(np.cumsum([0, *seen]).astype(np.int32)),
         longest_keys=max(seen),
-        key_places=torch.from_numpy(np.concatenate(key_places)) if is_shared else None,
+        key_places=torch.from_numpy(np.concatenate(key_places)) if key_places else None,
     )
     return row, [np.concatenate([places[i] for i in forest.paths[each]]) for each in chosen]
 
@@ -335,6 +374,11 @@ def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBa
     """The micro-batch of the `chosen` rows."""
     rows = [every[i] for i in chosen]
     packed, places = _row([row.tokens for row in every], forest, chosen)
+    packed = replace(
+        packed,
+        routes_LC=_routes(rows, places, len(packed.tokens_L)),
+        pictures=tuple(picture for row in rows for picture in row.pictures),
+    )
     lengths = [len(row.tokens) for row in rows]
     trained = np.flatnonzero(np.concatenate([row.is_scored for row in rows]))
     if not len(trained):
@@ -400,3 +444,19 @@ def _candidates(rows: Sequence[Row], trained: NDArray[np.int64]) -> tuple[Tensor
             ids.append(sets[sets >= 0])
         start += len(row.tokens)
     return torch.from_numpy(np.concatenate(ids).astype(np.int64)), torch.from_numpy(counts)
+
+
+def _routes(
+    rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tokens: int
+) -> Tensor | None:
+    """The experts of the tokens of a packed row, where `rows` have theirs at these `places`. A
+    shared token has those of the first row that knows them."""
+    width = next((row.routes.shape[1] for row in rows if row.routes is not None), None)
+    if width is None:
+        return None
+    found = np.zeros((num_tokens, width), np.int32)
+    for row, own in zip(rows, places, strict=True):
+        if row.routes is not None:
+            is_open = ~found[own].any(axis=1)
+            found[own[is_open]] = row.routes[is_open]
+    return torch.from_numpy(found)

@@ -6,6 +6,7 @@ groups ─ rows ─ log-probabilities of the reference ┐
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from buffer.types import (
     CANDIDATES_COLUMN,
+    ROUTES_COLUMN,
     TEMPERATURE_COLUMN,
     SamplingParams,
     Trajectory,
@@ -42,7 +44,7 @@ class StepBatch:
     group_ids: tuple[str, ...]
     """All groups of the batch, in the same order on each rank."""
     groups: tuple[TrajectoryGroup, ...]
-    """This rank's share; may be empty."""
+    """This rank's part; may be empty."""
 
     @property
     def places(self) -> Mapping[str, int]:
@@ -67,7 +69,13 @@ def rows_by_group(
     is not finite is not trained. Raises ValueError for a group whose sampling parameters changed
     the distribution in a way that cannot be computed here, or that the algorithm cannot use.
     """
-    rows: list[list[Row | None]] = [_rows(batch, group, algorithm) for group in batch.groups]
+    masks_truncated = algorithm.config.advantage.mask_truncated
+    masks = [_trained_masks(group, masks_truncated) for group in batch.groups]
+    places = batch.places
+    rows = [
+        _rows(group, of_group, algorithm, version=batch.version, place=places[group.group_id])
+        for group, of_group in zip(batch.groups, masks, strict=True)
+    ]
     penalties: dict[tuple[str, int], float] = {}
     if score_reference is not None:
         found = iter(score_reference([row for of_group in rows for row in of_group if row]))
@@ -80,24 +88,24 @@ def rows_by_group(
         ]
         if algorithm.config.kl.where is KLPlace.reward:
             penalties = _penalties(batch, rows, algorithm)
-    inputs = _advantage_inputs(batch, algorithm, ranks, penalties)
-    advantages = iter(algorithm.advantages(inputs))
-    return [
-        [
-            replace(row, advantages=values)
-            for row, values in zip(of_group, advantages, strict=False)  # takes those of this group
-            if row is not None
-        ]
-        for of_group in rows
-    ]
+    inputs = _advantage_inputs(batch, masks, algorithm, ranks, penalties)
+    for row, values in zip(itertools.chain(*rows), algorithm.advantages(inputs), strict=True):
+        if row is not None:
+            row.advantages = values
+    return [[row for row in of_group if row is not None] for of_group in rows]
 
 
-def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> list[Row | None]:
+def _rows(
+    group: TrajectoryGroup,
+    masks: Sequence[NDArray[np.uint8]],
+    algorithm: Algorithm,
+    *,
+    version: int,
+    place: int,
+) -> list[Row | None]:
     """A row without advantages for each trajectory; None if none of its tokens is trained."""
     check_sampling(group)
     config, trajectories = algorithm.config, group.trajectories
-    place = batch.places[group.group_id]
-    masks = [_trained_mask(t, group, config.advantage.mask_truncated) for t in trajectories]
     shares = _shares(trajectories, masks)
     streams: list[dict[str, NDArray[np.float32]]] = [{} for _ in trajectories]
     for name, stream in config.streams.items():
@@ -107,38 +115,60 @@ def _rows(batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm) -> lis
         of_stream = _shares(trajectories, chosen)
         for found, mask, share in zip(streams, chosen, of_stream, strict=True):
             found[name] = mask * np.float32(share)
+    # All trajectories at once: of short ones, a call of numpy costs more than its numbers.
+    mask = np.concatenate(masks)
+    logprobs = np.concatenate([t.rollout_logprobs for t in trajectories])
+    logprobs = np.where(mask, logprobs, np.float32(0))
+    versions, parts = np.full(len(mask), -1, np.int32), _parts(trajectories)
+    for t, part in zip(trajectories, parts, strict=True):
+        for span in t.version_spans:
+            versions[part][span.start : span.end] = span.version
+    staleness = np.where(mask, np.maximum(version - versions, 0), 0)
+    usual = np.full(len(mask), group.sampling.temperature, np.float32)
     rows: list[Row | None] = []
-    for t, mask, share, weights in zip(trajectories, masks, shares, streams, strict=True):
-        if not mask.any() and not any(values.any() for values in weights.values()):
+    for t, mask, part, share, weights in zip(
+        trajectories, masks, parts, shares, streams, strict=True
+    ):
+        if not np.count_nonzero(mask) and not any(values.any() for values in weights.values()):
             rows.append(None)
             continue
-        staleness = np.maximum(batch.version - t.token_versions(), 0)
         rows.append(
             Row(
                 tokens=t.tokens,
                 loss_mask=mask,
-                rollout_logprobs=np.where(mask, t.rollout_logprobs, np.float32(0)),
-                staleness=np.where(mask, staleness, 0),
+                rollout_logprobs=logprobs[part],
+                staleness=staleness[part],
                 weight=share,
-                temperatures=_temperatures(t, group),
-                is_current=t.min_version == batch.version,
+                temperatures=_temperatures(t, group, usual[part]),
+                is_current=t.min_version == version,
                 group=place,
                 candidates=t.columns.get(CANDIDATES_COLUMN),
+                routes=t.columns.get(ROUTES_COLUMN),
                 streams=weights,
                 columns={k: v for k, v in t.columns.items() if k not in _OF_SAMPLING},
+                pictures=group.pictures_of(t),
             )
         )
     return rows
 
 
-_OF_SAMPLING = (CANDIDATES_COLUMN, TEMPERATURE_COLUMN)
+_OF_SAMPLING = (CANDIDATES_COLUMN, TEMPERATURE_COLUMN, ROUTES_COLUMN)
 """Columns that say how a token was sampled."""
 
 
-def _temperatures(trajectory: Trajectory, group: TrajectoryGroup) -> NDArray[np.float32]:
+def _parts(trajectories: Sequence[Trajectory]) -> list[slice]:
+    """Where each trajectory's tokens are among those of all."""
+    ends = itertools.accumulate(t.num_tokens for t in trajectories)
+    return [slice(end - t.num_tokens, end) for t, end in zip(trajectories, ends, strict=True)]
+
+
+def _temperatures(
+    trajectory: Trajectory, group: TrajectoryGroup, usual: NDArray[np.float32]
+) -> NDArray[np.float32]:
     """[T]. Raises ValueError for a temperature at which no token is trained."""
-    usual = np.full(trajectory.num_tokens, group.sampling.temperature, np.float32)
-    found = np.asarray(trajectory.columns.get(TEMPERATURE_COLUMN, usual), np.float32)
+    if TEMPERATURE_COLUMN not in trajectory.columns:
+        return usual
+    found = np.asarray(trajectory.columns[TEMPERATURE_COLUMN], np.float32)
     of_own = found[trajectory.loss_mask != 0]
     if not (np.isfinite(of_own) & (of_own > 0)).all():
         raise ValueError(
@@ -151,18 +181,21 @@ def _temperatures(trajectory: Trajectory, group: TrajectoryGroup) -> NDArray[np.
 def _shares(trajectories: Sequence[Trajectory], masks: Sequence[NDArray[Any]]) -> list[float]:
     """1/n for each trajectory of an episode that has n with a trained token: it counts once."""
     pairs = list(zip(trajectories, masks, strict=True))
-    counts = Counter(trajectory.episode for trajectory, mask in pairs if mask.any())
+    counts = Counter(trajectory.episode for trajectory, mask in pairs if np.count_nonzero(mask))
     return [1 / max(counts[trajectory.episode], 1) for trajectory in trajectories]
 
 
-def _trained_mask(
-    trajectory: Trajectory, group: TrajectoryGroup, masks_truncated: bool
-) -> NDArray[np.uint8]:
-    if masks_truncated and any(
-        t.finish_reason == "length" for t in group.trajectories if t.episode == trajectory.episode
-    ):
-        return np.zeros_like(trajectory.loss_mask)
-    return trajectory.loss_mask * np.isfinite(trajectory.rollout_logprobs)
+def _trained_masks(group: TrajectoryGroup, masks_truncated: bool) -> list[NDArray[np.uint8]]:
+    """[T] of each trajectory: 1 for the tokens that the policy's loss trains."""
+    every = group.trajectories
+    logprobs = np.concatenate([t.rollout_logprobs for t in every])
+    mask = np.concatenate([t.loss_mask for t in every]) * np.isfinite(logprobs)
+    masks = [mask[part] for part in _parts(every)]
+    if masks_truncated:
+        truncated = {t.episode for t in every if t.finish_reason == "length"}
+        for t, mask in zip(every, masks, strict=True):
+            mask *= t.episode not in truncated
+    return masks
 
 
 def _stream_mask(
@@ -176,7 +209,7 @@ def _stream_mask(
         for span in trajectory.version_spans:
             between[span.start : span.end] = False
         return between.astype(np.uint8)
-    if stream.loss != "teacher_kl":
+    if stream.loss.kind != "teacher_kl":
         return mask
     if TEACHER_COLUMN not in trajectory.columns:
         raise ValueError(
@@ -191,24 +224,24 @@ def _stream_mask(
 def weighted(
     groups: Sequence[Sequence[Row]], algorithm: Algorithm
 ) -> tuple[list[Row], dict[str, float | None]]:
-    """The rows of these groups with the weights of the aggregations, and by stream this rank's part
-    of the denominator (None: the sum is not divided)."""
+    """Gives the rows of these groups the weights of the aggregations, once: before, a row's weight
+    is its share of its episode. Returns them, and by stream this rank's part of the denominator
+    (None: the sum is not divided)."""
     rows = [row for group in groups for row in group]
     numbers = np.array([i for i, group in enumerate(groups) for _ in group], np.int64)
     tokens = np.array([row.num_trained for row in rows], np.int64)
     shares = np.array([row.weight for row in rows], np.float64)
     weights, denominator = _aggregated(algorithm, None, tokens, shares, numbers)
-    rows = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
+    for row, weight in zip(rows, weights, strict=True):
+        row.weight = weight
     denominators = {POLICY: denominator}
     for name in algorithm.streams:
         masks = [row.streams[name] for row in rows]
         tokens = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
         shares = np.array([mask.max() for mask in masks], np.float64)
         weights, denominators[name] = _aggregated(algorithm, name, tokens, shares, numbers)
-        rows = [
-            replace(row, streams={**row.streams, name: (mask != 0) * np.float32(weight)})
-            for row, mask, weight in zip(rows, masks, weights, strict=True)
-        ]
+        for row, mask, weight in zip(rows, masks, weights, strict=True):
+            row.streams = {**row.streams, name: (mask != 0) * np.float32(weight)}
     return rows, denominators
 
 
@@ -260,16 +293,18 @@ def _penalties(
 
 def _advantage_inputs(
     batch: StepBatch,
+    masks: Sequence[Sequence[NDArray[np.uint8]]],
     algorithm: Algorithm,
     ranks: Collectives,
     penalties: Mapping[tuple[str, int], float],
 ) -> AdvantageInputs:
     """The inputs of the advantages; every rank has the same episodes in the same order. Makes three
     collective calls."""
+    places = batch.places
     own = [
         (place, episode, reward - penalties.get((group.group_id, episode), 0.0), tokens, parts)
-        for group in batch.groups
-        for place, episode, reward, tokens, parts in _episodes(batch, group, algorithm)
+        for group, of_group in zip(batch.groups, masks, strict=True)
+        for place, episode, reward, tokens, parts in _episodes(places, group, of_group, algorithm)
     ]
     about = json.dumps([len(own), sorted({name for *_, parts in own for name in parts})])
     every = [json.loads(text) for text in ranks.gather_texts(about)]
@@ -282,13 +317,12 @@ def _advantage_inputs(
     rows = rows[~np.isnan(rows[:, 0])]
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
     place_of = {(int(group), int(episode)): i for i, (group, episode) in enumerate(rows[:, :2])}
-    places, trajectories = batch.places, [t for g in batch.groups for t in g.trajectories]
     return AdvantageInputs(
         groups_E=rows[:, 0].astype(np.int64),
         rewards_E=rows[:, 2],
         num_tokens_E=rows[:, 3],
         parts={name: rows[:, 4 + i] for i, name in enumerate(names)},
-        trajectories=trajectories,
+        trajectories=[t for group in batch.groups for t in group.trajectories],
         episodes=[
             place_of[places[group.group_id], trajectory.episode]
             for group in batch.groups
@@ -298,19 +332,26 @@ def _advantage_inputs(
 
 
 def _episodes(
-    batch: StepBatch, group: TrajectoryGroup, algorithm: Algorithm
+    places: Mapping[str, int],
+    group: TrajectoryGroup,
+    masks: Sequence[NDArray[np.uint8]],
+    algorithm: Algorithm,
 ) -> list[tuple[int, int, float, float, Mapping[str, float]]]:
     """Index of the group, number, reward, trained tokens, reward parts of each episode."""
-    settings, place = algorithm.config.advantage, batch.places[group.group_id]
+    counts: defaultdict[int, list[int]] = defaultdict(list)
+    generated: defaultdict[int, int] = defaultdict(int)
+    parts: dict[int, Mapping[str, float]] = {}
+    for t, mask in zip(group.trajectories, masks, strict=True):
+        counts[t.episode].append(int(np.count_nonzero(mask)))
+        of_own = sum(span.end - span.start for span in t.version_spans)
+        generated[t.episode] = max(generated[t.episode], of_own)
+        parts.setdefault(t.episode, t.reward_parts)
     found = []
     for episode, reward in group.rewards_by_episode.items():
-        own = [t for t in group.trajectories if t.episode == episode]
-        masks = (_trained_mask(t, group, settings.mask_truncated) for t in own)
-        counts = [int(mask.sum()) for mask in masks if mask.any()]
-        generated = max(sum(s.end - s.start for s in t.version_spans) for t in own)
-        reward -= overlong_penalty(generated, settings)
-        mean_tokens = sum(counts) / len(counts) if counts else 0.0
-        found.append((place, episode, reward, mean_tokens, own[0].reward_parts))
+        reward -= overlong_penalty(generated[episode], algorithm.config.advantage)
+        trained = [count for count in counts[episode] if count]
+        mean_tokens = sum(trained) / len(trained) if trained else 0.0
+        found.append((places[group.group_id], episode, reward, mean_tokens, parts[episode]))
     return found
 
 
@@ -332,7 +373,12 @@ def check_sampling(group: TrajectoryGroup) -> None:
                 f"its tokens were drawn, and {reason}: importance ratios would be wrong; sample "
                 f"with {item.name}={expected}"
             )
-    if not group.sampling.temperature > 0:
+    if not np.isfinite(group.sampling.temperature):
+        raise ValueError(
+            f"group {group.group_id}: temperature={group.sampling.temperature}: its tokens were "
+            "drawn without regard to the policy"
+        )
+    if not np.float32(group.sampling.temperature) > 0:
         raise ValueError(
             f"group {group.group_id}: temperature={group.sampling.temperature}: greedy tokens have "
             "no log-probability to train on; sample with a temperature above 0"

@@ -6,10 +6,12 @@ flash-attn package or build a mask of [L, L], whose pairs are all computed: 15 t
 sequences one by one for 20 of 200 tokens on a CPU.
 
     GPU, bfloat16     torch's variable-length flash attention
-    otherwise         SDPA, span by span
+    otherwise         SDPA, a call for all spans of a length
 
 Without shared prefixes a span is a sequence. With them, the keys of a span are gathered from the
 row: those of its whole sequence so far. Causal attention is then that of the last queries.
+
+Ranks that split a row (`sequence.py`) exchange tokens for heads before it, and back after it.
 
 Letters: L tokens of the row, H heads, K heads of keys and values, D size of a head.
 """
@@ -26,19 +28,22 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trainer_pool.data.packing import PackedRow, packed_row
+from trainer_pool.model.sequence import RowPart
 
 PACKED = "leash_packed"
 """The name under which transformers knows it, as `attn_implementation`."""
 
 
-def arguments(row: PackedRow) -> dict[str, object]:
-    """Keyword arguments of a model's `forward` that reach `packed_attention`."""
+def arguments(row: PackedRow, part: RowPart | None = None) -> dict[str, object]:
+    """Keyword arguments of a model's `forward` that reach `packed_attention`; `part`: this rank's
+    of the row, if it is split."""
     return {
         "cu_seq_lens_q": row.starts,
         "cu_seq_lens_k": row.key_starts,
         "max_length_q": row.longest,
         "max_length_k": row.longest_keys,
         "key_places": row.key_places,
+        "row_part": part,
     }
 
 
@@ -79,7 +84,8 @@ def sliding_windows(model: Any) -> set[int | None]:
             **arguments(row),
         )
     except (RuntimeError, TypeError):  # it reads numbers, which this device does not have
-        return {getattr(model.config, "sliding_window", None)}
+        # Qwen2-MoE writes 0 for no window.
+        return {getattr(model.config, "sliding_window", None) or None}
     return windows
 
 
@@ -118,6 +124,7 @@ def packed_attention(
     max_length_q: int = 0,
     max_length_k: int = 0,
     key_places: Tensor | None = None,
+    row_part: RowPart | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -126,7 +133,7 @@ def packed_attention(
     **_: Any,  # dropout, which is 0, and what other implementations need
 ) -> tuple[Tensor, None]:
     """[1, L, H, D]; the signature is transformers' `AttentionInterface`. Adds the layer's window
-    to `windows`.
+    to `windows`. With `row_part`, L are this rank's tokens of the row.
 
     Raises ValueError for attention that this is not.
     """
@@ -144,6 +151,33 @@ def packed_attention(
             )
     if windows is not None:
         windows.add(sliding_window)
+    if row_part is not None:
+        query_1HLD, key_1KLD, value_1KLD = row_part.whole_rows(query_1HLD, key_1KLD, value_1KLD)
+    output_1LHD = _attention_of_spans(
+        query_1HLD,
+        key_1KLD,
+        value_1KLD,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        (max_length_q, max_length_k),
+        key_places,
+        scaling,
+        sliding_window,
+    )
+    return output_1LHD if row_part is None else row_part.own_tokens(output_1LHD), None
+
+
+def _attention_of_spans(
+    query_1HLD: Tensor,
+    key_1KLD: Tensor,
+    value_1KLD: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    key_places: Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
     if key_places is not None:
         key_1KLD, value_1KLD = key_1KLD[:, :, key_places], value_1KLD[:, :, key_places]
     is_half = query_1HLD.dtype in (torch.bfloat16, torch.float16)
@@ -152,34 +186,41 @@ def packed_attention(
             query_1HLD[0].transpose(0, 1),
             key_1KLD[0].transpose(0, 1),
             value_1KLD[0].transpose(0, 1),
-            cu_seq_lens_q,
-            cu_seq_lens_k,
-            max_length_q,
-            max_length_k,
+            starts,
+            key_starts,
+            *longest,
             scale=scaling,
             # The window of transformers counts the token itself.
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
             enable_gqa=query_1HLD.shape[1] != key_1KLD.shape[1],
         )
         assert isinstance(output_LHD, Tensor)
-        return output_LHD.unsqueeze(0), None
+        return output_LHD.unsqueeze(0)
     num_queries_per_key = query_1HLD.shape[1] // key_1KLD.shape[1]
     # Split and not sliced: the gradient of each slice would be as large as the whole row.
-    lengths, key_lengths = cu_seq_lens_q.diff().tolist(), cu_seq_lens_k.diff().tolist()
+    lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
     queries, keys, values = (
         torch.split(query_1HLD, lengths, dim=2),
         torch.split(key_1KLD.repeat_interleave(num_queries_per_key, dim=1), key_lengths, dim=2),
         torch.split(value_1KLD.repeat_interleave(num_queries_per_key, dim=1), key_lengths, dim=2),
     )
-    outputs = []
-    for query, key, value in zip(queries, keys, values, strict=True):
-        mask = _mask(query.shape[2], key.shape[2], sliding_window, query.device)
-        outputs.append(
-            scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling
-            )
+    # Those of equal lengths at once: of short sequences, each call costs more than its numbers.
+    alike: dict[tuple[int, int], list[int]] = {}
+    for place, of_span in enumerate(zip(lengths, key_lengths, strict=True)):
+        alike.setdefault(of_span, []).append(place)
+    outputs: dict[int, Tensor] = {}
+    for (num_queries, num_keys), places in alike.items():
+        mask = _mask(num_queries, num_keys, sliding_window, query_1HLD.device)
+        output_SHTD = scaled_dot_product_attention(
+            torch.cat([queries[place] for place in places]),
+            torch.cat([keys[place] for place in places]),
+            torch.cat([values[place] for place in places]),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
         )
-    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1), None
+        outputs |= zip(places, torch.split(output_SHTD.transpose(1, 2), 1), strict=True)
+    return torch.cat([outputs[place] for place in range(len(lengths))], dim=1)
 
 
 def _mask(

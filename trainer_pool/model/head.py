@@ -14,7 +14,7 @@ Letters: L positions of a packed row, N trained tokens, H hidden size, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,6 +53,14 @@ class Candidates:
     ends_N: Tensor
     """int64, on the CPU: where each token's set ends in `ids_K`. An empty set is the whole
     vocabulary."""
+
+    def of_rows(self, rows_M: Tensor) -> Candidates:
+        """The candidates of some of the N tokens, in ascending order."""
+        counts_N = self.ends_N.diff(prepend=torch.zeros(1, dtype=self.ends_N.dtype))
+        is_one_N = torch.zeros(len(counts_N), dtype=torch.bool)
+        is_one_N[rows_M.cpu()] = True
+        is_one_K = is_one_N.repeat_interleave(counts_N).to(self.ids_K.device)
+        return Candidates(ids_K=self.ids_K[is_one_K], ends_N=counts_N[is_one_N].cumsum(0))
 
     def is_masked(self, rows: slice, columns: slice) -> Tensor:
         """Bool [rows, columns] of the logits: the id is not in the row's set."""
@@ -119,7 +127,7 @@ def score_tokens(
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class _Plan:
-    """How the logits are computed, and in which tiles."""
+    """Computes the logits, tile by tile."""
 
     candidates: Candidates | None
     shape: LogitShape
@@ -305,7 +313,7 @@ def slope(z: Tensor, normalizer_N1: Tensor, slope_N1: Tensor, of_entropy: Tensor
 
 
 def _inside(targets: Tensor, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether each target is a column of the tile, and its column, or 0 if it is in none."""
+    """For each target: whether it is a column of the tile, and which (0 if it is none)."""
     is_inside = (targets >= 0) & (targets < tile.shape[1])
     return is_inside, torch.where(is_inside, targets, 0)
 
@@ -362,10 +370,17 @@ class ScoringHead:
     only there does ZeRO-3 hold the whole weight. So this replaces the `forward` of the head, and
     that of the model, whose last lines would take the scores for logits.
 
+    Example, with `model` of transformers and `wanted` a TokensToScore:
+
+        head = ScoringHead(model, "a/model")
+        head.learn_shape(lambda: model(input_ids=tokens))
+        logprobs, entropy, sum_squares = model(input_ids=tokens, wanted=wanted)
+
     Raises ValueError for a model whose head is not a linear layer.
     """
 
-    def __init__(self, model: Any, model_path: str) -> None:
+    def __init__(self, model: Any, model_path: str, unsampled: Sequence[int] = ()) -> None:
+        """`unsampled`: tokens that engines never sample; the others share their probability."""
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ValueError(
@@ -374,6 +389,7 @@ class ScoringHead:
                 "supported; choose a causal language model"
             )
         self._shape = LogitShape()
+        self._unsampled = list(unsampled)
         self._model_path = model_path
         self._head = head
         self._forward_of_model = model.forward
@@ -405,18 +421,29 @@ class ScoringHead:
         return score_tokens(
             hidden_NH,
             self._head.weight,
-            self._head.bias,
+            self._bias(),
             wanted.targets_N,
             wanted.temperatures_N,
             candidates=wanted.candidates,
             shape=self._shape,
         )
 
+    def _bias(self) -> Tensor | None:
+        bias = self._head.bias
+        if not self._unsampled:
+            return bias
+        if bias is None:
+            bias = self._head.weight.new_zeros(len(self._head.weight), dtype=torch.float32)
+        chosen = torch.tensor(self._unsampled, device=bias.device)
+        return bias.index_fill(0, chosen, _MASKED)
+
     def _keep(self, head: nn.Module, inputs: object, output: Tensor) -> None:
         self._scores = output
 
     def _watch(self, embeddings: nn.Module, inputs: object, output: Tensor) -> None:
         self._not_finite = torch.zeros(output.shape[:2], dtype=torch.bool, device=output.device)
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()  # of frozen embeddings, whose gradient is watched all the same
         if output.requires_grad:
             output.register_hook(self._note_not_finite)  # type: ignore[no-untyped-call]
 

@@ -94,7 +94,7 @@ def _chars_of_bytes() -> list[str]:
 
 
 def model_config(config: ScratchModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    """What the config.json of the model says."""
+    """The content of the model's config.json."""
     return Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=config.hidden_size,

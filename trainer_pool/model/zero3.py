@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-3 around a Hugging Face causal language model; the only import of deepspeed.
+"""Passes and updates of a Hugging Face causal language model under DeepSpeed ZeRO-3.
+
+This is the only import of deepspeed.
 
 Parameters, gradients and Adam's moments are sharded. Unless noted otherwise, every public method is
 a collective: all ranks call it, in the same order.
@@ -10,12 +12,10 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
-from socket import socket
 from typing import Any
 
 import deepspeed
@@ -24,84 +24,52 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
-from transformers import AutoModelForCausalLM
 from transformers.integrations import HfDeepSpeedConfig
 
-from configs.choices import Backend, Dtype
-from configs.schema import TrainerConfig
-from trainer_pool.collectives import Collectives
+from buffer.types import TrajectoryGroup
+from configs.choices import Dtype
+from configs.schema import LoraConfig, TrainerConfig
+from trainer_pool.collectives import RankAddress
 from trainer_pool.data.packing import MicroBatch, PackedRow, PassCost, packed_row
 from trainer_pool.model import attention
-from trainer_pool.model.checkpoint_names import check_names, check_tied_head
+from trainer_pool.model.checkpoint_names import (
+    check_names,
+    check_tied_head,
+    checkpoint_parts,
+    is_tied,
+)
 from trainer_pool.model.head import Candidates, Scores, ScoringHead, TokensToScore
+from trainer_pool.model.loading import load_model
+from trainer_pool.model.lora import (
+    adapter_name,
+    add_adapter,
+    base_name,
+    is_adapters,
+)
+from trainer_pool.model.pictures import check_pictures, find_tower
+from trainer_pool.model.recomputing import recompute_layers
+from trainer_pool.model.reference import Reference
+from trainer_pool.model.routers import gates
+from trainer_pool.model.routing import RoutingReplay, check_routes
+from trainer_pool.model.sequence import RowPart, SequenceGroup, check_heads, join_sequence_group
+from trainer_pool.model.sharded_state import ShardedState
+from trainer_pool.state.adapter import Adapter
 from trainer_pool.state.export import write_model
-from trainer_pool.state.shards import ShardReader
-from weight_sync.layout import Layout
-from weight_sync.sender.snapshot import Shard
-from weight_sync.types import TensorSpec
 
-Shape = tuple[int, ...]
 _GATHER_ELEMENTS = 50_000_000
 """Elements gathered on every rank at once during an export."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class RankAddress:
-    """This process's rank, and the address on which rank 0 listens."""
+class Zero3Policy:
+    """A policy whose weights are sharded over the ranks, with its optimizer.
 
-    rank: int
-    num_ranks: int
-    host: str
-    port: int
-    uses_gpu: bool
+    Example, one update by two micro-batches:
 
-    @property
-    def device(self) -> torch.device:
-        # Ray shows each rank its own GPU only, so it is always device 0.
-        return torch.device("cuda", 0) if self.uses_gpu else torch.device("cpu")
-
-
-def join_ranks(
-    address: RankAddress, backend: Backend, timeout_s: float, listener: socket | None
-) -> Collectives:
-    """Join the other ranks in torch's default process group; returns when all have joined.
-
-    Rank 0 passes the socket that listens at `address`: torch would listen on all interfaces.
+        policy = Zero3Policy("a/model", config, address)    # after join_ranks()
+        for batch in micro_batches:
+            policy.backward(-policy.score(batch).logprobs.sum() / num_tokens)
+        norm = policy.step(learning_rate=1e-6)
     """
-    if not address.uses_gpu:
-        # Otherwise deepspeed runs numactl in every step to find this number.
-        os.environ.setdefault("LOCAL_SIZE", "1")
-    # On a CPU deepspeed would compile a shared-memory transport here, which takes minutes.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    name = backend.value if backend is not Backend.auto else "nccl" if address.uses_gpu else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(
-        address.host,
-        address.port,
-        None,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    dist.init_process_group(
-        name, store=store, rank=address.rank, world_size=address.num_ranks, timeout=timeout
-    )
-    # deepspeed uses the existing group.
-    deepspeed.init_distributed(dist_backend=name, auto_mpi_discovery=False, verbose=False)
-    device = address.device if name == "nccl" else torch.device("cpu")
-    return Collectives(rank=address.rank, num_ranks=address.num_ranks, device=device, store=store)
-
-
-def leave_ranks() -> None:
-    """Close the default process group; a dead peer does not delay it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class Zero3Engine:
-    """A policy whose weights are sharded over the ranks, with its optimizer."""
 
     def __init__(
         self,
@@ -110,70 +78,98 @@ class Zero3Engine:
         address: RankAddress,
         *,
         trust_remote_code: bool = False,
+        lora: LoraConfig | None = None,
     ) -> None:
-        _quieten()
+        """`lora`: an adapter is trained instead of the weights."""
+        _prepare(address)
         self.device = address.device
         self.num_ranks = address.num_ranks
         self._model_path = model_path
         self._trust_remote_code = trust_remote_code
+        self._lora = lora
         dtype = _resolve_dtype(config.dtype, uses_gpu=address.uses_gpu)
         settings = _settings(config, dtype, uses_gpu=address.uses_gpu)
         # While this object exists, from_pretrained shards each weight as it is read, so that no
         # rank ever has the whole model in memory.
         self._hf_settings = HfDeepSpeedConfig(settings)
-        model = _load(model_path, dtype, trust_remote_code=trust_remote_code)
-        check_names(model_path, (name for name, _ in model.named_parameters()))
+        model = load_model(model_path, dtype, trust_remote_code=trust_remote_code)
+        parts = checkpoint_parts(model)
+        check_names(model_path, parts)
         check_tied_head(model_path, model)
+        check_heads(config.sequence_parallel_size, model.config)
+        self._tower = find_tower(
+            model,
+            model_path,
+            trust_remote_code=trust_remote_code,
+            is_changed=lora is not None or config.sequence_parallel_size > 1,
+        )
+        if lora is not None:
+            add_adapter(model, lora, model_path)
         # Whole decoder layers are gathered and reduced at once: fewer collectives, and far fewer
         # of deepspeed's Python hooks.
         deepspeed.utils.set_z3_leaf_modules(
             model, list(model._no_split_modules or ()), raise_if_not_found=False
         )
+        self.gates = gates(model)
+        """The routers of a mixture of experts, by layer."""
         if config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model, offload=config.offload_activations)
         # A torch optimizer: one named in `settings` would be compiled first.
         adam = torch.optim.AdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_epsilon,
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._engine: Any
-        self._engine, *_ = deepspeed.initialize(
+        self._deepspeed: Any
+        self._deepspeed, *_ = deepspeed.initialize(
             model=model, optimizer=adam, config=settings, dist_init_required=False
         )
         self._create_moments()
-        self._reference: dict[str, Tensor] = {}
+        self.state = ShardedState(
+            self._deepspeed, address.num_ranks, model_path, parts, is_adapter=lora is not None
+        )
+        self._sequence: SequenceGroup | None = None
+        if config.sequence_parallel_size > 1:
+            self._sequence = join_sequence_group(config.sequence_parallel_size, config.timeout_s)
+        self.part: RowPart | None = None
+        """This rank's part of the last pass's row, if rows are split."""
+        self._reference: Reference | None = None
+        self._replay: RoutingReplay | None = None
+        """From the first pass with known experts on."""
         self._norm_limit = math.inf
-        adam.register_step_pre_hook(self._skip_update)
-        self._engine.eval()
+        self._max_grad_value = config.max_grad_value
+        adam.register_step_pre_hook(self._skip_or_clip)
+        self._deepspeed.eval()
         attention.check_model(model_path, self.logits, self.device)
-        self._engine.train()
-        self._head = ScoringHead(self._engine.module, model_path)
+        self._deepspeed.train()
+        unsampled = () if self._tower is None else self._tower.unsampled
+        self._head = ScoringHead(self._deepspeed.module, model_path, unsampled)
         two = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._head.learn_shape(lambda: self._forward(packed_row([two]), two[1:]))
 
-    @property
+    @cached_property
     def cost(self) -> PassCost:
-        """The cost of a token and of a pair of tokens in a pass, from the shape of the model. Not a
-        collective."""
-        model = self._engine.module
+        """The cost of a token and of a pair of tokens in a pass on this rank, from the shape of the
+        model. Not a collective."""
+        model = self._deepspeed.module
         config = model.config.get_text_config()
-        weights = {id(p): p.ds_numel for p in model.parameters()}
-        if not config.tie_word_embeddings:  # rows of it are looked up, not multiplied
+        weights = {id(p): p.ds_numel * _active(p, config) for p in model.parameters()}
+        if not is_tied(model.config):  # rows of it are looked up, not multiplied
             del weights[id(model.get_input_embeddings().weight)]
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_ranks = 1 if self._sequence is None else self._sequence.size
         return PassCost(
-            per_token=float(sum(weights.values())),
-            per_pair=2.0 * config.num_hidden_layers * config.num_attention_heads * size,
+            per_token=sum(weights.values()) / num_ranks,
+            per_pair=2.0 * config.num_hidden_layers * config.num_attention_heads * size / num_ranks,
         )
 
     def _create_moments(self) -> None:
         """Create the moments that AdamW would create in its first step: a checkpoint is restored
         before it."""
-        optimizer = self._engine.optimizer
+        optimizer = self._deepspeed.optimizer
         for flat in optimizer.fp32_partitioned_groups_flat:
             optimizer.optimizer.state[flat] = {
                 "step": torch.zeros((), dtype=torch.float32, device=flat.device),
@@ -184,8 +180,7 @@ class Zero3Engine:
     def logits(self, row: PackedRow, places_N: Tensor) -> Tensor:
         """[N, V] next-token logits at these positions of a packed row; only before the head is
         replaced by `score`'s."""
-        logits: Tensor = self._forward(row, places_N).logits[0]
-        return logits
+        return self._forward(row, places_N)[0]
 
     def score(self, batch: MicroBatch) -> Scores:
         """The policy's scores of a micro-batch's N trained tokens, each among its candidates."""
@@ -202,69 +197,85 @@ class Zero3Engine:
         logprobs, entropy, sum_squares = self._forward(batch.row, batch.places_N, wanted=wanted)
         return Scores(logprobs, entropy, sum_squares.detach())
 
-    def _forward(self, row: PackedRow, places_N: Tensor, **wanted: TokensToScore) -> Any:
-        return self._engine(
-            input_ids=row.tokens_L.unsqueeze(0),
-            position_ids=row.position_ids_L.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=places_N,
-            **attention.arguments(row),
-            **wanted,
-        )
+    def check_routes(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Raises ValueError naming a group whose experts are not the model's. Not a collective."""
+        check_routes(self._model_path, self._deepspeed.module, groups)
 
-    def hold_reference(self, model_path: str, *, offload: bool) -> None:
-        """Keep this rank's shards of another model of the same shape, as `algorithm.kl.reference`;
-        with `offload` in host memory. Raises ValueError if its shape is another."""
-        own = dict(self._engine.module.named_parameters())
-        dtype = next(iter(own.values())).ds_tensor.dtype
-        model = _load(
-            model_path,
-            dtype,
-            trust_remote_code=self._trust_remote_code,
-            setting="algorithm.kl.reference",
-        )
-        theirs = dict(model.named_parameters())
-        shapes = [{name: tuple(p.ds_shape) for name, p in of.items()} for of in (own, theirs)]
-        if wrong := _differences(*shapes):
-            raise ValueError(
-                f"algorithm.kl.reference={model_path!r}: it and the policy differ in the shape of "
-                f"{wrong}; choose a model of the same shape as model.path={self._model_path!r}"
+    def check_pictures(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Raises ValueError naming a group whose pictures are not the model's. Not a collective."""
+        check_pictures(self._tower, groups, self._model_path)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Some pass has had tokens whose experts are known."""
+        return self._replay is not None
+
+    def take_routing(self) -> dict[str, Tensor]:
+        """Returns the sums of `RoutingReplay.take`, of all parts of the rows; a collective of the
+        ranks that split them."""
+        found = {} if self._replay is None else self._replay.take()
+        if (part := self.part) is None:
+            return found
+        return {name: part.add_up(pair) for name, pair in found.items()}
+
+    def _forward(
+        self, row: PackedRow, places_N: Tensor, wanted: TokensToScore | None = None
+    ) -> Tensor:
+        """[3, N] scores, or [1, N, V] logits if none are `wanted`."""
+        part, routes = None, row.routes_LC
+        tokens, positions = row.tokens_L, row.position_ids_L
+        if self._sequence is not None:
+            part = self._sequence.part(row, places_N)
+            tokens, positions, routes = part.tokens_M, part.position_ids_M, part.routes_MC
+            places_N, wanted = part.places, wanted and part.wanted(wanted)
+        self.part = part
+        inputs: dict[str, Tensor | None] = {"position_ids": positions.unsqueeze(0)}
+        if self._tower is not None:
+            inputs |= self._tower.inputs(row)
+        if routes is not None and self._replay is None:
+            self._replay = RoutingReplay(self._deepspeed.module)
+        with nullcontext() if self._replay is None else self._replay.of(routes):
+            output = self._deepspeed(
+                input_ids=tokens.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=places_N,
+                **inputs,
+                **attention.arguments(row, part),
+                **({} if wanted is None else {"wanted": wanted}),
             )
-        for name, parameter in theirs.items():
-            shard = parameter.ds_tensor.data.detach().clone()
-            if offload and shard.is_cuda:
-                shard = shard.cpu().pin_memory()
-            self._reference[name] = shard
+        # transformers' own output, until the head is replaced.
+        found: Tensor = output if isinstance(output, Tensor) else output.logits
+        if part is None:
+            return found
+        return part.join(found) if wanted else part.join(found.mT).mT
 
-    @contextmanager
-    def reference(self) -> Iterator[None]:
+    def hold_reference(self, model_path: str | None, *, offload: bool) -> None:
+        """Keep this rank's shards of the model `algorithm.kl.reference`; None: use the base of the
+        adapted policy. Raises ValueError if its shape or its config is not the policy's."""
+        self._reference = Reference(
+            self._deepspeed,
+            model_path,
+            self._model_path,
+            offload=offload,
+            trust_remote_code=self._trust_remote_code,
+        )
+
+    def reference(self) -> AbstractContextManager[None]:
         """Inside this block, forward passes use the weights of the reference, without gradients."""
-        assert self._reference, "hold_reference() comes first"
-        own: dict[str, Tensor] = {}
-        # deepspeed may still hold gathered weights of the policy, and would use them in the next
-        # pass.
-        self._engine.optimizer.empty_partition_cache()
-        try:
-            for name, parameter in self._engine.module.named_parameters():
-                own[name] = parameter.ds_tensor.data
-                parameter.ds_tensor.data = self._reference[name].to(own[name].device)
-            with torch.no_grad():
-                yield
-        finally:
-            self._engine.optimizer.empty_partition_cache()
-            for name, parameter in self._engine.module.named_parameters():
-                if name in own:
-                    parameter.ds_tensor.data = own[name]
+        assert self._reference is not None, "hold_reference() comes first"
+        return self._reference.in_place_of_policy()
 
     def backward(self, loss: Tensor) -> Tensor:
-        """Add the gradient of `loss`; `step` applies the sum over all calls and ranks.
+        """Add the gradient of `loss`; `step` applies the sum over all calls and ranks. Ranks that
+        split a row have the same loss, which counts once.
 
         Returns bool [L]: the positions of the last scored row whose input embedding has a gradient
         that is not finite. A trajectory's gradient reaches only its own positions and shared ones.
         """
         # deepspeed averages over the ranks, but the losses here are shares of one global sum.
-        self._engine.backward(loss * self.num_ranks)
-        return self._head.take_not_finite()
+        self._deepspeed.backward(loss * self.num_ranks)
+        not_finite = self._head.take_not_finite()
+        return not_finite if self.part is None else self.part.join_flags(not_finite)
 
     def step(
         self, learning_rate: float, *, norm_limit: float | None = None, divisor: float = 1.0
@@ -276,59 +287,36 @@ class Zero3Engine:
         above `norm_limit`, no rank changes its weights or optimizer.
         """
         self._norm_limit = math.inf if norm_limit is None else norm_limit
-        for group in self._engine.optimizer.param_groups:
+        for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate
         # deepspeed divides by it, as if the losses had been scaled.
-        self._engine.optimizer.loss_scale = divisor
-        self._engine.step()
-        self._engine.optimizer.loss_scale = 1.0
-        if not self._engine.was_step_applied():
+        self._deepspeed.optimizer.loss_scale = divisor
+        self._deepspeed.step()
+        self._deepspeed.optimizer.loss_scale = 1.0
+        if not self._deepspeed.was_step_applied():
             return None
-        return float(self._engine.get_global_grad_norm())
+        return float(self._deepspeed.get_global_grad_norm())
 
-    def _skip_update(self, adam: torch.optim.Optimizer, *_: object) -> None:
+    def _skip_or_clip(self, adam: torch.optim.Optimizer, *_: object) -> None:
         # With a zero gradient Adam would still change the weights, by momentum and weight decay.
         # deepspeed sets `params` again before each update. Their gradients must stay: offloaded
         # ones are buffers that the next update fills. The norm is global, so all ranks agree.
-        if not 0 < self._engine.optimizer._global_grad_norm <= self._norm_limit:
+        if not 0 < self._deepspeed.optimizer._global_grad_norm <= self._norm_limit:
             for group in adam.param_groups:
                 group["params"] = []
+        elif (most := self._max_grad_value) is not None:
+            for group in adam.param_groups:
+                for shard in group["params"]:
+                    shard.grad.clamp_(-most, most)
 
     def reset_optimizer(self) -> None:
         """Reset Adam's moments; the weights stay. Not a collective."""
-        for state in self._engine.optimizer.optimizer.state.values():
+        for state in self._deepspeed.optimizer.optimizer.state.values():
             for value in state.values():
                 value.zero_()
 
-    def layout(self, serving_dtype: str) -> Layout:
-        """Every parameter by its Hugging Face name, as engines serve it. Not a collective.
-
-        A tied output head is not listed. Raises RuntimeError if deepspeed has sharded a parameter
-        differently from the layout.
-        """
-        parameters = list(self._engine.module.named_parameters())
-        specs = [
-            TensorSpec(name=name, dtype=serving_dtype, shape=tuple(parameter.ds_shape))
-            for name, parameter in parameters
-        ]
-        layout = Layout.of(specs, self.num_ranks)
-        for name, parameter in parameters:
-            share = -(-parameter.ds_numel // self.num_ranks)
-            if parameter.ds_tensor.numel() != share:
-                raise RuntimeError(
-                    f"deepspeed gave this rank {parameter.ds_tensor.numel()} elements of {name}, "
-                    f"not a share of {share}: weights can only be sent from shares of that size"
-                )
-        return layout
-
-    def shards(self) -> Iterator[Shard]:
-        """This rank's piece of each parameter, as views of the live weights. Not a collective."""
-        for name, parameter in self._engine.module.named_parameters():
-            start, stop = self._own_range(parameter)
-            yield Shard(name=name, tensor=parameter.ds_tensor.data.flatten()[: stop - start])
-
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every full parameter by its Hugging Face name, in the same order on all ranks.
+        """Every full parameter by its name in the module, in the same order on all ranks.
 
         A tensor is valid only until the iterator advances, so copy it to keep it. Every rank must
         iterate to the end, or the others wait for it.
@@ -341,7 +329,7 @@ class Zero3Engine:
     def _gather_buckets(self) -> Iterator[list[tuple[str, Any]]]:
         bucket: list[tuple[str, Any]] = []
         num_elements = 0
-        for name, parameter in self._engine.module.named_parameters():
+        for name, parameter in self._deepspeed.module.named_parameters():
             if bucket and num_elements + parameter.ds_numel > _GATHER_ELEMENTS:
                 yield bucket
                 bucket, num_elements = [], 0
@@ -349,162 +337,62 @@ class Zero3Engine:
             num_elements += parameter.ds_numel
         yield bucket
 
-    # The training state, for checkpoints ---------------------------------------------------------
-
-    def state_layout(self) -> Layout:
-        """The whole tensors that `restore_state` needs: the float32 weights of each trained
-        parameter, as NAME, and its optimizer's state, as NAME:KEY. Not a collective."""
-        specs = []
-        for name, parameter in self._engine.module.named_parameters():
-            shape = tuple(parameter.ds_shape)
-            for key in ("", *self._optimizer_keys(parameter)):
-                dtype = torch.float32 if parameter.requires_grad else parameter.ds_tensor.dtype
-                text = str(dtype).removeprefix("torch.")
-                specs.append(TensorSpec(name=_state_name(name, key), dtype=text, shape=shape))
-        return Layout.of(specs, self.num_ranks)
-
-    def state_shards(self) -> Iterator[Shard]:
-        """This rank's pieces of `state_layout`, as views of the live state. Not a collective."""
-        for name, parameter in self._engine.module.named_parameters():
-            start, stop = self._own_range(parameter)
-            for key in ("", *self._optimizer_keys(parameter)):
-                tensor = self._local_state(parameter, key)[: stop - start]
-                yield Shard(name=_state_name(name, key), tensor=tensor)
-
-    @property
-    def num_updates(self) -> int:
-        """Updates of the optimizer since its state was new, by which Adam corrects its bias. Not a
-        collective."""
-        states = self._engine.optimizer.optimizer.state.values()
-        return max((int(state["step"]) for state in states if "step" in state), default=0)
-
-    def restore_state(self, reader: ShardReader, num_updates: int) -> None:
-        """Continue from a state that any number of ranks wrote. Not a collective.
-
-        Raises ValueError if it is that of another model.
-        """
-        expected = {spec.name: spec.shape for spec in self.state_layout().tensors}
-        found = {spec.name: spec.shape for spec in reader.layout.tensors}
-        if wrong := _differences(expected, found):
-            raise ValueError(
-                f"the checkpoint is of another model: it and model.path={self._model_path!r} "
-                f"differ in {wrong}; set model.path to the model that the run began with"
-            )
-        for name, parameter in self._engine.module.named_parameters():
-            start, stop = self._own_range(parameter)
-            for key in ("", *self._optimizer_keys(parameter)):
-                piece = reader.read(_state_name(name, key), start, stop)
-                self._local_state(parameter, key)[: stop - start].copy_(piece)
-                if not key:
-                    parameter.ds_tensor.data.flatten()[: stop - start].copy_(piece)
-        for state in self._engine.optimizer.optimizer.state.values():
-            if "step" in state:
-                state["step"].fill_(num_updates)
-
-    def _own_range(self, parameter: Any) -> tuple[int, int]:
-        """This rank's elements of the flattened parameter, without the last ranks' padding."""
-        share = parameter.ds_tensor.numel()
-        start = min(dist.get_rank() * share, parameter.ds_numel)
-        return start, min(start + share, parameter.ds_numel)
-
-    def _optimizer_keys(self, parameter: Any) -> list[str]:
-        """Names of the optimizer's state that is as large as the parameter."""
-        if not parameter.requires_grad:
-            return []
-        flat, _, _ = self._place(parameter)
-        state = self._engine.optimizer.optimizer.state[flat]
-        return sorted(key for key, value in state.items() if value.numel() == flat.numel())
-
-    def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
-        """The flat float32 weights that contain this rank's piece, the piece's start, its size."""
-        optimizer = self._engine.optimizer
-        group, begin, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        return optimizer.fp32_partitioned_groups_flat[group], begin, size
-
-    def _local_state(self, parameter: Any, key: str) -> Tensor:
-        """[share] the float32 weights of this rank's piece, or the optimizer's state of this key;
-        the piece itself of a parameter that is not trained."""
-        if not parameter.requires_grad:
-            frozen: Tensor = parameter.ds_tensor.detach().flatten()
-            return frozen
-        # deepspeed's own functions copy what is offloaded to the GPU.
-        flat, begin, size = self._place(parameter)
-        whole: Tensor = self._engine.optimizer.optimizer.state[flat][key] if key else flat
-        return whole.detach().narrow(0, begin, size)
-
     def export(self, folder: Path) -> None:
-        """Write the whole model for `from_pretrained`; rank 0 does the work. Raises OSError."""
-        is_writer = dist.get_rank() == 0
-        weights = {
-            name: tensor.to("cpu", copy=True) for name, tensor in self.named_tensors() if is_writer
-        }
-        if is_writer:
-            write_model(
-                folder,
-                self._engine.module,
-                weights,
-                self._model_path,
-                trust_remote_code=self._trust_remote_code,
-            )
+        """Write the whole model for `from_pretrained`, an adapter beside it too; rank 0 does the
+        work. Raises OSError."""
+        is_writer, tensors = dist.get_rank() == 0, dict[str, Tensor]()
+        for name, tensor in self.named_tensors():
+            if is_writer:
+                tensors[name] = tensor.to("cpu", copy=True)
+        if not is_writer:
+            return
+        adapter, module = None, self._deepspeed.module
+        if self._lora is not None:
+            own = [name for name in tensors if is_adapters(name)]
+            factors = {adapter_name(name): tensors.pop(name) for name in own}
+            adapter = Adapter(config=self._lora, tensors=factors)
+        weights = {base_name(name): tensors.pop(name) for name in list(tensors)}
+        if adapter is not None:
+            for name, weight in weights.items():
+                weights[name] = adapter.merged(name, weight, weight.dtype)
+        # The saved ones: corrections of an expert's scores are no parameters.
+        saved = module.state_dict().keys()
+        weights |= {name: b.cpu() for name, b in module.named_buffers() if name in saved}
+        write_model(
+            folder,
+            module,
+            weights,
+            self._model_path,
+            trust_remote_code=self._trust_remote_code,
+            adapter=adapter,
+        )
 
     def close(self) -> None:
         """Remove deepspeed's hooks from the model and free its buffers. Not a collective."""
-        self._engine.destroy()
+        self._deepspeed.destroy()
 
 
-def _load(
-    model_path: str,
-    dtype: torch.dtype,
-    *,
-    trust_remote_code: bool,
-    setting: str = "model.path",
-) -> Any:
-    """The torch module; transformers' annotation of it is too loose to use."""
-
-    def build() -> Any:
-        return AutoModelForCausalLM.from_pretrained(
-            model_path,
-            dtype=dtype,
-            attn_implementation=attention.PACKED,
-            trust_remote_code=trust_remote_code,
-        )
-
-    try:
-        return without_dropout(attention.packable(model_path, build))
-    except OSError as error:
-        raise ValueError(
-            f"{setting}={model_path!r}: neither a folder with a Hugging Face model nor the name "
-            f"of one that can be reached; correct {setting} ({error})"
-        ) from error
+def _active(parameter: Any, config: Any) -> float:
+    """The share of a parameter that one token is multiplied with."""
+    if len(parameter.ds_shape) != 3:  # of a tower there are convolutions
+        return 1.0
+    return float(config.num_experts_per_tok / parameter.ds_shape[0])
 
 
-def without_dropout(model: Any) -> Any:
-    """The model with all its dropout at 0, in training too.
-
-    The engines sample without dropout. With it the policy's log-probabilities would be noisy, and
-    so would the ratio of policies, which multiplies the advantages.
-    """
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    return model
-
-
-def _differences(mine: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
-    """The first names of tensors whose shapes differ, or that only one of the two has."""
-    wrong = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
-    return ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")
-
-
-def _state_name(parameter: str, key: str) -> str:
-    return f"{parameter}:{key}" if key else parameter
-
-
-def _quieten() -> None:
+def _prepare(address: RankAddress) -> None:
+    if not address.uses_gpu:
+        # Otherwise deepspeed runs numactl in every step to find this number.
+        os.environ.setdefault("LOCAL_SIZE", "1")
+    # deepspeed would try which of its operators can be compiled here, with nvcc for a GPU, and on a
+    # CPU compile a shared-memory transport, which takes minutes.
+    deepspeed.ops.__compatible_ops__ = {}
+    # It uses the existing group.
+    deepspeed.init_distributed(
+        dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False
+    )
     deepspeed.utils.logger.setLevel(logging.WARNING)
+    # Ranges for a profiler of GPUs, around hundreds of Python functions in each pass.
+    deepspeed.utils.nvtx.enable_nvtx = False
     # deepspeed 0.19 uses names of collectives that torch 2.13 deprecates, many times per step.
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning

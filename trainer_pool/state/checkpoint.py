@@ -8,7 +8,7 @@
         groups.dump             the buffer's groups, for a resume with an empty Redis
         checksums.json          sizes and CRC-32 of the others; the dump has its own inside
       latest                    names the newest complete one
-      version                   the newest number that weights were published under
+      version                   the newest number that was announced for weights
 
 Written, synced to disk, renamed, and only then named by `latest`: after `commit` returns, the
 checkpoint survives a crash of the machine, and its groups may be acknowledged.
@@ -29,7 +29,7 @@ from isal.isal_zlib import crc32
 
 from buffer.types import PromptRef
 from configs.run_files import read_json, read_text
-from weight_sync.types import Count
+from tensors.layout import Count
 
 GROUPS_FILE = "groups.dump"
 _STATE_FILE = "state.json"
@@ -72,7 +72,15 @@ class TrainState:
 
 class CheckpointStore:
     """A run's checkpoints. Rank 0 calls `begin` and `commit` or `discard`; in between all ranks
-    write."""
+    write.
+
+    Example:
+
+        store.begin(50)
+        ...                               # each rank writes to store.writing_folder(50)
+        store.commit(state)               # durable, as checkpoints/step-000050
+        folder, state = store.latest()
+    """
 
     def __init__(self, folder: Path, *, num_kept: int = 2, keep_every: int | None = None) -> None:
         """Keeps the newest `num_kept`, and those of every `keep_every` steps for ever."""

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from isal.isal_zlib import crc32
 
 from configs.run_files import parse_json, read_bytes
+from tensors.layout import Count, Layout
+from tensors.snapshots import Shard
 from trainer_pool.collectives import Collectives
 from trainer_pool.state.checkpoint import (
     Checksum,
@@ -48,9 +50,6 @@ from trainer_pool.state.shards import (
     write_pieces,
     write_rng,
 )
-from weight_sync.layout import Layout
-from weight_sync.sender.snapshot import Shard
-from weight_sync.types import Count
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class _Note:
     state: TrainState
     unsaved: list[tuple[Count, tuple[str, ...]]]
     checksums: dict[str, Checksum]
-    """Of the rank's other files, by name."""
+    """Checksums of the rank's other files, by name."""
 
 
 class PeerCopies:
@@ -83,8 +82,8 @@ class PeerCopies:
 
     Example:
 
-        copies = PeerCopies(folder, engine.state_layout(), ranks, timeout_s=600)
-        copies.save(state, unsaved, engine.state_shards())   # after a step
+        copies = PeerCopies(folder, policy.state.layout(), ranks, timeout_s=600)
+        copies.save(state, unsaved, policy.state.shards())   # after a step
         ...
         found = copies.newest(after=8)                       # in the ranks that follow
     """

@@ -28,9 +28,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.run_files import read_json
+from tensors.layout import Layout, TensorSpec
 from trainer_pool.state.checkpoint import Checksum
-from weight_sync.layout import Layout
-from weight_sync.types import TensorSpec
 
 LAYOUT_FILE = "layout.json"
 _SYNC_BYTES = 256 * 2**20
@@ -119,7 +118,7 @@ class _NumpyNumbers:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _RandomNumbers:
-    """What `capture_rng` returned."""
+    """The text that `capture_rng` returned."""
 
     cpu: str
     numpy: _NumpyNumbers

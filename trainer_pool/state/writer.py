@@ -20,6 +20,8 @@ from pathlib import Path
 import msgspec
 from torch._C._distributed_c10d import TCPStore
 
+from tensors.layout import Layout
+from tensors.snapshots import Shard, Snapshots
 from trainer_pool.collectives import Collectives
 from trainer_pool.state.checkpoint import GROUPS_FILE, CheckpointStore, Checksum, TrainState
 from trainer_pool.state.shards import (
@@ -29,13 +31,11 @@ from trainer_pool.state.shards import (
     write_rng,
     write_shards,
 )
-from weight_sync.layout import Layout
-from weight_sync.sender.snapshot import Shard, Snapshots
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Notice:
-    """What a rank tells rank 0 of its files."""
+    """A rank's report to rank 0 on its files."""
 
     error: str | None = None
     shards: Checksum | None = None
@@ -43,7 +43,7 @@ class _Notice:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class SaveReport:
-    """How the writing of one checkpoint ended, on rank 0."""
+    """The end of writing one checkpoint, on rank 0."""
 
     state: TrainState
     num_bytes: int
@@ -54,15 +54,28 @@ class SaveReport:
     groups_error: str | None = None
     """Why the checkpoint is without the buffer's groups."""
 
+    def record(self) -> dict[str, float | int | str]:
+        """The checkpoint's line in `metrics.jsonl`."""
+        record: dict[str, float | int | str] = {
+            "step": self.state.step,
+            "bytes": self.num_bytes,
+            "write_s": self.write_s,
+        }
+        if self.error is not None:
+            record["error"] = self.error
+        elif self.groups_error is not None:
+            record["groups_error"] = self.groups_error
+        return record
+
 
 class CheckpointWriter:
-    """One rank's part in the run's checkpoints. All ranks make the same calls, but `guard`.
+    """One rank's part in the run's checkpoints. All ranks make the same calls, but `protect_copy`.
 
     Example:
 
-        writer = CheckpointWriter(store, engine.state_layout(), ranks, ..., on_end=acknowledge)
-        writer.save(state, engine.state_shards())   # returns when they are copied
-        ...                                         # the next steps; call `guard` before updates
+        writer = CheckpointWriter(store, policy.state.layout(), ranks, ..., on_end=acknowledge)
+        writer.save(state, policy.state.shards())   # returns when they are copied
+        ...                                         # steps; call `protect_copy` before updates
         writer.finish()                             # durable, or reported to `on_end`
     """
 
@@ -102,7 +115,7 @@ class CheckpointWriter:
         wait_s = time.perf_counter() - began
         self._num_saves += 1
         error = self._begin(state)
-        if not self._ranks.broadcast_flags([error is None])[0]:
+        if not self._ranks.broadcast_flag(error is None):
             if error is not None:
                 self._on_end(SaveReport(state=state, num_bytes=0, write_s=0.0, error=error))
             return wait_s
@@ -115,9 +128,9 @@ class CheckpointWriter:
         self._thread.start()
         return wait_s
 
-    def guard(self) -> None:
+    def protect_copy(self) -> None:
         """Call before the weights change: on a GPU they may still be being copied."""
-        self._snapshots.guard()
+        self._snapshots.protect_copy()
 
     def finish(self) -> None:
         """Wait until the checkpoint that is being written is durable, or has failed."""

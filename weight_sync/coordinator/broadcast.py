@@ -1,6 +1,6 @@
-"""Delivers one version to a set of receivers, even if some of them fail meanwhile.
+"""Sends one version to a set of receivers, each of which verifies it.
 
-    weight group of the epoch ──► every rank sends, every receiver receives ──► finish
+    weight group of the epoch ──► every rank sends, every receiver receives ──► verify
       ▲                              │ a member died, stalled, gave up or refused
       └── the other receivers that ◄─┘
           still respond, from the first bucket that one lacks
@@ -18,51 +18,52 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from weight_sync.coordinator.fleet import Fleet, Member
-from weight_sync.errors import REFUSALS, ChecksumMismatch, StoreBusyError
+from tensors.layout import Layout
+from weight_sync.buckets import plan_buckets
+from weight_sync.coordinator.fleet import Backoff, Fleet, Member
 from weight_sync.group import forget_epochs
-from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.client import ReceiverClient
-from weight_sync.sender.commands import ControlError, Message, RankError, Ranks
+from weight_sync.sender.control import ControlError, Message, RankControl, RankError
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import GroupSpec, WeightSyncError
-
-K = TypeVar("K")
+from weight_sync.types import (
+    REFUSALS,
+    Captured,
+    ChecksumMismatch,
+    GroupSpec,
+    Manifest,
+    StoreBusyError,
+    Transfer,
+    WeightSyncError,
+)
 
 _MAX_FUTILE = 2
 """Futile attempts before receivers are served one at a time."""
 
 Clients = list[ReceiverClient]
-Offer = Callable[[ReceiverClient], Awaitable[None]]
-"""Called at once for a receiver that holds the version whole and verified."""
+OnArrival = Callable[[ReceiverClient], Awaitable[None]]
+"""Called at once for a receiver that has the version whole and verified."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class EncodedVersion:
     """A version that is ready to be sent on every rank."""
 
+    captured: Captured
     transfer: Transfer
-    buffer: int
-    """Index of the snapshot buffer that holds it."""
     encode_at: float
     encode_s: float
     copy_s: float = 0.0
     """Copy time of the slowest rank; on a GPU the copy runs beside training."""
     density: float = 1.0
-    """Share of the elements that are sent."""
-
-    @property
-    def version(self) -> int:
-        return self.transfer.version
+    """Fraction of the elements that are sent."""
 
     def in_full(self, layout: Layout) -> EncodedVersion:
         """The same version without a base."""
-        full = Transfer.full(self.version, layout, self.transfer.bucket_bytes)
+        full = Transfer.full(self.transfer.version, layout, self.transfer.bucket_bytes)
         return replace(self, transfer=full, density=1.0)
 
 
@@ -71,7 +72,7 @@ class Delivery:
     """Outcome of one broadcast; `*_at` in Unix time."""
 
     arrived: Clients = field(default_factory=list)
-    """Hold the version, whole and verified."""
+    """Have the version, whole and verified."""
     torn: Clients = field(default_factory=list)
     """Received bytes that do not match the manifest, and discarded them."""
     left_out: Clients = field(default_factory=list)
@@ -85,12 +86,22 @@ class Delivery:
 
 
 class Broadcaster:
-    """Owns the membership epochs. Delivers one version at a time."""
+    """Owns the membership epochs. Delivers one version at a time.
+
+        broadcaster = Broadcaster(fleet, ranks, timeouts, group, store)
+        delivery = await broadcaster.deliver(encoded, await fleet.members(clients), on_arrival)
+
+    If receivers a and b respond, and b dies when 7 of 9 buckets have arrived:
+
+        epoch 1 of a, b    all buckets from 0 on; the ranks and a give up at bucket 7
+        epoch 2 of a       buckets 7 and 8; a verifies the version, and on_arrival(a) is called
+        delivery.arrived   [a]
+    """
 
     def __init__(
         self,
         fleet: Fleet,
-        ranks: Ranks,
+        ranks: RankControl,
         timeouts: Timeouts,
         group: GroupSpec,
         store: TCPStore,
@@ -106,186 +117,181 @@ class Broadcaster:
         self._store = store
         self._members: Clients = []
         """Receivers of the current epoch, in the order of their ranks; empty after a failure."""
-        self._backoff: Backoff[ReceiverClient] = Backoff(*timeouts.backoff_s)
+        self._backoff = Backoff(*timeouts.backoff_s)
 
     @property
     def epoch(self) -> int:
         return self._group.epoch
 
     def is_backed_off(self, client: ReceiverClient) -> bool:
-        """Whether it recently failed while others could be served."""
+        """Returns whether it recently failed while others could be served."""
         return self._backoff.is_resting(client)
 
     async def deliver(
-        self, encoded: EncodedVersion, members: Iterable[Member], offer: Offer
+        self, encoded: EncodedVersion, members: Iterable[Member], on_arrival: OnArrival
     ) -> Delivery:
         """Receivers that end up neither `arrived` nor `torn` have failed; events say why."""
         delivery = Delivery()
-        prepared = await self._prepare(encoded, members)
-        trusted = [member for member in prepared if not self._backoff.has_failed(member.client)]
-        alone = [member for member in prepared if self._backoff.has_failed(member.client)]
-        failed = await self._serve(encoded, trusted, delivery, offer, _MAX_FUTILE)
+        ready = await self._make_room(encoded, members)
+        trusted = [member for member in ready if not self._backoff.has_failed(member.client)]
+        alone = [member for member in ready if self._backoff.has_failed(member.client)]
+        failed = await self._serve(encoded, trusted, delivery, on_arrival, _MAX_FUTILE)
         if len(failed) > 1:
             alone, failed = failed + alone, []
         for member in alone:
-            failed += await self._serve(encoded, [member], delivery, offer, 1)
-        await self._back_off([member.client for member in failed], delivery)
+            failed += await self._serve(encoded, [member], delivery, on_arrival, 1)
+        for client in delivery.arrived:
+            self._backoff.worked(client)
+        for member in failed if delivery.arrived else ():  # at fault: others could be served
+            rest_s = self._backoff.failed(member.client)
+            detail = f"left to its peers for {rest_s:g} s: it cannot be served, but others can"
+            await self._fleet.report("set_aside", member.name, detail)
         return delivery
 
-    async def _prepare(self, encoded: EncodedVersion, members: Iterable[Member]) -> list[Member]:
+    async def _make_room(self, encoded: EncodedVersion, members: Iterable[Member]) -> list[Member]:
         """The members that have room for the version."""
         by_client = {member.client: member for member in members}
+        layout = self._timeouts.layout
 
-        async def prepare(client: ReceiverClient) -> None:
+        async def make_room(client: ReceiverClient) -> None:
             status = by_client[client].status
-            layout = self._timeouts.layout
             if status.layout_digest != layout.digest:
                 request = client.set_layout(layout, timeout_s=self._timeouts.prepare_s)
                 await self._fleet.call(client, request)
-            elif status.obstacle and encoded.version not in status.complete:
+            elif status.obstacle and encoded.transfer.version not in status.complete:
                 raise StoreBusyError(status.obstacle)
 
-        ready = await self._fleet.ask(by_client, prepare, "left_out")
-        return [by_client[client] for client in ready]
+        return [by_client[c] for c in await self._fleet.ask(by_client, make_room, "left_out")]
 
     async def _serve(
         self,
         encoded: EncodedVersion,
         members: list[Member],
         delivery: Delivery,
-        offer: Offer,
+        on_arrival: OnArrival,
         max_futile: int,
     ) -> list[Member]:
-        """Send, verify and offer. Returns receivers that respond but could not be served."""
+        """Send and verify. Returns receivers that respond but could not be served."""
         num_futile = 0
         while members:
             clients = [member.client for member in members]
-            first = min(member.num_placed(encoded.transfer) for member in members)
-            error = await self._attempt(encoded, clients, first, delivery)
-            if error is None:
-                await self._finish(encoded, clients, delivery, offer)
+            try:
+                manifest = await self._send(encoded, members, delivery)
+            except ControlError:
+                raise
+            except WeightSyncError as failure:
+                self._members = []
+                tried = [client for client in clients if client not in delivery.left_out]
+                members = await self._fleet.members(tried)
+                num_futile += len(members) == len(clients)
+                if num_futile == max_futile:
+                    for member in members:
+                        detail = str(failure)
+                        await self._fleet.report_failure(member.client, "undelivered", detail)
+                    return members
+            else:
+                await self._verify(manifest, clients, delivery, on_arrival)
                 return []
-            self._members = []
-            tried = [client for client in clients if client not in delivery.left_out]
-            members = await self._fleet.members(tried)
-            num_futile += len(members) == len(clients)
-            if num_futile == max_futile:
-                for member in members:
-                    await self._fleet.report_failure(member.client, "undelivered", str(error))
-                return members
         return []
 
-    async def _back_off(self, failed: Clients, delivery: Delivery) -> None:
-        """Receivers that failed alone are at fault if others could be served."""
-        for client in delivery.arrived:
-            self._backoff.worked(client)
-        for client in failed if delivery.arrived else ():
-            rest_s = self._backoff.failed(client)
-            detail = f"left to its peers for {rest_s:g} s: it cannot be served, but others can"
-            await self._fleet.report("set_aside", client.name, detail)
+    async def _send(
+        self, encoded: EncodedVersion, members: list[Member], delivery: Delivery
+    ) -> Manifest:
+        """Send, in one epoch, every bucket that a member lacks. Returns what they must have then.
 
-    async def _attempt(
-        self, encoded: EncodedVersion, clients: Clients, first: float, delivery: Delivery
-    ) -> WeightSyncError | None:
-        """Send, in one epoch, every bucket from `first` on. Returns the error, if any."""
-        if self._members != clients and (error := await self._join(clients, delivery)):
-            return error
+        Raises the first failure of a member.
+        """
+        clients = [member.client for member in members]
+        if self._members != clients:
+            await self._join(clients, delivery)
         delivery.wire_at = delivery.wire_at or time.time()
-        error = None
-        if first < math.inf:
-            error = await self._transmit(encoded, clients, int(first), delivery)
-        if error is None and not delivery.arrived:
-            delivery.wire_s = time.time() - delivery.wire_at
-        return error
-
-    async def _join(self, clients: Clients, delivery: Delivery) -> WeightSyncError | None:
-        """Form a new epoch of these receivers."""
-        spec = replace(self._group, epoch=self._group.epoch + 1, receivers=_names(clients))
-        self._group = spec
-        await self._fleet.report("epoch", spec.receivers, f"epoch {spec.epoch} of the weight group")
-        timeout_s = self._timeouts.join_s
-        joins = {client: client.join(spec, timeout_s=timeout_s) for client in clients}
-        command = self._ranks.command({"do": "join", "group": asdict(spec)}, timeout_s)
-        error = await self._together(joins, command, delivery)
-        if error is None:
-            self._members = clients
-            forget_epochs(self._store, spec.name, spec.epoch)
-        return error
-
-    async def _transmit(
-        self, encoded: EncodedVersion, clients: Clients, first: int, delivery: Delivery
-    ) -> WeightSyncError | None:
-        num_bytes = encoded.transfer.num_wire_bytes
-        timeout_s = self._timeouts.answer_s(num_bytes)
+        transfer, layout = encoded.transfer, self._timeouts.layout
+        placed = min(member.num_placed(transfer) for member in members)
+        # Whole at all of them: nothing is left to send.
+        first = len(plan_buckets(layout, transfer)) if placed == math.inf else int(placed)
+        timeout_s = self._timeouts.answer_s(transfer.num_wire_bytes)
         receives = {
-            client: client.receive(encoded.transfer, self.epoch, first, timeout_s=timeout_s)
+            client: client.receive(transfer, self.epoch, first, timeout_s=timeout_s)
             for client in clients
         }
         message: Message = {
             "do": "send",
-            "transfer": asdict(encoded.transfer),
-            "buffer": encoded.buffer,
+            "transfer": asdict(transfer),
+            "buffer": encoded.captured.buffer,
             "first": first,
-            "total_s": self._timeouts.wire_s(num_bytes),
+            "total_s": self._timeouts.wire_s(transfer.num_wire_bytes),
         }
-        return await self._together(receives, self._ranks.command(message, timeout_s), delivery)
+        sent = await self._together(receives, self._ranks.command(message, timeout_s), delivery)
+        if not delivery.arrived:
+            delivery.wire_s = time.time() - delivery.wire_at
+        checksums = tuple(tuple(reply["checksums"]) for reply in sent)
+        return Manifest.of(transfer.version, layout, checksums)
+
+    async def _join(self, clients: Clients, delivery: Delivery) -> None:
+        """Form a new epoch of these receivers."""
+        names = tuple(client.name for client in clients)
+        spec = replace(self._group, epoch=self._group.epoch + 1, receivers=names)
+        self._group = spec
+        await self._fleet.report("epoch", names, f"epoch {spec.epoch} of the weight group")
+        timeout_s = self._timeouts.join_s
+        joins = {client: client.join(spec, timeout_s=timeout_s) for client in clients}
+        command = self._ranks.command({"do": "join", "group": asdict(spec)}, timeout_s)
+        await self._together(joins, command, delivery)
+        self._members = clients
+        forget_epochs(self._store, spec.name, spec.epoch)
 
     async def _together(
         self,
         requests: Mapping[ReceiverClient, Coroutine[Any, Any, object]],
-        command: Coroutine[Any, Any, object],
+        command: Coroutine[Any, Any, list[Message]],
         delivery: Delivery,
-    ) -> WeightSyncError | None:
+    ) -> list[Message]:
         """Run a command on the ranks and the requests to the receivers; both need each other.
 
-        Returns the first failure of a member. After one, the others give up by themselves. A
-        receiver that takes longer to give up than a bucket may take is left out, as is one that has
-        no slot for the version. Always waits for the ranks, which must be free for the next
-        command.
+        Returns the ranks' results, or raises the first failure of a member. After one, the others
+        give up by themselves. A receiver that takes longer to give up than a bucket may take is
+        left out, as is one that has no slot for the version. Always waits for the ranks, which must
+        be free for the next command.
         """
-        ranks: asyncio.Task[object] = asyncio.ensure_future(command)
+        ranks = asyncio.ensure_future(command)
         calls: dict[asyncio.Task[object], ReceiverClient] = {
             asyncio.ensure_future(self._fleet.call(client, request)): client
             for client, request in requests.items()
         }
-        tasks = [ranks, *calls]
+        tasks: list[asyncio.Task[Any]] = [ranks, *calls]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             notice_s = self._timeouts.notice_s(self._group.world_size)
-            _, pending = await asyncio.wait(tasks, timeout=notice_s)
+            _, late = await asyncio.wait(tasks, timeout=notice_s)
+            late.discard(ranks)
             await asyncio.wait([ranks])
-            late = [task for task in calls if task in pending]
             error = _first_error(task.exception() for task in tasks if task not in late)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for task, client in calls.items():
-            detail = f"busy for {notice_s:g} s after the others had given up: {error}"
-            if task not in late:
-                refusal = task.exception()
-                if not isinstance(refusal, REFUSALS):
-                    continue
+            if task in late:
+                detail = f"busy for {notice_s:g} s after the others had given up: {error}"
+            elif isinstance(refusal := task.exception(), REFUSALS):
                 detail = str(refusal)
+            else:
+                continue
             delivery.left_out.append(client)
             await self._fleet.report_failure(client, "left_out", detail)
-        return error
+        if error is not None:
+            raise error
+        return ranks.result()
 
-    async def _finish(
-        self, encoded: EncodedVersion, clients: Clients, delivery: Delivery, offer: Offer
+    async def _verify(
+        self, manifest: Manifest, clients: Clients, delivery: Delivery, on_arrival: OnArrival
     ) -> None:
-        """Offer each receiver as soon as it has verified, so that a stalled one delays no other."""
+        """Each receiver verifies by itself: a stalled one delays no other."""
         delivery.verify_at = delivery.verify_at or time.time()
         start = time.monotonic()
-        # The ranks computed them during the transfer.
-        question: Message = {"do": "checksums", "version": encoded.version}
-        sums = await self._ranks.command(question, self._timeouts.encode_s)
-        checksums = tuple(tuple(rank["checksums"]) for rank in sums)
-        manifest = Manifest.of(encoded.version, self._timeouts.layout, checksums)
 
-        async def finish(client: ReceiverClient) -> None:
-            verify_s = self._timeouts.verify_s
-            request = client.finish(manifest, timeout_s=verify_s)
+        async def verify(client: ReceiverClient) -> None:
+            request = client.verify(manifest, timeout_s=self._timeouts.verify_s)
             try:
                 await self._fleet.call(client, request)
             except ChecksumMismatch as error:
@@ -294,13 +300,9 @@ class Broadcaster:
                 return
             delivery.verify_s = max(delivery.verify_s, time.monotonic() - start)
             delivery.arrived.append(client)
-            await offer(client)
+            await on_arrival(client)
 
-        await self._fleet.ask(clients, finish, "unverified")
-
-
-def _names(clients: Clients) -> tuple[str, ...]:
-    return tuple(client.name for client in clients)
+        await self._fleet.ask(clients, verify, "unverified")
 
 
 def _first_error(outcomes: Iterable[BaseException | None]) -> WeightSyncError | None:
@@ -312,34 +314,3 @@ def _first_error(outcomes: Iterable[BaseException | None]) -> WeightSyncError | 
     # A receiver's own error says more than a rank's error about the receiver.
     errors.sort(key=lambda error: isinstance(error, RankError))
     return errors[0] if errors else None  # type: ignore[return-value]
-
-
-class Backoff(Generic[K]):
-    """Pauses for keys that failed; a pause doubles with each failure in a row."""
-
-    def __init__(
-        self, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._first_s = first_s
-        self._most_s = most_s
-        self._clock = clock
-        # Weak: a client that is no longer registered need not be removed here.
-        self._failures: WeakKeyDictionary[K, tuple[int, float]] = WeakKeyDictionary()
-        """Number of failures in a row, and until when to pause."""
-
-    def failed(self, key: K) -> float:
-        """Returns the seconds to pause from now on."""
-        number, _ = self._failures.get(key, (0, 0.0))
-        rest_s = min(self._most_s, self._first_s * 2.0 ** min(number, 60))
-        self._failures[key] = number + 1, self._clock() + rest_s
-        return rest_s
-
-    def worked(self, key: K) -> None:
-        self._failures.pop(key, None)
-
-    def has_failed(self, key: K) -> bool:
-        """Whether it failed since it last worked."""
-        return key in self._failures
-
-    def is_resting(self, key: K) -> bool:
-        return key in self._failures and self._clock() < self._failures[key][1]

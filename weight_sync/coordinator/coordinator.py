@@ -1,41 +1,43 @@
 """Rank 0's part of every publish after the copy: an event loop that delivers versions to the fleet.
 
-    pending snapshot ─► encode ─► deliver ─► staged: verified, invisible ─► published ─► released
-          ▲                          │ no receiver got it                     (the board, once)
-          └──────────────────────────┘
+    pending snapshot ─► encode ─► send ─► verify ─► mark available ─► release
+          ▲                         │ no receiver   (on the board, once)
+          └─────────────────────────┘ got it whole
 
-Meanwhile receivers that lack the published version get it from a peer, or from here if no peer
-holds it. A version becomes visible only after the board records it as published; if the trainer
-dies before that, the version never existed. A receiver's failure affects that receiver only. The
-loss of a rank or of the board ends the coordinator, and the trainer gets the error.
+Meanwhile receivers that lack the available version get it from a peer, or from here if no peer
+has it. Engines see a version only after the board records it as available; if the trainer dies
+before that, the version never existed. A receiver's failure affects that receiver only. The
+loss of a rank or of the board ends the coordinator, and the trainer gets the error. In records
+`*_at` is Unix time and `*_s` is seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
 
-from weight_sync.coordinator.broadcast import Broadcaster, EncodedVersion
+from weight_sync.coordinator.broadcast import Broadcaster, Delivery, EncodedVersion
 from weight_sync.coordinator.catch_up import CatchUp
 from weight_sync.coordinator.fleet import Fleet, Member
-from weight_sync.coordinator.versions import Fields, Published, publish_record, skipped_record
-from weight_sync.layout import Transfer
 from weight_sync.receiver.client import ReceiverClient
-from weight_sync.sender.commands import Message, RankError, Ranks
-from weight_sync.sender.snapshot_buffers import Captured, SnapshotBuffers
+from weight_sync.sender.control import Message, RankControl, RankError
+from weight_sync.sender.snapshot_buffers import SnapshotBuffers
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import GroupSpec, VersionBoard
+from weight_sync.types import Captured, GroupSpec, Transfer, VersionBoard, WeightSyncError
 
 TICK_S = 1.0
 """Interval of the checks for new receivers and of the keep-alives to idle ranks."""
 _MAX_RETRY_S = 5.0
-"""Longest pause between tries of a version that no receiver could take; the first is one tick."""
+"""Longest pause between tries of a version that no receiver has got; the first is one tick."""
 _CLOSE_S = 5.0
 _MAX_RESENDS = 2
 """Times that a version is sent again, in full, to a receiver where its checksums did not match."""
+
+Fields = dict[str, float | int | str]
 
 
 class Coordinator:
@@ -46,7 +48,7 @@ class Coordinator:
         timeouts: Timeouts,
         *,
         buffers: SnapshotBuffers,
-        ranks: Ranks,
+        ranks: RankControl,
         board: VersionBoard,
         group: GroupSpec,
         store: TCPStore,
@@ -60,10 +62,11 @@ class Coordinator:
         self._ranks = ranks
         self._board = board
         self._tasks = asyncio.TaskGroup()
+        self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._fleet = Fleet(board, timeouts, key)
         self._broadcaster = Broadcaster(self._fleet, ranks, timeouts, group, store)
-        self.published = Published(board, timeouts.config.commit_timeout_s, self._tasks)
+        self.availability = Availability(board, timeouts.config.commit_timeout_s, self._tasks)
         self._catch_up = CatchUp(timeouts, self._fleet, board, self._tasks)
         self._num_deltas = 0
         """Deltas since the last version that was sent in full."""
@@ -73,8 +76,9 @@ class Coordinator:
         """The ranks' last encoding: its version, the requested base, and the result."""
 
     def wake(self) -> None:
-        """Call when a version is pending."""
-        self._wake.set()
+        """Call when a version is pending, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._wake.set)
 
     async def run(self) -> None:
         """Ends only with an error: the loss of a rank or of the board."""
@@ -110,19 +114,22 @@ class Coordinator:
     # One version ---------------------------------------------------------------------------------
 
     async def _publish(self, captured: Captured) -> bool:
-        """Whether at least one receiver has it now; otherwise it is pending again."""
+        """Encode, send, verify, mark available, release. Returns whether a receiver got it.
+
+        If none did, the version is pending again.
+        """
         members, base_version = await self._members()
         if members:
             try:
                 encoded = await self._encode(captured, base_version)
-                await self._broadcast(captured, encoded, members)
+                await self._deliver(encoded, members)
             except RankError as error:
                 # Such as out of memory; the loss of a rank is a ControlError.
-                self.published.obstacle = str(error)
+                self.availability.obstacle = str(error)
                 await self._fleet.report("unsent", "trainer", str(error))
-        if self.published.has(captured.version):
+        if self.availability.has(captured.version):
             self._num_failures = 0
-            self._buffers.keep(captured)
+            self._buffers.delivered(captured)
             return True
         self._num_failures = min(self._num_failures + 1, 10) if members else 0
         self._buffers.give_back(captured)
@@ -131,20 +138,20 @@ class Coordinator:
     async def _members(self) -> tuple[list[Member], int | None]:
         """The receivers of the next version, and its base; None to send it in full.
 
-        While a receiver holds the published version, a publish does not wait for receivers that are
+        While a receiver has the available version, the next does not wait for receivers that are
         not ready: without room for the model yet, or without the base of a delta. They get the
-        published version from a peer and take part from then on.
+        available version from a peer and take part from then on.
         """
         clients = await self._fleet.registered()
         free = [client for client in clients if not self._catch_up.is_busy(client)]
         there = await self._fleet.members(free)
         if not there:
             names = ", ".join(client.name for client in clients)
-            self.published.obstacle = (
+            self.availability.obstacle = (
                 f"no receiver responds: {names}" if names else "no receiver is registered"
             )
         able = [m for m in there if not self._broadcaster.is_backed_off(m.client)] or there
-        version = self.published.newest
+        version = self.availability.newest
         if version is None:
             return able, None
         members = known = [m for m in able if m.status.layout_digest == self._layout.digest]
@@ -159,16 +166,12 @@ class Coordinator:
         return members, version if is_delta_due and members == current else None
 
     async def _encode(self, captured: Captured, base_version: int | None) -> EncodedVersion:
-        """The encoded version; a retry reuses the last encoding."""
-        if self._encoded is None or self._encoded[:2] != (captured.version, base_version):
-            encoded = await self._encode_on_ranks(captured, base_version)
-            self._encoded = captured.version, base_version, encoded
-        return self._encoded[2]
+        """Encode on all ranks at once; as a delta only if every rank finds few enough changes.
 
-    async def _encode_on_ranks(
-        self, captured: Captured, base_version: int | None
-    ) -> EncodedVersion:
-        """Encode on all ranks at once; as a delta only if every rank finds few enough changes."""
+        A retry reuses the last encoding.
+        """
+        if self._encoded is not None and self._encoded[:2] == (captured.version, base_version):
+            return self._encoded[2]
         encode_at = time.time()
         with self._buffers.reading(base_version) as base:
             command: Message = {
@@ -182,50 +185,49 @@ class Coordinator:
             results = await self._ranks.command(command, self._timeouts.encode_s)
         full = Transfer.full(captured.version, self._layout, self._config.bucket_bytes)
         encoded = EncodedVersion(
+            captured=captured,
             transfer=full,
-            buffer=captured.buffer,
             encode_at=encode_at,
             encode_s=max(result["encode_s"] for result in results),
             copy_s=max(result["copy_s"] for result in results),
         )
         # A rank that found too many changes has no delta.
         sizes = tuple(size for result in results if (size := result["num_bytes"]) is not None)
-        if base is None or len(sizes) < len(results) or sum(sizes) >= full.num_wire_bytes:
-            return encoded
-        num_changed = sum(result["num_changed"] for result in results)
-        num_elements = sum(tensor.num_elements for tensor in self._layout.tensors)
-        return replace(
-            encoded,
-            transfer=replace(full, base_version=base.version, wire_bytes=sizes),
-            density=num_changed / num_elements,
-        )
+        if base is not None and len(sizes) == len(results) and sum(sizes) < full.num_wire_bytes:
+            num_changed = sum(result["num_changed"] for result in results)
+            encoded = replace(
+                encoded,
+                transfer=replace(full, base_version=base.version, wire_bytes=sizes),
+                density=num_changed / sum(tensor.num_elements for tensor in self._layout.tensors),
+            )
+        self._encoded = captured.version, base_version, encoded
+        return encoded
 
-    async def _broadcast(
-        self, captured: Captured, encoded: EncodedVersion, members: list[Member]
-    ) -> None:
-        """Each receiver offers the version once it has it; the first one publishes it."""
-        version, sent = encoded.version, encoded
+    async def _deliver(self, encoded: EncodedVersion, members: list[Member]) -> None:
+        """Send the version until it is whole at the members that can receive it.
+
+        The version is marked available when the first has verified it, and released at each.
+        """
+        version, sent = encoded.transfer.version, encoded
         record: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
 
-        async def offer(client: ReceiverClient) -> None:
+        async def on_arrival(client: ReceiverClient) -> None:
             await self._board.record_staged(client.name, version)
-            if not self.published.has(version):
-                self._catch_up.clear_holders()
-                await self.published.add(version, record)
-            await self._catch_up.offer(client, version)
+            if not self.availability.has(version):
+                await self.availability.mark(version, record)
+            await self._release(client, version)
 
         for _ in range(1 + _MAX_RESENDS):
-            delivery = await self._broadcaster.deliver(sent, members, offer)
+            delivery = await self._broadcaster.deliver(sent, members, on_arrival)
             if delivery.arrived and not record.done():
                 self._num_deltas = 0 if sent.transfer.is_full else self._num_deltas + 1
                 record.set_result(
                     publish_record(
-                        captured,
                         sent,
                         delivery,
                         num_bytes=self._layout.num_bytes,
                         epoch=self._broadcaster.epoch,
-                        released_at=self.published.at,
+                        available_at=self.availability.at,
                     )
                 )
             if not delivery.torn:
@@ -233,33 +235,168 @@ class Coordinator:
             # The receivers that have the version do not wait for this.
             sent, members = encoded.in_full(self._layout), await self._fleet.members(delivery.torn)
         if not record.done():
-            self.published.obstacle = f"version {version} reached no receiver: see weights_event"
+            self.availability.obstacle = f"version {version} reached no receiver: see weights_event"
 
-    # The published version -----------------------------------------------------------------------
+    async def _release(self, client: ReceiverClient, version: int) -> None:
+        """Let the engines beside this receiver take the version, which it has whole."""
+        if await self._fleet.release(client, version):
+            self._catch_up.forget_failures(client)
+
+    # The available version -----------------------------------------------------------------------
 
     async def _tend(self) -> None:
-        """Serve receivers that lack the published version, while no new version is pending."""
-        version = self.published.newest
+        """Serve receivers that lack the available version, while no new version is pending."""
+        version = self.availability.newest
         clients = await self._fleet.registered()
         if version is not None and (lacking := await self._catch_up.tend(version, clients)):
             await self._send_again(version, lacking)
 
     async def _send_again(self, version: int, clients: list[ReceiverClient]) -> None:
-        """Send from this trainer's snapshot, because no receiver holds the version any more."""
+        """Send from this trainer's snapshot, because no receiver has the version any more."""
 
-        async def offer(client: ReceiverClient) -> None:
+        async def on_arrival(client: ReceiverClient) -> None:
             await self._board.record_staged(client.name, version)
-            await self._catch_up.offer(client, version)
+            await self._release(client, version)
             await self._fleet.report("catch_up", client.name, f"version {version} from the trainer")
 
-        with self._buffers.reading(version) as kept:
-            if kept is None:
+        with self._buffers.reading(version) as captured:
+            if captured is None:
                 return  # a newer version is pending; they get that one with the others
-            encoded = await self._encode(kept, None)
+            encoded = await self._encode(captured, None)
             members = await self._fleet.members(clients)
-            delivery = await self._broadcaster.deliver(encoded, members, offer)
+            delivery = await self._broadcaster.deliver(encoded, members, on_arrival)
         for client in clients:
             if client not in delivery.arrived:
                 await self._catch_up.failed(
                     client, "no peer had it, and the trainer could not send it"
                 )
+
+
+class Availability:
+    """Remembers the newest available version and wakes its waiters. Used in one event loop."""
+
+    def __init__(
+        self, board: VersionBoard, commit_timeout_s: float, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._board = board
+        self._commit_timeout_s = commit_timeout_s
+        self._tasks = tasks
+        self.newest: int | None = None
+        self.at = 0.0
+        """Unix time at which the newest version was marked available."""
+        self._reports: dict[int, asyncio.Task[None]] = {}
+        """The task that will write the record of a publish, by version."""
+        self._has_changed = asyncio.Condition()
+        self.obstacle = "no receiver is registered"
+        """Why the next version is not available yet."""
+
+    def has(self, version: int) -> bool:
+        return self.newest is not None and self.newest >= version
+
+    async def mark(self, version: int, record: asyncio.Future[Fields]) -> None:
+        """Mark `version` available on the board; a second call changes nothing.
+
+        `record` resolves to the fields of the publish record when the broadcast has ended.
+        """
+        async with self._has_changed:
+            if self.has(version):
+                return
+            await self._board.mark_available(version)
+            self.newest, self.at = version, time.time()
+            self._reports[version] = self._tasks.create_task(self._report(version, record))
+            self._has_changed.notify_all()
+
+    async def _report(self, version: int, record: asyncio.Future[Fields]) -> None:
+        """Write the record once every engine serves the version, or at the timeout."""
+        converged_at = None
+        try:
+            engines = await self._board.wait_engines_at(version, self._commit_timeout_s)
+            converged_at = time.time()
+        except TimeoutError:
+            engines = await self._board.engine_versions()
+        fields = {**await record, "num_engines": len(engines)}
+        if converged_at is not None:
+            fields["converged_at"] = converged_at
+            fields["convergence_s"] = converged_at - float(fields["snapshot_at"])
+        await self._board.append_metrics(fields, "publish")
+        del self._reports[version]
+
+    async def wait(self, version: int, timeout_s: float) -> None:
+        """Wait until `version` or later is available. Raises WeightSyncError with the obstacle."""
+        try:
+            async with asyncio.timeout(timeout_s), self._has_changed:
+                await self._has_changed.wait_for(lambda: self.has(version))
+        except TimeoutError:
+            raise WeightSyncError(
+                f"version {version} was not available within {timeout_s:g} s: {self.obstacle}"
+            ) from None
+
+    async def wait_committed(self, version: int, timeout_s: float) -> None:
+        """Wait until every live engine (at least one) serves `version` or a later one.
+
+        Raises WeightSyncError naming the engines that do not.
+        """
+        deadline = time.monotonic() + timeout_s
+        await self.wait(version, timeout_s)
+        try:
+            await self._board.wait_engines_at(version, max(0.0, deadline - time.monotonic()))
+        except TimeoutError as error:
+            raise WeightSyncError(str(error)) from None
+
+    async def drain(self, version: int, timeout_s: float) -> None:
+        """Wait until `version` is available and the record of its publish is written.
+
+        Waits for engines, but not longer than weight_sync.commit_timeout_s. Raises WeightSyncError
+        if it was not available in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        await self.wait(version, timeout_s)
+        reports = [task for other, task in self._reports.items() if other <= version]
+        if reports:
+            await asyncio.wait(reports, timeout=max(0.0, deadline - time.monotonic()))
+
+
+def skipped_record(captured: Captured) -> Fields:
+    """Record of a version that a newer one replaced before any receiver had it."""
+    return {**_snapshot(captured), "mode": "skipped"}
+
+
+def publish_record(
+    encoded: EncodedVersion,
+    delivery: Delivery,
+    *,
+    num_bytes: int,
+    epoch: int,
+    available_at: float,
+) -> Fields:
+    """Record of an available version, without the time at which all engines have it.
+
+    `num_bytes`: size of the whole model.
+    """
+    return {
+        **_snapshot(encoded.captured),
+        "mode": "full" if encoded.transfer.is_full else "delta",
+        "copy_s": encoded.copy_s,
+        "encode_at": encoded.encode_at,
+        "encode_s": encoded.encode_s,
+        "wire_at": delivery.wire_at,
+        "wire_s": delivery.wire_s,
+        "verify_at": delivery.verify_at,
+        "verify_s": delivery.verify_s,
+        "available_at": available_at,
+        "stage_s": available_at - encoded.encode_at,
+        "bytes": num_bytes,
+        "wire_bytes": encoded.transfer.num_wire_bytes,
+        "density": encoded.density,
+        "epoch": epoch,
+        "num_receivers": len(delivery.arrived),
+    }
+
+
+def _snapshot(captured: Captured) -> Fields:
+    return {
+        "version": captured.version,
+        "snapshot_wait_s": captured.wait_s,
+        "snapshot_at": captured.snapshot_at,
+        "snapshot_s": captured.snapshot_s,
+    }

@@ -1,19 +1,23 @@
-"""The receivers of a run as the coordinator sees them: which are registered and which respond."""
+"""The receivers of a run as the coordinator sees them.
+
+Which are registered, which respond, which have released the available version, and which are left
+alone for a while because they keep failing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
-from weight_sync.layout import Transfer
 from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import VersionBoard, WeightSyncError
+from weight_sync.types import Transfer, VersionBoard, WeightSyncError
 
 T = TypeVar("T")
 
@@ -45,7 +49,13 @@ class Member:
 
 
 class Fleet:
-    """Receivers by name. Used in one event loop."""
+    """Receivers by name. Used in one event loop.
+
+    clients = await fleet.registered()
+    members = await fleet.members(clients)    # silent ones are reported and left out
+    await fleet.call(members[0].client, members[0].client.join(spec, timeout_s=60.0))
+    await fleet.release(members[0].client, 7)
+    """
 
     def __init__(self, board: VersionBoard, timeouts: Timeouts, key: str) -> None:
         self._board = board
@@ -57,11 +67,13 @@ class Fleet:
         self._retired: list[ReceiverClient] = []
         """No longer registered, but a request may still be in flight."""
         self._in_flight: Counter[ReceiverClient] = Counter()
+        self._released: WeakKeyDictionary[ReceiverClient, int] = WeakKeyDictionary()
+        """The newest version that a receiver is known to have released."""
         self._reported_failures: WeakKeyDictionary[ReceiverClient, set[str]] = WeakKeyDictionary()
         """Events reported for a receiver since it was last healthy."""
 
     async def registered(self) -> list[ReceiverClient]:
-        """In the order of their names, which is that of the chain."""
+        """All receivers of the board, in the order of their names, which is that of the chain."""
         urls = await self._board.receivers()
         for name, client in list(self._clients.items()):
             if urls.get(name) != client.url:
@@ -83,7 +95,7 @@ class Fleet:
     # Which of them respond ------------------------------------------------------------------------
 
     async def members(self, clients: Iterable[ReceiverClient]) -> list[Member]:
-        """Those that respond, without probing the ones that did not the last time."""
+        """Receivers that respond. One that did not the last time is not probed."""
         return await self._answering(client for client in clients if client not in self._silent)
 
     async def watch_silent(self, every_s: float) -> None:
@@ -169,6 +181,27 @@ class Fleet:
                 results[client] = outcome
         return results
 
+    async def release(self, client: ReceiverClient, version: int) -> bool:
+        """Let this receiver's engines take an available version that it has whole.
+
+        Returns False after a failure, which is reported; `CatchUp.tend` tries again.
+        """
+        try:
+            await self.call(client, client.release(version, timeout_s=self._timeouts.order_s))
+        except WeightSyncError as error:
+            await self.report_failure(client, "unreleased", str(error))
+            return False
+        self.note_released(client, version)
+        self.mark_healthy(client)
+        return True
+
+    def note_released(self, client: ReceiverClient, version: int) -> None:
+        self._released[client] = version
+
+    def has_released(self, client: ReceiverClient, version: int) -> bool:
+        """Returns whether it is known to have released this version or a later one."""
+        return self._released.get(client, -1) >= version
+
     # What happened to them -----------------------------------------------------------------------
 
     async def report_failure(self, client: ReceiverClient, event: str, detail: str) -> None:
@@ -191,3 +224,34 @@ class Fleet:
     async def close(self) -> None:
         for client in (*self._clients.values(), *self._retired):
             await client.close()
+
+
+class Backoff:
+    """Pauses for keys that failed; the pause doubles with each failure in a row."""
+
+    def __init__(
+        self, first_s: float, most_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._first_s = first_s
+        self._most_s = most_s
+        self._clock = clock
+        # Weak: a client that is no longer registered need not be removed here.
+        self._failures: WeakKeyDictionary[object, tuple[int, float]] = WeakKeyDictionary()
+        """Number of failures in a row, and until when to pause."""
+
+    def failed(self, key: object) -> float:
+        """Returns the seconds to pause from now on."""
+        number, _ = self._failures.get(key, (0, 0.0))
+        rest_s = min(self._most_s, self._first_s * 2.0 ** min(number, 60))
+        self._failures[key] = number + 1, self._clock() + rest_s
+        return rest_s
+
+    def worked(self, key: object) -> None:
+        self._failures.pop(key, None)
+
+    def has_failed(self, key: object) -> bool:
+        """Returns whether it failed since it last worked."""
+        return key in self._failures
+
+    def is_resting(self, key: object) -> bool:
+        return key in self._failures and self._clock() < self._failures[key][1]

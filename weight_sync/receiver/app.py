@@ -7,10 +7,10 @@ line to standard output: {"url": ..., "pid": ...}.
 
     GET  /status                                   GET  /newest?above=V&timeout_s=T   (long poll)
     POST /layout  /join  /receive                  GET  /manifest/{version}
-         /finish  /release  /catch_up              GET  /data/{version}   (one Range, 206)
+         /verify  /release  /catch_up              GET  /data/{version}   (one Range, 206)
          /hold  /let_go
 
-The model's layout is sent once: /receive, /finish and /catch_up name it by its digest. An unknown
+The model's layout is sent once: /receive, /verify and /catch_up name it by its digest. An unknown
 digest is refused with 412.
 """
 
@@ -20,10 +20,10 @@ import asyncio
 import hmac
 import json
 import os
-import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, TextIO, get_type_hints
 
 import msgspec
@@ -36,13 +36,19 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weight_sync.errors import BY_STATUS
+from host.http_server import HttpLimits, ServerConfig, read_body
+from host.network import listen
+from tensors.layout import Count, Layout
 from weight_sync.group import bucket_timeout_s
-from weight_sync.http_server import HttpLimits, ServerConfig, read_body
-from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.client import CatchUpReport
 from weight_sync.receiver.receiver import Receiver
-from weight_sync.types import Count, GroupSpec, ReceiverSpec, Seconds, WeightSyncError
+from weight_sync.types import (
+    BY_STATUS,
+    Manifest,
+    ReceiverSpec,
+    Seconds,
+    WeightSyncError,
+)
 
 _CHUNK_BYTES = 2**20
 _MAX_BODY_BYTES = 256 * 2**20
@@ -60,31 +66,29 @@ _STATUS_OF: dict[type[Exception], int] = {
 def make_app(receiver: Receiver) -> ASGIApp:
     """The HTTP API of `receiver`, behind its key."""
     api = _Api(receiver)
+    # Long work runs in threads, so that the event loop can always respond to /status.
     routes = [
         Route("/status", api.status),
         Route("/newest", api.newest),
         Route("/manifest/{version:int}", api.manifest),
         Route("/data/{version:int}", api.data),
+        api.post("/layout", api.layout, in_thread=True),
+        api.post("/join", receiver.join, in_thread=True),
+        api.post("/receive", receiver.receive, in_thread=True),
+        api.post("/verify", api.verify, in_thread=True),
+        api.post("/release", receiver.release, in_thread=True),
+        api.post("/catch_up", api.catch_up, in_thread=True),
+        api.post("/hold", receiver.hold, in_thread=False),
+        api.post("/let_go", receiver.let_go, in_thread=False),
     ]
-    for step in (
-        api.layout,
-        api.join,
-        api.receive,
-        api.finish,
-        api.release,
-        api.catch_up,
-        api.hold,
-        api.let_go,
-    ):
-        routes.append(Route(f"/{step.__name__}", _json_step(step), methods=["POST"]))
     handlers: dict[Any, Any] = dict.fromkeys(_STATUS_OF, _refuse)
     handlers[HTTPException] = _http_error
     handlers[Exception] = _failed  # and it is logged
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return _Guard(app, receiver.spec.key)
+    return _KeyCheck(app, receiver.spec.key)
 
 
-class _Guard:
+class _KeyCheck:
     """Refuses requests without the key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -103,22 +107,6 @@ def _json(content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _json_step(step: Callable[..., Awaitable[object]]) -> Callable[[Request], Any]:
-    """An endpoint whose body is a JSON object of the arguments of `step`."""
-    arguments = get_type_hints(step, include_extras=True)
-    del arguments["return"]
-    decoder = msgspec.json.Decoder(msgspec.defstruct(step.__name__, list(arguments.items())))
-
-    async def endpoint(request: Request) -> Response:
-        body = await read_body(request, _MAX_BODY_BYTES)
-        is_large = len(body) > _LARGE_BODY_BYTES
-        fields = await asyncio.to_thread(decoder.decode, body) if is_large else decoder.decode(body)
-        result = await step(**msgspec.structs.asdict(fields))
-        return _json({} if result is None else result)
-
-    return endpoint
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
     status = next(_STATUS_OF[kind] for kind in type(error).__mro__ if kind in _STATUS_OF)
     return _json({"error": str(error) if status != 400 else repr(error)}, status)
@@ -133,78 +121,78 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 class _Api:
-    """Long work runs in threads, so that the event loop can always respond to /status."""
+    """The endpoints; most are a step of the receiver with its arguments as JSON."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver, self._store = receiver, receiver.store
-        self._released = asyncio.Event()
-        """Set and replaced at each release; waiters hold the one of the next release."""
+        self._step_ended = asyncio.Event()
+        """A step that ends sets it and puts a new event in its place; `newest` waits for it."""
         self._num_reads = 0
 
-    async def status(self, request: Request) -> Response:
-        return _json(self._receiver.status())
+    def post(self, path: str, step: Callable[..., object], *, in_thread: bool) -> Route:
+        """A route for POST requests, whose body is a JSON object of the step's arguments."""
+        arguments = get_type_hints(step, include_extras=True)
+        del arguments["return"]
+        decoder = msgspec.json.Decoder(msgspec.defstruct(step.__name__, list(arguments.items())))
 
-    async def layout(self, layout: dict[str, Any], digest: str) -> None:
+        async def endpoint(request: Request) -> Response:
+            body = await read_body(request, _MAX_BODY_BYTES)
+            is_large = len(body) > _LARGE_BODY_BYTES
+            fields = (
+                await asyncio.to_thread(decoder.decode, body) if is_large else decoder.decode(body)
+            )
+            call = partial(step, **msgspec.structs.asdict(fields))
+            result = await asyncio.to_thread(call) if in_thread else call()
+            self.note_step()
+            return _json({} if result is None else result)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    def note_step(self) -> None:
+        """Wake those who wait for a newer version; in the server's event loop."""
+        step_ended, self._step_ended = self._step_ended, asyncio.Event()
+        step_ended.set()
+
+    def layout(self, layout: dict[str, Any], digest: str) -> None:
         model = Layout.from_json(layout)
         if model.digest != digest:
             raise WeightSyncError(
                 f"the model's layout is read differently here: {model.digest} is not {digest}; "
                 "trainer and receiver must run the same release"
             )
-        await asyncio.to_thread(self._receiver.set_layout, model)
+        self._receiver.set_layout(model)
 
-    async def join(self, group: GroupSpec) -> None:
-        await asyncio.to_thread(self._receiver.join, group)
-
-    async def receive(self, transfer: Transfer, epoch: Count, first: Count) -> int:
-        return await asyncio.to_thread(self._receiver.receive, transfer, epoch, first)
-
-    async def finish(
+    def verify(
         self, version: Count, layout_digest: str, checksums: tuple[tuple[Count, ...], ...]
     ) -> None:
-        manifest = Manifest.of(version, self._receiver.layout(layout_digest), checksums)
-        await asyncio.to_thread(self._receiver.finish, manifest)
+        self._receiver.verify(Manifest.of(version, self._receiver.layout(layout_digest), checksums))
 
-    async def release(self, version: Count) -> None:
-        await asyncio.to_thread(self._store.release, version)
-        self._wake()
+    def catch_up(self, version: Count, peers: tuple[str, ...], layout_digest: str) -> CatchUpReport:
+        return self._receiver.catch_up(version, peers, self._receiver.layout(layout_digest))
 
-    async def catch_up(
-        self, version: Count, peers: tuple[str, ...], layout_digest: str
-    ) -> CatchUpReport:
-        layout = self._receiver.layout(layout_digest)
-        report = await asyncio.to_thread(self._receiver.catch_up, version, peers, layout)
-        self._wake()
-        return report
-
-    async def hold(self, version: Count, who: str, ttl_s: Seconds) -> None:
-        self._store.hold(version, who, ttl_s)
-
-    async def let_go(self, version: Count, who: str) -> None:
-        self._store.let_go(version, who)
+    async def status(self, request: Request) -> Response:
+        return _json(self._receiver.status())
 
     async def newest(self, request: Request) -> Response:
         above = int(request.query_params["above"])
         timeout_s = msgspec.convert(float(request.query_params["timeout_s"]), Seconds)
+        loop = asyncio.get_running_loop()
+        self._receiver.on_merged = partial(loop.call_soon_threadsafe, self.note_step)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    released = self._released  # read first, so that no release is missed in between
+                    step_ended = self._step_ended  # read first: no release is missed in between
                     newest = self._receiver.newest()
                     if newest is not None and newest.version > above:
                         return _json(newest)
-                    await released.wait()
+                    await step_ended.wait()
         except TimeoutError:
-            return _json({})
-
-    def _wake(self) -> None:
-        released, self._released = self._released, asyncio.Event()
-        released.set()
+            return _json(None)
 
     async def manifest(self, request: Request) -> Response:
         manifest = self._store.get(int(request.path_params["version"])).manifest
         assert manifest is not None
-        return _json(manifest.to_wire())
+        return _json(manifest.note)
 
     async def data(self, request: Request) -> Response:
         version = int(request.path_params["version"])
@@ -254,10 +242,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(1)  # leave the cores to the engines
     receiver = Receiver(spec, os.getpid())
     threading.Thread(target=_end_with_parent, args=(receiver,), daemon=True).start()
-    family = socket.AF_INET6 if ":" in spec.host else socket.AF_INET
-    listener = socket.create_server((spec.host, 0), family=family)
-    place = f"[{spec.host}]" if family == socket.AF_INET6 else spec.host
-    url = f"http://{place}:{listener.getsockname()[1]}"
+    listener, url = listen(spec.host, 0)
     replies.write(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
     replies.flush()
     server = uvicorn.Server(ServerConfig(make_app(receiver), _LIMITS, close_s=1))

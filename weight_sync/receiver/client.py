@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
-from weight_sync.errors import BY_STATUS, ReceiverUnreachable, UnknownLayout
-from weight_sync.layout import Layout, Manifest, ManifestNote, Transfer
-from weight_sync.types import GroupSpec, WeightSyncError
+from tensors.layout import Layout
+from weight_sync.types import (
+    BY_STATUS,
+    GroupSpec,
+    Manifest,
+    ManifestNote,
+    ReceiverUnreachable,
+    Transfer,
+    UnknownLayout,
+    WeightSyncError,
+)
 
 _LONG_POLL_SLACK_S = 10.0
 T = TypeVar("T")
@@ -49,13 +57,9 @@ class CatchUpReport:
 class StagedVersion:
     version: int
     path: str
-    """Folder on the receiver's node that holds model.safetensors."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Newest:
-    version: int | None = None
-    path: str = ""
+    """Folder on the receiver's node that contains model.safetensors."""
+    merge_s: float = 0.0
+    """Time that an adapter's merging took."""
 
 
 class ReceiverClient:
@@ -92,24 +96,24 @@ class ReceiverClient:
         await self._call("POST", "/join", {"group": spec}, timeout_s, dict)
 
     async def receive(self, transfer: Transfer, epoch: int, first: int, *, timeout_s: float) -> int:
-        """Take a slot, unless it has begun, and receive the buckets from `first` on.
+        """Give the version a slot, unless it has one, and receive the buckets from `first` on.
 
-        Returns the number of buckets that it holds: all. After any error the receiver has left the
+        Returns the number of buckets that it has: all. After any error the receiver has left the
         group. Raises TransferFailed, StoreBusyError if every slot is being read, and UnknownLayout
         or UnknownVersion without the layout or a delta's base.
         """
         body = {"transfer": transfer, "epoch": epoch, "first": first}
         return await self._call("POST", "/receive", body, timeout_s, int)
 
-    async def finish(self, manifest: Manifest, *, timeout_s: float) -> None:
+    async def verify(self, manifest: Manifest, *, timeout_s: float) -> None:
         """Compare the whole version with its manifest (a delta is applied first).
 
         Raises ChecksumMismatch: the version is discarded.
         """
-        await self._call("POST", "/finish", manifest.to_wire(), timeout_s, dict)
+        await self._call("POST", "/verify", manifest.note, timeout_s, dict)
 
     async def release(self, version: int, *, timeout_s: float) -> None:
-        """Make a finished version visible to the engines."""
+        """Let the engines take a version that is whole, an adapter once it is merged."""
         await self._call("POST", "/release", {"version": version}, timeout_s, dict)
 
     async def catch_up(
@@ -130,25 +134,27 @@ class ReceiverClient:
         """The newest released version, as soon as it is above `above`; None at the timeout."""
         path = f"/newest?above={above}&timeout_s={timeout_s}"
         limit_s = timeout_s + _LONG_POLL_SLACK_S
-        newest = await self._call("GET", path, None, limit_s, _Newest)
-        if newest.version is None:
-            return None
-        return StagedVersion(version=newest.version, path=newest.path)
+        optional: Any = StagedVersion | None
+        staged: StagedVersion | None = await self._call("GET", path, None, limit_s, optional)
+        return staged
 
-    async def hold(self, version: int, who: str, ttl_s: float, *, timeout_s: float) -> None:
-        """Keep `version` staged while `who` reads it. Raises UnknownVersion."""
-        body = {"version": version, "who": who, "ttl_s": ttl_s}
+    async def hold(
+        self, version: int, who: str, ttl_s: float, *, timeout_s: float, as_sent: bool = False
+    ) -> None:
+        """Hold `version`, as engines load it or as it was sent, while `who` reads it: nothing
+        overwrites it. Raises UnknownVersion."""
+        body = {"version": version, "who": who, "ttl_s": ttl_s, "as_sent": as_sent}
         await self._call("POST", "/hold", body, timeout_s, dict)
 
     async def let_go(self, version: int, who: str, *, timeout_s: float) -> None:
         await self._call("POST", "/let_go", {"version": version, "who": who}, timeout_s, dict)
 
     async def manifest(self, version: int, layout: Layout, *, timeout_s: float) -> Manifest:
-        """Of a complete version. Raises UnknownVersion, or UnknownLayout if that differs."""
+        """The manifest of a whole version. Raises UnknownVersion, UnknownLayout if that differs."""
         path = f"/manifest/{version}"
         note: ManifestNote = await self._call("GET", path, None, timeout_s, ManifestNote)
         if note.layout_digest != layout.digest:
-            raise UnknownLayout(f"{self.name} holds another model's weights")
+            raise UnknownLayout(f"{self.name} has another model's weights")
         return Manifest.of(version, layout, note.checksums)
 
     async def close(self) -> None:

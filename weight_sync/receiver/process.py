@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import shutil
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from host.network import is_loopback
 from processes.child import Child
 from processes.logs import last_lines
 from weight_sync.types import ReceiverSpec, WeightSyncError
@@ -56,7 +56,7 @@ class ReceiverProcess:
             self._log_path,
             secret=self.spec.key,
             speaks=True,
-            environment={"NCCL_SOCKET_IFNAME": "lo"} if _is_loopback(self.spec.host) else {},
+            environment={"NCCL_SOCKET_IFNAME": "lo"} if is_loopback(self.spec.host) else {},
         )
         try:
             async with asyncio.timeout(timeout_s):
@@ -87,6 +87,11 @@ class ReceiverProcess:
         if should_remove:  # a killed process could not remove them
             await asyncio.to_thread(shutil.rmtree, self.spec.folder, ignore_errors=True)
 
+    @property
+    def last_words(self) -> str:
+        """The last line of its log."""
+        return last_lines(self._log_path, 1).strip()
+
     def _failure(self, problem: str) -> str:
         return (
             f"{self.spec.name} {problem}; the last lines of {self._log_path}:\n"
@@ -96,11 +101,4 @@ class ReceiverProcess:
 
 def _staged_bytes(folder: Path) -> int:
     """Size of the staged files that a receiver finds in this folder."""
-    return sum(file.stat().st_size for file in folder.glob("slot-*/*.safetensors"))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return sum(file.stat().st_size for file in folder.glob("**/slot-*/*.safetensors"))

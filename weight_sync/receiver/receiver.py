@@ -2,10 +2,18 @@
 
 One version at a time goes through
 
-    receive ──► finish ──► release        whole and verified from finish on,
-      ▲  │                                 visible to engines from release on
+    receive ──► verify ──► release        whole from verify on,
+      ▲  │                                 for engines from release on (adapters once merged)
     join ▼ a member is lost: buckets that arrived stay,
     (next epoch)  and the next epoch continues from there
+
+It receives the buckets from the previous member, puts them in place, and forwards them down the
+chain. num_buffers receives are always posted ahead. While a bucket is checked and put in place, the
+next ones arrive, and the bucket itself is forwarded:
+
+    receive    2   3   4   5        (posted ahead)
+    place      0   1   2   3
+    forward    0   1   2   3
 """
 
 from __future__ import annotations
@@ -14,26 +22,39 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Work
 
-from weight_sync.errors import (
+from tensors.checksums import StreamChecksums, mismatches, staged_checksums
+from tensors.layout import Count, Layout
+from weight_sync import delta
+from weight_sync.buckets import Bucket, plan_buckets
+from weight_sync.group import Message, WeightGroup, bucket_timeout_s
+from weight_sync.group_thread import GroupThread, Staging
+from weight_sync.receiver.client import CatchUpReport, ReceiverStatus, StagedVersion
+from weight_sync.receiver.merging import Merging
+from weight_sync.receiver.peer import RANGE_BYTES, copy_from_peer
+from weight_sync.receiver.store import Slot, StagedStore
+from weight_sync.types import (
     ChecksumMismatch,
+    GroupSpec,
+    Manifest,
+    ReceiverSpec,
+    Seconds,
     StoreBusyError,
+    Transfer,
     TransferFailed,
     UnknownLayout,
     UnknownVersion,
+    WeightSyncError,
 )
-from weight_sync.group import WeightGroup, bucket_timeout_s
-from weight_sync.group_thread import GroupThread
-from weight_sync.layout import Layout, Manifest, Transfer
-from weight_sync.receiver.arrival import Arrival, Relay
-from weight_sync.receiver.client import CatchUpReport, ReceiverStatus, StagedVersion
-from weight_sync.receiver.peer import RANGE_BYTES, copy_from_peer
-from weight_sync.receiver.store import StagedStore
-from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
 
 
 class Receiver:
@@ -45,25 +66,43 @@ class Receiver:
         receiver.set_layout(layout)             # once for a model: creates the slots
         receiver.join(group_spec)               # once for an epoch
         receiver.receive(transfer, group_spec.epoch, first=0)
-        receiver.finish(manifest)               # whole, if the checksums agree
-        receiver.store.release(transfer.version)    # from here on engines may load it:
-        folder = receiver.newest().path         # holds model.safetensors
+        receiver.verify(manifest)               # whole, if the checksums agree
+        receiver.release(transfer.version)      # from here on engines may load it:
+        folder = receiver.newest().path         # contains model.safetensors
     """
 
     def __init__(self, spec: ReceiverSpec, pid: int) -> None:
         self.spec = spec
         self._pid = pid
-        self.store = StagedStore(Path(spec.folder), spec.num_slots)
-        # One buffer more than those that arrive: for the bucket that is forwarded.
-        self._group_thread = GroupThread(
-            "weights-receiver", spec.num_buffers + 1, torch.device(spec.device)
+        device = torch.device(spec.device)
+        self.store = StagedStore(
+            Path(spec.folder), spec.num_slots, should_pin=device.type == "cuda"
         )
+        """Versions as they arrive, and as peers copy them."""
+        self.on_merged: Callable[[], object] = lambda: None
+        """Called in another thread, once `newest` is an adapter that was merged."""
+        self._merging: Merging | None = None
+        if spec.merge is not None:
+            folder = Path(spec.folder) / "merged"
+            self._merging = Merging(
+                spec.merge, folder, spec.num_slots, self.store, device, lambda: self.on_merged()
+            )
+        # One buffer more than those that arrive: for the bucket that is forwarded.
+        self._group_thread = GroupThread("weights-receiver", spec.num_buffers + 1, device)
         self._arrival: Arrival | None = None
         self._turn = threading.Lock()  # guards _group_thread, _arrival and the steps of a version
         self._doing = "nothing"
 
+    @property
+    def served(self) -> StagedStore:
+        """The store that engines load from."""
+        return self.store if self._merging is None else self._merging.store
+
     def status(self) -> ReceiverStatus:
         spec, arrival, layout = self._group_thread.spec, self._arrival, self.store.layout
+        has_room = layout is not None and self.store.has_room
+        if self._merging is not None and layout is not None:
+            has_room = has_room and self._merging.is_ready_for(layout)
         return ReceiverStatus(
             name=self.spec.name,
             pid=self._pid,
@@ -72,16 +111,18 @@ class Receiver:
             receiving=arrival.transfer if arrival else None,
             received=arrival.received if arrival else 0,
             epoch=spec.epoch if spec else None,
-            layout_digest=layout.digest if layout and self.store.has_room else None,
+            layout_digest=layout.digest if layout and has_room else None,
             obstacle=self.store.obstacle,
         )
 
     def set_layout(self, layout: Layout) -> None:
         """Make room for this model's versions. Raises StoreFullError."""
-        with self._one_at_a_time("taking a layout"):
+        with self._one_at_a_time("setting a layout"):
             known = self.store.layout
             if known is None or known.digest != layout.digest:
                 self._arrival = None
+            if self._merging is not None:
+                self._merging.set_layout(layout)
             self.store.set_layout(layout)
 
     def layout(self, digest: str) -> Layout:
@@ -91,20 +132,20 @@ class Receiver:
             raise UnknownLayout(f"{self.spec.name} does not have this model's layout")
         return layout
 
-    def join(self, spec: GroupSpec) -> None:
+    def join(self, group: GroupSpec) -> None:
         """Block until the epoch's group has formed, for at most twice its timeout."""
-        if self.spec.name not in spec.receivers:
-            raise ValueError(f"{self.spec.name} is not a receiver of {spec}")
-        with self._one_at_a_time(f"joining epoch {spec.epoch}"):
-            rank = spec.num_senders + spec.receivers.index(self.spec.name)
-            self._group_thread.join(spec, rank)
+        if self.spec.name not in group.receivers:
+            raise ValueError(f"{self.spec.name} is not a receiver of {group}")
+        with self._one_at_a_time(f"joining epoch {group.epoch}"):
+            rank = group.num_senders + group.receivers.index(self.spec.name)
+            self._group_thread.join(group, rank)
 
-    def receive(self, transfer: Transfer, epoch: int, first: int) -> int:
-        """Receive the buckets from `first` on; returns the number of buckets held: all of them.
+    def receive(self, transfer: Transfer, epoch: Count, first: Count) -> int:
+        """Receive the buckets from `first` on; returns the number of buckets received: all of them.
 
         On an error it leaves the group, so that no other member waits for it. Raises
-        TransferFailed, and StoreBusyError, UnknownLayout or UnknownVersion if it cannot take the
-        version.
+        TransferFailed, and StoreBusyError, UnknownLayout or UnknownVersion if it cannot
+        receive the version.
         """
         try:
             with self._one_at_a_time(f"receiving version {transfer.version}"):
@@ -118,7 +159,7 @@ class Receiver:
                         f"buckets from {first} on would leave a gap: {arrival.received} are here"
                     )
                     raise TransferFailed(message)
-                self._walk(arrival, first)
+                self._relay(arrival, first)
                 return arrival.received
         except BaseException:
             self._group_thread.leave()
@@ -136,7 +177,7 @@ class Receiver:
             self._arrival = Arrival(layout, transfer, slot, base)
         return self._arrival
 
-    def _walk(self, arrival: Arrival, first: int) -> None:
+    def _relay(self, arrival: Arrival, first: int) -> None:
         buckets = arrival.buckets[first:]
 
         def relay(group: WeightGroup) -> None:
@@ -152,15 +193,18 @@ class Receiver:
         # The senders give up earlier; this is for a call that ignores every other timeout.
         limit_s = self.spec.timeout_s + self._limit_s(sum(b.num_bytes for b in buckets))
         try:
-            self._group_thread.walk(relay, limit_s)
+            self._group_thread.run(relay, limit_s)
         except WeightSyncError as error:
             raise TransferFailed(str(error)) from None
 
     def _limit_s(self, num_bytes: int) -> float:
         return bucket_timeout_s(num_bytes, self.spec.timeout_s, self.spec.min_bandwidth)
 
-    def finish(self, manifest: Manifest) -> None:
-        """Raises ChecksumMismatch: the version is discarded."""
+    def verify(self, manifest: Manifest) -> None:
+        """Compare the whole version with its manifest; a delta is applied first.
+
+        Raises ChecksumMismatch: the version is discarded.
+        """
         version = manifest.version
         with self._one_at_a_time(f"verifying version {version}"):
             arrival = self._arrival
@@ -180,6 +224,24 @@ class Receiver:
                 self.store.discard(version)
                 raise
 
+    def release(self, version: Count) -> None:
+        """Let engines load the version, an adapter once it is merged. Raises UnknownVersion if it
+        is not whole."""
+        self.store.release(version)
+        if self._merging is not None:
+            self._merging.wake()
+
+    def hold(self, version: Count, who: str, ttl_s: Seconds, as_sent: bool) -> None:
+        """Keep the version as engines load it, or for a peer `as_sent`; see `StagedStore.hold`."""
+        (self.store if as_sent else self.served).hold(version, who, ttl_s)
+
+    def let_go(self, version: Count, who: str) -> None:
+        """End a hold; an unknown one is no error, because it may have expired."""
+        self.store.let_go(version, who)
+        if self._merging is not None:
+            self._merging.store.let_go(version, who)
+            self._merging.wake()
+
     def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
         """Copy, verify and release `version`. Raises TransferFailed if no peer has it."""
         start, source = time.perf_counter(), None
@@ -187,7 +249,7 @@ class Receiver:
             if version not in self.store.complete_versions:
                 self._arrival = None
                 source = self._copy_from_a_peer(version, peers, layout)
-            self.store.release(version)
+            self.release(version)
         return CatchUpReport(peer=source, seconds=time.perf_counter() - start)
 
     def _copy_from_a_peer(self, version: int, peers: Sequence[str], layout: Layout) -> str:
@@ -206,15 +268,21 @@ class Receiver:
         )
 
     def newest(self) -> StagedVersion | None:
-        """The newest released version."""
-        while (version := self.store.newest) is not None:
+        """The newest released version that engines can load."""
+        while (version := self.served.newest) is not None:
             with contextlib.suppress(UnknownVersion):  # a newer one has just replaced it
-                return StagedVersion(version=version, path=str(self.store.get(version).path))
+                return StagedVersion(
+                    version=version,
+                    path=str(self.served.get(version).path),
+                    merge_s=0.0 if self._merging is None else self._merging.last_s,
+                )
         return None
 
     def close(self, should_remove: bool) -> None:
         """Leave the group and the store; `should_remove` deletes the staged versions."""
         self._group_thread.leave()
+        if self._merging is not None:
+            self._merging.close(should_remove)
         self.store.close(remove=should_remove)
 
     @contextlib.contextmanager
@@ -229,3 +297,169 @@ class Receiver:
             yield
         finally:
             self._turn.release()
+
+
+class Arrival:
+    """Places buckets in their global order, across epochs; ignores those that it has already.
+
+    A full version goes straight into its slot, and its checksums are computed as it arrives. A
+    delta is collected first and applied once it is complete.
+    """
+
+    def __init__(
+        self, layout: Layout, transfer: Transfer, slot: Slot | None, base: Slot | None = None
+    ) -> None:
+        """`slot` is None for a version that is whole already: its buckets are only forwarded.
+
+        `base` is the slot of the version that a delta changes.
+        """
+        self.transfer = transfer
+        self.buckets = plan_buckets(layout, transfer)
+        self.slot = slot
+        self._base = base
+        self.received = len(self.buckets) if slot is None else 0
+        """Number of buckets in place: all those with a smaller index."""
+        self._layout = layout
+        self._sums = [StreamChecksums(layout, rank) for rank in range(layout.num_ranks)]
+        self._payloads: list[Tensor] = []
+        if slot is not None and not transfer.is_full:
+            self._payloads = [torch.empty(n, dtype=torch.uint8) for n in transfer.wire_bytes]
+
+    @property
+    def max_bucket_bytes(self) -> int:
+        return max((bucket.num_bytes for bucket in self.buckets), default=0)
+
+    def place_of(self, bucket: Bucket) -> Tensor | None:
+        if bucket.index < self.received or self.slot is None:
+            return None
+        if not self.transfer.is_full:
+            return self._payloads[bucket.rank][bucket.start : bucket.stop]
+        if (only := bucket.direct) is not None:
+            return self.slot.data[only.file_start : only.file_start + only.num_bytes]
+        return None
+
+    def place(self, bucket: Bucket, data: Tensor) -> None:
+        if bucket.index < self.received:
+            return
+        assert self.slot is not None and bucket.index == self.received
+        if self.transfer.is_full:
+            self._sums[bucket.rank].feed(bucket.start, data)
+            if bucket.direct is None:
+                self._scatter(bucket, data, self.slot.data)
+        self.received += 1
+
+    def _scatter(self, bucket: Bucket, data: Tensor, file: Tensor) -> None:
+        for extent in bucket.extents:
+            start = extent.stream_start - bucket.start
+            place = file[extent.file_start : extent.file_start + extent.num_bytes]
+            place.copy_(data[start : start + extent.num_bytes])
+
+    def verify(self, slot: Slot, manifest: Manifest) -> None:
+        """Apply a delta, and compare the version with its manifest. Raises ChecksumMismatch."""
+        what = f"version {manifest.version}"
+        if self.received < len(self.buckets):
+            raise ChecksumMismatch(
+                f"{what} ended after {self.received} of {len(self.buckets)} buckets"
+            )
+        if wrong := mismatches(self._layout, manifest.checksums, self._checksums(slot)):
+            shown = ", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else "")
+            raise ChecksumMismatch(
+                f"{what} did not arrive as it was sent: {len(wrong)} of "
+                f"{len(self._layout.tensors)} tensors differ ({shown})"
+            )
+
+    def _checksums(self, slot: Slot) -> Sequence[Sequence[int]]:
+        if self.transfer.is_full:
+            return [sums.result() for sums in self._sums]
+        assert self._base is not None, "a delta has a base"
+        # Only now: during the transfer other members would have to wait for this copy.
+        slot.data.copy_(self._base.data)
+        try:
+            for rank, payload in enumerate(self._payloads):
+                delta.apply(self._layout, rank, payload, slot.data)
+        except ValueError as error:
+            message = f"the delta of version {self.transfer.version} is damaged: {error}"
+            raise ChecksumMismatch(message) from error
+        return staged_checksums(self._layout, slot.data)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Passing:
+    """A bucket while it passes through this receiver."""
+
+    bucket: Bucket
+    place: Tensor | None
+    message: Message
+    coming: Work | None = None
+    leaving: Work | None = None
+
+
+class Relay:
+    """Used by one thread."""
+
+    def __init__(
+        self,
+        group: WeightGroup,
+        staging: Staging,
+        arrival: Arrival,
+        *,
+        num_buffers: int,
+        limit_s: float,
+    ) -> None:
+        """`staging` has num_buffers + 1 buffers: for the ones that arrive and the one forwarded.
+
+        `limit_s`: longest wait for one bucket.
+        """
+        self._group = group
+        self._staging = staging
+        self._arrival = arrival
+        self._num_buffers = num_buffers
+        self._limit = timedelta(seconds=limit_s)
+        self._next = group.rank + 1 if group.rank + 1 < group.spec.world_size else None
+
+    def run(self, buckets: Sequence[Bucket]) -> None:
+        """Raises WeightSyncError naming the bucket, the peer and the epoch."""
+        expected: deque[_Passing] = deque()
+        before: _Passing | None = None
+        for turn, bucket in enumerate(buckets[: self._num_buffers]):
+            expected.append(self._prepare(turn, bucket))
+            _, expected[-1].coming = self._group.exchange(None, expected[-1].message)
+        for turn in range(self._num_buffers, len(buckets) + self._num_buffers):
+            current = expected.popleft()
+            self._wait_here(current)
+            if before is not None:
+                self._wait_gone(before)
+            if turn < len(buckets):  # into the buffer that `before` has left
+                expected.append(self._prepare(turn, buckets[turn]))
+            self._exchange(current, expected[-1] if turn < len(buckets) else None)
+            data = self._staging.download(current.message.tensor, current.place)
+            self._arrival.place(current.bucket, data)
+            before = current
+        if before is not None:
+            self._wait_gone(before)
+
+    def _prepare(self, turn: int, bucket: Bucket) -> _Passing:
+        is_first = self._group.rank == self._group.spec.num_senders
+        source = bucket.rank if is_first else self._group.rank - 1
+        place = self._arrival.place_of(bucket)
+        wire = self._staging.room(turn, bucket.num_bytes, place)
+        return _Passing(bucket=bucket, place=place, message=Message(wire, source, bucket.index))
+
+    def _exchange(self, current: _Passing, following: _Passing | None) -> None:
+        onward = None
+        if self._next is not None:
+            onward = Message(current.message.tensor, self._next, current.bucket.index)
+        expected = None if following is None else following.message
+        current.leaving, coming = self._group.exchange(onward, expected)
+        if following is not None:
+            following.coming = coming
+
+    def _wait_here(self, passing: _Passing) -> None:
+        assert passing.coming is not None
+        with self._group.naming(f"receiving bucket {passing.bucket.index}", passing.message.peer):
+            passing.coming.wait(self._limit)
+
+    def _wait_gone(self, passing: _Passing) -> None:
+        if passing.leaving is not None and self._next is not None:
+            with self._group.naming(f"forwarding bucket {passing.bucket.index}", self._next):
+                passing.leaving.wait(self._limit)

@@ -36,13 +36,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from weight_sync.checksums import staged_checksums
-from weight_sync.errors import StoreBusyError, StoreFullError, UnknownVersion
-from weight_sync.layout import Layout, Manifest, Transfer, mismatches
-from weight_sync.types import WeightSyncError
+from tensors.checksums import mismatches, staged_checksums
+from tensors.host_memory import HostMemory
+from tensors.layout import Count, Layout
+from weight_sync.types import (
+    MANIFEST_NAME,
+    Manifest,
+    Seconds,
+    StoreBusyError,
+    StoreFullError,
+    Transfer,
+    UnknownVersion,
+    WeightSyncError,
+)
 
 _WEIGHTS = "model.safetensors"
 """The only *.safetensors file of the folder: an engine loads all of them."""
@@ -55,22 +63,38 @@ class StagedStore:
 
     The caller that began a version writes its bytes. A version that is held, or that is the newest
     released one, is never overwritten.
+
+        store = StagedStore(folder, num_slots=2)
+        store.set_layout(layout)                   # creates the files
+        slot = store.begin(transfer)               # version 7 arrives
+        slot.data.copy_(bytes_of_version_7)
+        store.complete(slot, manifest)             # whole
+        store.release(7)                           # store.newest == 7
+        store.hold(7, "engine-0", ttl_s=60.0)      # not overwritten meanwhile
+        store.let_go(7, "engine-0")
     """
 
     def __init__(
-        self, folder: Path, num_slots: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        num_slots: int,
+        *,
+        should_pin: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes over the versions that an earlier process left in this folder.
 
-        `clock` must be consistent across processes. Raises WeightSyncError if the folder is in use.
+        `should_pin`: a GPU copies into the slots. `clock` must be consistent across processes.
+        Raises WeightSyncError if the folder is in use.
         """
         assert num_slots >= 2, "one version is offered while the next arrives"
         self._folder = folder
         self._num_slots = num_slots
+        self._should_pin = should_pin
         self._clock = clock
         self._lock = threading.Lock()
         self._setup = threading.Lock()
-        """Held while slots are created, which takes long; acquired before `_lock`."""
+        """Locked while slots are created, which takes long; acquired before `_lock`."""
         self._layout: Layout | None = None
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._owner: int | None = _lock_folder(folder)
@@ -98,7 +122,7 @@ class StagedStore:
 
     @property
     def has_room(self) -> bool:
-        """Whether every slot has its file, as after `set_layout`."""
+        """True if every slot has its file, as after `set_layout`."""
         return all(slot.is_mapped for slot in self._slots)
 
     @property
@@ -149,7 +173,7 @@ class StagedStore:
             if slot and slot.transfer == transfer:
                 return slot
             base = transfer.base_version
-            return self._take(transfer, None if base is None else self._whole(base))
+            return self._assign(transfer, None if base is None else self._whole(base))
 
     def complete(self, slot: Slot, manifest: Manifest) -> None:
         """Make the version of `slot` whole; the caller has verified every byte.
@@ -164,7 +188,7 @@ class StagedStore:
             with self._room_for(f"the manifest of version {slot.version}"):
                 slot.complete(manifest)
 
-    def release(self, version: int) -> None:
+    def release(self, version: Count) -> None:
         """Allow the version to be served. Raises UnknownVersion if it is not whole."""
         with self._lock:
             slot = self._whole(version)
@@ -180,8 +204,8 @@ class StagedStore:
             if slot:
                 self._empty(slot)
 
-    def hold(self, version: int, who: str, ttl_s: float) -> None:
-        """Keep the bytes unchanged for `ttl_s`; a second call restarts that time.
+    def hold(self, version: Count, who: str, ttl_s: Seconds) -> None:
+        """Do not overwrite the version for `ttl_s`; a second call restarts that time.
 
         Ends the reader's hold of any other version: a reader that died with it has come back.
         Raises UnknownVersion if the version is not whole here (any more).
@@ -192,7 +216,7 @@ class StagedStore:
                 other.let_go_but(version, who)
             slot.hold(version, who, self._clock() + ttl_s)
 
-    def let_go(self, version: int, who: str) -> None:
+    def let_go(self, version: Count, who: str) -> None:
         """End a hold; an unknown one is no error, because it may have expired."""
         with self._lock:
             for slot in self._slots:
@@ -230,11 +254,11 @@ class StagedStore:
         self._slots[self._slots.index(slot)] = empty
         return empty
 
-    def _take(self, transfer: Transfer, base: Slot | None) -> Slot:
+    def _assign(self, transfer: Transfer, base: Slot | None) -> Slot:
         """The slot whose version is needed least, emptied for the arriving one."""
         if obstacle := self._obstacle(base):
             raise StoreBusyError(obstacle)
-        free = [slot for slot in self._slots if not self._reason_to_keep(slot, base)]
+        free = [slot for slot in self._slots if not self._obstacle_at(slot, base)]
         free = [self._empty(slot) if slot.transfer else slot for slot in free]
         slot = min(free, key=lambda s: (s.version is not None, not s.is_released, s.version or 0))
         slot = self._empty(slot)
@@ -242,7 +266,7 @@ class StagedStore:
         return slot
 
     def _obstacle(self, base: Slot | None = None) -> str:
-        reasons = [self._reason_to_keep(slot, base) for slot in self._slots]
+        reasons = [self._obstacle_at(slot, base) for slot in self._slots]
         if not all(reasons):
             return ""
         return (
@@ -250,7 +274,7 @@ class StagedStore:
             "weight_sync.num_staged"
         )
 
-    def _reason_to_keep(self, slot: Slot, base: Slot | None) -> str:
+    def _obstacle_at(self, slot: Slot, base: Slot | None) -> str:
         """Empty if the slot may be given to another version."""
         if slot is base:
             return f"version {slot.version} is the base"
@@ -285,7 +309,7 @@ class StagedStore:
             ) from error
 
     def _drop_for(self, layout: Layout) -> None:
-        """Forget all versions; keep files that the new layout can use again."""
+        """Forget all versions, but no file that the new layout can use again."""
         whole = [slot for slot in self._slots if slot.manifest]
         if holders := [text for slot in whole for text in slot.holders(self._clock())]:
             raise StoreBusyError(f"{self._folder} cannot change its layout: {'; '.join(holders)}")
@@ -301,7 +325,9 @@ class StagedStore:
 
     def _recover(self) -> list[Slot]:
         """The best slots found in the folder, and new ones up to the number wanted."""
-        found = [_recovered(folder) for folder in sorted(self._folder.glob("slot-*"))]
+        found = [
+            _recovered(folder, self._should_pin) for folder in sorted(self._folder.glob("slot-*"))
+        ]
         found.sort(key=lambda s: (s.is_released, s.version is not None, s.version or 0))
         found.reverse()
         if found and (best := found[0].manifest):
@@ -312,9 +338,10 @@ class StagedStore:
                 found[number].remove_file()
         for slot in found[self._num_slots :]:
             shutil.rmtree(slot.path)
-        taken = {slot.path for slot in found}
+        used = {slot.path for slot in found}
         names = (self._folder / f"slot-{number}" for number in itertools.count())
-        unused = (Slot(path=folder) for folder in names if folder not in taken)
+        slots_of = (Slot(path=path, should_pin=self._should_pin) for path in names)
+        unused = (slot for slot in slots_of if slot.path not in used)
         slots = list(itertools.islice(itertools.chain(found, unused), self._num_slots))
         for slot in slots:
             if self._layout and not slot.is_mapped and _has_weights(slot.path, self._layout):
@@ -332,6 +359,8 @@ class Slot:
 
     path: Path
     """Folder with model.safetensors, as an engine loads it."""
+    should_pin: bool = False
+    """Pin the file for copies by a GPU."""
     version: int | None = None
     transfer: Transfer | None = None
     """Set while the version arrives."""
@@ -341,7 +370,7 @@ class Slot:
     _data: Tensor | None = None
     """None until the file is created or mapped."""
     _holds: dict[tuple[int, str], float] = field(default_factory=dict)
-    """By version and reader: the time, on the store's clock, until which it is held. Belongs to
+    """The time on the store's clock until which a reader holds a version. They belong to
     the folder: a hold outlives the version that it was for."""
 
     @property
@@ -366,7 +395,7 @@ class Slot:
         manifest = Manifest.from_json(fields)
         if not _has_weights(self.path, manifest.layout):
             raise ValueError("the file is not of its manifest's layout")
-        data = _map_weights(self.path, manifest.layout)
+        data = _map_weights(self.path, manifest.layout, self.should_pin)
         found = staged_checksums(manifest.layout, data)
         if found != manifest.checksums:
             names = mismatches(manifest.layout, manifest.checksums, found)
@@ -378,7 +407,7 @@ class Slot:
         """Map the file, after creating it if there is none. OSError: no room for it."""
         if not _has_weights(self.path, layout):
             _make_weights(self.path, layout)
-        self._data = _map_weights(self.path, layout)
+        self._data = _map_weights(self.path, layout, self.should_pin)
 
     def remove_file(self) -> None:
         """Return the bytes to the file system, once nothing has them mapped any more."""
@@ -390,7 +419,9 @@ class Slot:
         # In this order: a mark that outlived its manifest would release the slot's next version.
         self._released_path.unlink(missing_ok=True)
         self._manifest_path.unlink(missing_ok=True)
-        return Slot(path=self.path, _data=self._data, _holds=self._holds)
+        return Slot(
+            path=self.path, should_pin=self.should_pin, _data=self._data, _holds=self._holds
+        )
 
     def complete(self, manifest: Manifest) -> None:
         """Raises OSError if there is no room for the note."""
@@ -416,7 +447,7 @@ class Slot:
                 self.let_go(held, who)
 
     def holders(self, now: float) -> list[str]:
-        """Which readers hold it, in words."""
+        """The readers that hold it, in words."""
         for key in [key for key, until in self._holds.items() if until <= now]:
             del self._holds[key]
         return [
@@ -426,14 +457,14 @@ class Slot:
         ]
 
     def _note_holds(self) -> None:
-        """For the next process, if this one is killed while an engine reads."""
+        """Write them down for the next process: this one may be killed while an engine reads."""
         holds = [[*key, until] for key, until in self._holds.items() if until < math.inf]
         with suppress(OSError):  # a full file system must not keep an engine from its weights
             _write_note(self._holds_path, holds)
 
     @property
     def _manifest_path(self) -> Path:
-        return self.path / "manifest.json"
+        return self.path / MANIFEST_NAME
 
     @property
     def _released_path(self) -> Path:
@@ -444,8 +475,8 @@ class Slot:
         return self.path / "holds.json"
 
 
-def _recovered(folder: Path) -> Slot:
-    slot = Slot(path=folder)
+def _recovered(folder: Path, should_pin: bool) -> Slot:
+    slot = Slot(path=folder, should_pin=should_pin)
     try:
         slot.recover()
     except ValueError as error:
@@ -494,7 +525,7 @@ def _make_weights(folder: Path, layout: Layout) -> None:
 
 
 def _has_weights(folder: Path, layout: Layout) -> bool:
-    """Whether there is a file of exactly this layout; its data is not checked."""
+    """Returns whether there is a file of exactly this layout; its data is not checked."""
     header = layout.file_header
     try:
         with (folder / _WEIGHTS).open("rb") as file:
@@ -504,12 +535,14 @@ def _has_weights(folder: Path, layout: Layout) -> bool:
         return False
 
 
-def _map_weights(folder: Path, layout: Layout) -> Tensor:
+def _map_weights(folder: Path, layout: Layout, should_pin: bool) -> Tensor:
     """The file's data as flat uint8, shared with the file, with every page mapped already."""
     with (folder / _WEIGHTS).open("r+b") as file:
-        mapping = mmap.mmap(file.fileno(), _file_bytes(layout))
-    data = torch.frombuffer(mapping, dtype=torch.uint8)[len(layout.file_header) :]
+        memory = HostMemory(_file_bytes(layout), file.fileno())
+    data = memory.tensor()[len(layout.file_header) :]
     data[:: mmap.PAGESIZE].bitwise_or_(0)  # writes to every page, and changes nothing
+    if should_pin:
+        memory.pin()
     return data
 
 

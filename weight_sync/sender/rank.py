@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import torch
 from msgspec import convert
@@ -19,16 +20,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from configs.schema import WeightSyncConfig
+from tensors.checksums import piece_checksums
+from tensors.snapshots import SnapshotError, Snapshots
 from weight_sync import delta
 from weight_sync.buckets import Bucket, plan_buckets
-from weight_sync.checksums import piece_checksums
 from weight_sync.group import WeightGroup, bucket_timeout_s
 from weight_sync.group_thread import GroupThread
-from weight_sync.layout import Transfer
-from weight_sync.sender.commands import Message
-from weight_sync.sender.snapshot import Snapshots
+from weight_sync.sender.control import Message
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import GroupSpec, WeightSyncError
+from weight_sync.types import GroupSpec, Transfer, WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ class SendingRank:
 
     encode     start the checksums of a captured version; find what changed since another one
     join       join the weight group of an epoch
-    send       send this rank's buckets to the first receiver
-    checksums  return the checksums of the version that was encoded last
+    send       send this rank's buckets to the first receiver; return its pieces' checksums
     noop       nothing: a sign of life from rank 0
     close      leave the group for good
     """
@@ -54,7 +53,7 @@ class SendingRank:
         """Version and payload of the last delta."""
         self._summing = ThreadPoolExecutor(1, thread_name_prefix="weights-checksums")
         self._checksums: tuple[int, Future[tuple[int, ...]]] | None = None
-        """Version and checksums of the last encoding."""
+        """Version and checksums of the last encoding, computed while the bytes are sent."""
 
     def handle(self, command: Message) -> Message | None:
         """None for close."""
@@ -66,8 +65,6 @@ class SendingRank:
                     self._sender.group_thread.join(convert(command["group"], GroupSpec), self._rank)
                 case "send":
                     return {"result": self._send(command)}
-                case "checksums":
-                    return {"result": {"checksums": self._checksums_of(command["version"])}}
                 case "close":
                     self._sender.group_thread.leave()
                     self._summing.shutdown(wait=False)
@@ -75,13 +72,13 @@ class SendingRank:
             return {"result": {}}
         except Exception as error:
             # Rank 0 decides what follows; the other ranks may have succeeded.
-            is_ours = isinstance(error, WeightSyncError)
+            is_ours = isinstance(error, (WeightSyncError, SnapshotError))
             if not is_ours:
                 log.exception("trainer rank %d could not %s", self._rank, command["do"])
             return {"error": f"trainer rank {self._rank}: {error if is_ours else repr(error)}"}
 
     def _encode(self, command: Message) -> Message:
-        """With a base: also the delta from it, unless too much has changed."""
+        """Start the checksums; with a base also make the delta, unless too much has changed."""
         version = int(command["version"])
         stream = self._stream(command["buffer"], version)
         copy_s = self._snapshots.copy_s(command["buffer"])
@@ -99,10 +96,6 @@ class SendingRank:
                 result["num_changed"] = found.num_changed
         return result | {"encode_s": time.perf_counter() - start, "copy_s": copy_s}
 
-    def _checksums_of(self, version: int) -> tuple[int, ...]:
-        assert self._checksums is not None and self._checksums[0] == version, "encode comes first"
-        return self._checksums[1].result()
-
     def _changes(self, base: Tensor, stream: Tensor, max_density: float) -> delta.Delta | None:
         try:
             return delta.encode(self._layout, self._rank, base, stream, max_density)
@@ -113,14 +106,14 @@ class SendingRank:
     def _send(self, command: Message) -> Message:
         transfer = convert(command["transfer"], Transfer)
         if transfer.is_full:
-            stream = self._stream(command["buffer"], transfer.version)
+            payload = self._stream(command["buffer"], transfer.version)
         else:
             assert self._delta is not None and self._delta[0] == transfer.version
-            stream = self._delta[1]
-        start = time.perf_counter()
+            payload = self._delta[1]
         buckets = plan_buckets(self._layout, transfer)
-        self._sender.send(buckets, stream, int(command["first"]), float(command["total_s"]))
-        return {"seconds": time.perf_counter() - start}
+        self._sender.send(buckets, payload, int(command["first"]), float(command["total_s"]))
+        assert self._checksums is not None and self._checksums[0] == transfer.version
+        return {"checksums": self._checksums[1].result()}
 
     def _stream(self, buffer: int, version: int) -> Tensor:
         return self._snapshots.stream(buffer, version, self._timeouts.control_s)
@@ -137,13 +130,13 @@ class Sender:
     def send(
         self,
         buckets: Sequence[Bucket],
-        stream: Tensor,
+        payload: Tensor,
         first: int,
         total_s: float = math.inf,
     ) -> None:
         """Send this rank's buckets of the plan from bucket `first` on.
 
-        `stream`: uint8, the rank's bytes on the wire. `total_s` bounds the whole transfer, so that
+        `payload`: uint8, the rank's bytes on the wire. `total_s` bounds the whole transfer, so that
         small delays at every bucket cannot add up to hours. Raises WeightSyncError naming the
         bucket, the peer and the epoch. The group is closed then, which the other members notice:
         `join` the next epoch.
@@ -160,16 +153,17 @@ class Sender:
             self._config.min_bandwidth,
         )
         deadline = time.monotonic() + total_s
-        self.group_thread.walk(
-            lambda group: self._send(group, mine, stream, limit_s, deadline),
-            total_s + self._config.timeout_s / 2,
+        send = partial(
+            self._send_over, buckets=mine, payload=payload, limit_s=limit_s, deadline=deadline
         )
+        self.group_thread.run(send, total_s + self._config.timeout_s / 2)
 
-    def _send(
+    def _send_over(
         self,
         group: WeightGroup,
+        *,
         buckets: Sequence[Bucket],
-        stream: Tensor,
+        payload: Tensor,
         limit_s: float,
         deadline: float,
     ) -> None:
@@ -185,7 +179,7 @@ class Sender:
         for turn, bucket in enumerate(buckets):
             if len(in_flight) == self._config.num_buffers:
                 wait_oldest()
-            wire = self.group_thread.staging.upload(turn, stream[bucket.start : bucket.stop])
+            wire = self.group_thread.staging.upload(turn, payload[bucket.start : bucket.stop])
             in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
         while in_flight:
             wait_oldest()

@@ -1,12 +1,12 @@
-"""Which snapshot buffer the next publish may overwrite; rank 0 decides for all ranks.
+"""Phases of the snapshot buffers: rank 0 decides which one the next version overwrites.
 
-                 take                captured              begin                   keep
-    free, kept ────────► capturing ────────────► pending ────────► in flight ────────────► kept
-                              ▲                  │    ▲                │
-                              └── take: the newest    └─ give_back: ◄──┘
-                                  version wins           no receiver got it
+                      choose             captured           begin              delivered
+    free, delivered ────────► capturing ──────────► pending ───────► in flight ──────────► delivered
+                                  ▲                 │    ▲               │
+                                  └ choose: the newest   └─ give_back: ◄─┘
+                                    version wins            no receiver got it
 
-A kept version is the base of the next delta, and the source for receivers that join late.
+A delivered version is the base of the next delta, and the source for receivers that join late.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
-from weight_sync.types import WeightSyncError
+from weight_sync.types import Captured, WeightSyncError
 
 
 class Phase(Enum):
@@ -25,30 +25,15 @@ class Phase(Enum):
     capturing = "capturing"
     pending = "pending"
     in_flight = "in flight"
-    kept = "kept"
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Captured:
-    """A version in a snapshot buffer, with its times on rank 0."""
-
-    buffer: int
-    """Index of the snapshot buffer."""
-    version: int
-    wait_s: float
-    """Time that the training thread waited for the buffer."""
-    snapshot_s: float
-    """Time that it then waited for the copy."""
-    snapshot_at: float
-    """Unix time at which the copy began."""
+    delivered = "delivered"
 
 
 @dataclass(slots=True)
 class _Buffer:
     phase: Phase = Phase.free
-    holds: Captured | None = None
+    captured: Captured | None = None
     num_readers: int = 0
-    """Uses of a kept version: as the base of an encoding, or for a receiver that joined late."""
+    """Uses of a delivered version: as the base of an encoding, or for a receiver that is late."""
 
 
 class SnapshotBuffers:
@@ -60,7 +45,7 @@ class SnapshotBuffers:
         self._error: BaseException | None = None
         self._changed = threading.Condition()  # guards all of the above
 
-    def take(self, timeout_s: float) -> int:
+    def choose(self, timeout_s: float) -> int:
         """Wait for a buffer to capture into, and return its index.
 
         A version that is still pending is given up for the newer one. Raises WeightSyncError at
@@ -68,19 +53,21 @@ class SnapshotBuffers:
         """
         buffers = self._buffers
         with self._changed:
-            if not self._changed.wait_for(self._can_take, timeout_s):
+            if not self._changed.wait_for(self._can_choose, timeout_s):
                 raise WeightSyncError(
-                    f"no snapshot buffer became free within {timeout_s:g} s: they hold "
-                    + ", ".join(f"{b.holds and b.holds.version} ({b.phase.value})" for b in buffers)
+                    f"no snapshot buffer became free within {timeout_s:g} s: "
+                    + ", ".join(
+                        f"{b.captured and b.captured.version} {b.phase.value}" for b in buffers
+                    )
                 )
             if self._error is not None:
                 raise WeightSyncError(f"weights cannot be sent: {self._error}") from self._error
             index = self._best()
             assert index is not None
             buffer = buffers[index]
-            if buffer.phase is Phase.pending and buffer.holds is not None:
-                self._skipped.append(buffer.holds)
-            buffer.phase, buffer.holds = Phase.capturing, None
+            if buffer.phase is Phase.pending and buffer.captured is not None:
+                self._skipped.append(buffer.captured)
+            buffer.phase, buffer.captured = Phase.capturing, None
             return index
 
     def drain_skipped(self) -> list[Captured]:
@@ -89,7 +76,7 @@ class SnapshotBuffers:
             skipped, self._skipped = self._skipped, []
             return skipped
 
-    def _can_take(self) -> bool:
+    def _can_choose(self) -> bool:
         return self._error is not None or self._best() is not None
 
     def _best(self) -> int | None:
@@ -97,9 +84,9 @@ class SnapshotBuffers:
             if buffer.phase is Phase.pending:
                 return index
         usable = [
-            (-1 if buffer.holds is None else buffer.holds.version, index)
+            (-1 if buffer.captured is None else buffer.captured.version, index)
             for index, buffer in enumerate(self._buffers)
-            if buffer.phase in (Phase.free, Phase.kept) and not buffer.num_readers
+            if buffer.phase in (Phase.free, Phase.delivered) and not buffer.num_readers
         ]
         return min(usable)[1] if usable else None
 
@@ -107,7 +94,7 @@ class SnapshotBuffers:
         with self._changed:
             buffer = self._buffers[captured.buffer]
             assert buffer.phase is Phase.capturing
-            buffer.phase, buffer.holds = Phase.pending, captured
+            buffer.phase, buffer.captured = Phase.pending, captured
 
     def begin(self) -> Captured | None:
         """The pending version, from here on in flight: nothing overwrites it."""
@@ -115,13 +102,13 @@ class SnapshotBuffers:
             for buffer in self._buffers:
                 if buffer.phase is Phase.pending:
                     buffer.phase = Phase.in_flight
-                    return buffer.holds
+                    return buffer.captured
             return None
 
-    def keep(self, captured: Captured) -> None:
-        """It is published: the older version is no longer needed."""
+    def delivered(self, captured: Captured) -> None:
+        """A receiver has it: the older version is no longer needed."""
         with self._changed:
-            self._leave_flight(captured, Phase.kept)
+            self._leave_flight(captured, Phase.delivered)
 
     def give_back(self, captured: Captured) -> None:
         """No receiver got it: it becomes pending again, unless a newer version exists."""
@@ -133,19 +120,22 @@ class SnapshotBuffers:
 
     def _leave_flight(self, captured: Captured, phase: Phase) -> None:
         buffer = self._buffers[captured.buffer]
-        assert buffer.phase is Phase.in_flight and buffer.holds is captured
+        assert buffer.phase is Phase.in_flight and buffer.captured is captured
         buffer.phase = phase
         self._changed.notify_all()
 
     @contextmanager
     def reading(self, version: int | None) -> Iterator[Captured | None]:
-        """The kept `version`, not overwritten inside the block; None if it is gone."""
+        """The delivered `version`, not overwritten inside the block; None if it is gone."""
         with self._changed:
-            buffer = next((b for b in self._buffers if _keeps(b, version)), None)
+            delivered = (b for b in self._buffers if b.phase is Phase.delivered)
+            buffer = next(
+                (b for b in delivered if b.captured and b.captured.version == version), None
+            )
             if buffer is not None:
                 buffer.num_readers += 1
         try:
-            yield None if buffer is None else buffer.holds
+            yield None if buffer is None else buffer.captured
         finally:
             if buffer is not None:
                 with self._changed:
@@ -153,13 +143,7 @@ class SnapshotBuffers:
                     self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Sending has ended for good: current and later calls of `take` raise."""
+        """Sending has ended for good: current and later calls of `choose` raise."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
-
-
-def _keeps(buffer: _Buffer, version: int | None) -> bool:
-    return (
-        buffer.phase is Phase.kept and buffer.holds is not None and buffer.holds.version == version
-    )

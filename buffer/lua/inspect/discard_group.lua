@@ -1,8 +1,9 @@
--- Drops a quarantined group.   ARGV: group id.   Reply: 1 if it was in quarantine, else 0.
+-- Drops a quarantined group.   Request: group_id.   Reply: 1 if it was in quarantine, else 0.
 -- @include lib/drop
 -- @include lib/group
 -- @include lib/quarantined
-if redis.call('ZREM', QUARANTINED, ARGV[1]) == 0 then return 0 end
-count('bytes_quarantined', -finite(fields_of(ARGV[1], 'bytes')[1], 0))
-drop({ARGV[1]}, 'discarded')
+local id = request.group_id
+if redis.call('ZREM', QUARANTINED, id) == 0 then return 0 end
+count('bytes_quarantined', -finite(fields_of(id, 'bytes')[1], 0))
+drop({id}, 'discarded')
 return 1

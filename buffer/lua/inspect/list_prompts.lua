@@ -1,6 +1,6 @@
 -- The prompts that were begun and are not trained by a step, and each worker's position in its tasks.
--- ARGV: step.
--- Reply: {{worker, position, ...}, {'attempt index task', ...}}
+-- Request: step.
+-- Reply: TaskPrompts: {worker, position, ...}, {'attempt index task', ...}
 -- @include lib/group
 -- @include lib/prompts
 -- @include lib/running
@@ -23,5 +23,5 @@ add(redis.call('HVALS', PROMPTS))
 add(redis.call('LRANGE', RETRIES, '0', '-1'))
 add_groups(redis.call('ZRANGE', READY, '0', '-1'))
 add_groups(redis.call('ZRANGE', LEASED, '0', '-1'))
-add_groups(redis.call('ZRANGE', key('consumed'), '(' .. ARGV[1], '+inf', 'BYSCORE'))
+add_groups(redis.call('ZRANGE', key('consumed'), '(' .. request.step, '+inf', 'BYSCORE'))
 return {redis.call('HGETALL', key('tasks')), prompts}

@@ -1,7 +1,8 @@
 -- A consistent snapshot of the buffer's counts.
--- Reply: {running, ready, leased, consumed, quarantined, waiting retries, {settings}, {stats},
---         {engine versions}, {gate version, number of ready groups, ...} (the first 1000), ms since the
---         push of the stalest ready group or -1, number of prompts in quarantine}
+-- Request: nothing.
+-- Reply: StatsReply: running, ready, leased, consumed, quarantined, waiting retries, {settings}, {stats},
+--        {engine versions}, {{gate version, number of ready groups}, ...} (the first 1000), ms since the
+--        push of the stalest ready group or -1, number of prompts in quarantine
 local by_version, from = {}, '0'
 local first = redis.call('ZRANGE', READY, 0, 0)
 -- Not fields_of (lib/group), which may delete keys: a read-only user calls this script.
@@ -15,8 +16,7 @@ for _ = 1, MAX_ITEMS do
   if not found[2] then break end
   local version = math.floor(found[2] / SEQ_RANGE)
   local after = whole((version + 1) * SEQ_RANGE)
-  by_version[#by_version + 1] = version
-  by_version[#by_version + 1] = redis.call('ZCOUNT', READY, whole(version * SEQ_RANGE), '(' .. after)
+  by_version[#by_version + 1] = {version, redis.call('ZCOUNT', READY, whole(version * SEQ_RANGE), '(' .. after)}
   from = after
 end
 return {

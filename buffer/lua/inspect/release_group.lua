@@ -1,16 +1,15 @@
 -- quarantined -> ready, as if it had never been leased.
--- ARGV: group id.   Reply: 1 if it left quarantine, 0 if it was not there, -1 if its hash is damaged.
+-- Request: group_id.   Reply: 1 if it left quarantine, 0 if it was not there, -1 if its hash is damaged.
 -- @include lib/drop
 -- @include lib/group
 -- @include lib/lineage
 -- @include lib/quarantined
 -- @include lib/return
-local id = ARGV[1]
+local id = request.group_id
 if redis.call('ZREM', QUARANTINED, id) == 0 then return 0 end
 local num_bytes = finite(fields_of(id, 'bytes')[1], 0)
 count('bytes_quarantined', -num_bytes)
-local gaps, num_gaps = read_gaps()
-local change = update_numbers(id, gaps, num_gaps)
+local change = update_numbers(id, read_rollbacks())
 if change == 'gone' then
   drop({id}, 'lineage')
   return 1

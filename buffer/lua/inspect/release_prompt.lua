@@ -1,12 +1,13 @@
 -- Takes a prompt out of quarantine: it runs again with a clean record, or is forgotten.
--- ARGV: task, index, 1 to run it again.   Reply: 1 if it was in quarantine, else 0.
--- @include lib/poison
+-- Request: task, index, runs_again.   Reply: 1 if it was in quarantine, else 0.
 -- @include lib/prompts
-local field = ARGV[2] .. ' ' .. ARGV[1]
+-- @include lib/quarantined_prompts
+local field = request.index .. ' ' .. request.task
 redis.call('HDEL', FAILURES, field) -- also if another shard quarantined it
-if redis.call('HDEL', POISONOUS, field) == 0 then return 0 end
-if ARGV[3] == '1' then
-  redis.call('RPUSH', RETRIES, write_prompt({attempt = 0, reruns = 0, index = ARGV[2], task = ARGV[1]}))
+if redis.call('HDEL', QUARANTINED_PROMPTS, field) == 0 then return 0 end
+if request.runs_again then
+  redis.call('RPUSH', RETRIES,
+    write_prompt({attempt = 0, reruns = 0, index = request.index, task = request.task}))
 end
-count(ARGV[3] == '1' and 'prompts_released' or 'prompts_discarded', 1)
+count(request.runs_again and 'prompts_released' or 'prompts_discarded', 1)
 return 1

@@ -6,7 +6,7 @@ local audit_length = finite(held_settings[8], 0)
 
 -- Records an event of some groups. Groups share entries because an entry costs more than an id in it:
 -- about four events per entry in a run's usual mix of single groups and whole batches.
--- Details come as name, value: s(tep) v(ersion) r(eason) o(wner) p(rompt).
+-- Details come as name, value: s(tep) v(ersion) r(eason) o(wner: a lease token) p(rompt).
 local function audit(ids, event, ...)
   if audit_length == 0 then return end
   local max_entries = whole(math.max(0, math.ceil(audit_length / 4)))

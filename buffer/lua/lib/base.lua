@@ -7,8 +7,9 @@
 --
 -- Convention:
 --   KEYS[1]  the shard's prefix, '{leash:RUN}'. All keys are made from it: one hash tag, one slot.
---   ARGV     as listed at the head of each script; payloads are never passed to scripts.
---   Reply    an array whose first item is a word ('stored', 'wait', ...), or one integer.
+--   ARGV[1]  the request, a MessagePack map with the fields that the head of each script lists; tokens
+--            to keep follow as they are. Payloads are never passed to scripts.
+--   Reply    an integer, a text, or an array: the fields of a struct, or a list. `false` stands for none.
 --   A script is atomic, does a bounded amount of work, and may be repeated at any time.
 --
 -- A group's own HASH is 'group:<id>'. Its field `state` is one of
@@ -17,6 +18,7 @@
 -- state, kept for a while so that a late retry of a push is recognised as a duplicate. (An abandoned
 -- group has one only if its prompt runs again while a push may still be in flight.)
 
+local request = cmsgpack.unpack(ARGV[1])
 local PREFIX = KEYS[1] .. ':'
 local function key(name) return PREFIX .. name end
 
@@ -51,7 +53,6 @@ if not held_settings[1] then return redis.error_reply('NOTOPEN no settings at ' 
 local on_stale, selector, wanted = held_settings[3], held_settings[4], finite(held_settings[5], 0)
 local lineage = held_settings[6]
 local is_reconciling = held_settings[7] == '1' -- ready groups may have versions from before a rollback
-if #ARGV > 2 * MAX_BATCH then return redis.error_reply('ERR too many arguments') end
 
 local settings_read = {}
 local function setting(name)
@@ -91,9 +92,10 @@ local function wake(name) wakes[name] = true end
 -- A lease that found too few groups stores its number in `wanted`; fewer ready groups wake no lease.
 local function wake_batch() is_batch_due = true end
 
+-- The key of a wake stream and its last entry: what a waiter waits behind.
 local function last_wake(name)
   local newest = redis.call('XREVRANGE', key('wake:' .. name), '+', '-', 'COUNT', '1')
-  return newest[1] and newest[1][1] or '0-0'
+  return {key('wake:' .. name), newest[1] and newest[1][1] or '0-0'}
 end
 
 local function settle()

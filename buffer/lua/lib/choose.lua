@@ -38,7 +38,7 @@ local function blocking_group(version)
   return '', 0
 end
 
--- At most `limit` ready groups in the selector's order, as id, key, id, key... (smallest key first).
+-- At most `limit` ready groups in the selector's order, as {key, id} (smallest key first).
 -- With selector=shortest or on_stale=wait, groups that would be too old at the next version come
 -- first. Ids that no push could have stored are dropped; the second result tells whether there were any.
 local function choose(version, limit)
@@ -50,10 +50,9 @@ local function choose(version, limit)
         was_damaged = true
         leave_ready({found[i]})
         drop({found[i]}, 'damaged')
-      elseif not seen[found[i]] and #chosen < 2 * limit then
+      elseif not seen[found[i]] and #chosen < limit then
         seen[found[i]] = true
-        chosen[#chosen + 1] = found[i]
-        chosen[#chosen + 1] = whole(sign * found[i + 1] + offset)
+        chosen[#chosen + 1] = {whole(sign * found[i + 1] + offset), found[i]}
       end
     end
   end
@@ -66,7 +65,7 @@ local function choose(version, limit)
   if has_order then add(redis.call('ZRANGE', ORDER, '0', last, 'WITHSCORES'), 0, 1) end
   if selector == 'freshest' then
     add(redis.call('ZRANGE', READY, '0', last, 'REV', 'WITHSCORES'), 0, -1)
-  elseif #chosen < 2 * limit then -- also those missing in `order`
+  elseif #chosen < limit then -- also those missing in `order`
     add(redis.call('ZRANGE', READY, '0', last, 'WITHSCORES'), 0, 1)
   end
   return chosen, was_damaged

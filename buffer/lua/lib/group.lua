@@ -15,6 +15,6 @@ end
 -- The fence: whether this lease holds the group. A rollback invalidates all leases.
 local function is_held(id, lease_token)
   if is_reconciling then return false end
-  local held = fields_of(id, 'state', 'owner')
+  local held = fields_of(id, 'state', 'lease_token')
   return held[1] == 'leased' and held[2] == lease_token
 end

@@ -1,7 +1,7 @@
 -- @include lib/audit
 -- @include lib/kept
--- @include lib/poison
 -- @include lib/prompts
+-- @include lib/quarantined_prompts
 -- @include lib/running
 -- @include lib/tombstones
 

@@ -5,7 +5,7 @@ local QUARANTINED = PREFIX .. 'quarantined'
 
 local function to_quarantine(id, reason, num_bytes)
   redis.call('ZADD', QUARANTINED, whole(now_ms()), id)
-  redis.call('HSET', group_key(id), 'state', 'quarantined', 'owner', '', 'why', reason)
+  redis.call('HSET', group_key(id), 'state', 'quarantined', 'lease_token', '', 'why', reason)
   count('bytes_quarantined', finite(num_bytes, 0))
   wake('room')
   audit({id}, 'quarantined', 'r', reason)

@@ -13,7 +13,7 @@ local function to_ready(id, event, ...)
     return false
   end
   enter_ready({whole(gate * SEQ_RANGE + seq), id}, {order_of(seq, trainable), id})
-  redis.call('HSET', group_key(id), 'state', 'ready', 'owner', '')
+  redis.call('HSET', group_key(id), 'state', 'ready', 'lease_token', '')
   audit({id}, event, ...)
   wake_batch()
   return true

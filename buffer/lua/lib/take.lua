@@ -1,6 +1,7 @@
 -- ready -> leased
 -- @include lib/audit
 -- @include lib/group
+-- @include lib/held
 -- @include lib/leash
 -- @include lib/quarantined
 -- @include lib/ready
@@ -13,7 +14,7 @@ local sets_of_groups = {ready = READY, leased = LEASED, consumed = key('consumed
 local function whole_groups(ids)
   local found, fields = {}, {}
   for _, id in ipairs(ids) do
-    local group = fields_of(id, 'tokens', 'leases', 'moved', 'versions', 'state', 'min_version', 'bytes',
+    local group = fields_of(id, 'tokens', 'leases', 'renumbered', 'versions', 'state', 'min_version', 'bytes',
       'trainable', 'seq', 'pairs')
     if group[5] == 'ready' and finite(group[1]) and finite(group[6]) and finite(group[7])
         and finite(group[8]) and finite(group[9]) then
@@ -33,27 +34,25 @@ local function cost_of(tokens, num_pairs, pair_cost)
   return whole(finite(tokens, 0) + pair_cost * finite(num_pairs, 0))
 end
 
--- ready -> leased, of whole groups. Returns the cost of each, and {id, versions...} of those that
--- were renumbered.
-local function take(ids, fields, lease_token, deadline, step, pair_cost)
-  local costs, moved, deadlines = {}, {}, {}
+-- ready -> leased, of whole groups, as `lease` asks. Returns the cost of each, and the versions of
+-- those that were renumbered.
+local function take(ids, fields, lease_token, deadline, lease)
+  local costs, renumbered, deadlines = {}, {}, {}
   leave_ready(ids)
   for i, id in ipairs(ids) do
     local group = fields[id]
-    redis.call('HSET', group_key(id), 'state', 'leased', 'owner', lease_token, 'leases', finite(group[2], 0) + 1)
-    costs[i] = cost_of(group[1], group[10], pair_cost)
-    if group[3] then
-      moved[#moved + 1] = id
-      moved[#moved + 1] = group[4] or ''
-    end
+    redis.call('HSET', group_key(id), 'state', 'leased', 'lease_token', lease_token,
+      'leases', finite(group[2], 0) + 1)
+    costs[i] = cost_of(group[1], group[10], lease.pair_cost)
+    if group[3] then add_renumbered(renumbered, id, group[4]) end
     deadlines[2 * i - 1], deadlines[2 * i] = deadline, id
   end
   call_many('ZADD', LEASED, deadlines)
-  audit(ids, 'leased', 's', step, 'o', lease_token)
-  return costs, moved
+  audit(ids, 'leased', 's', lease.step, 'o', lease_token)
+  return costs, renumbered
 end
 
--- The trainer masks tokens older than this version; '' if it masks none.
+-- The trainer masks tokens older than this version; false if it masks none.
 local function mask_below(version)
-  return on_stale == 'mask_tokens' and whole(oldest_fresh(version)) or ''
+  return on_stale == 'mask_tokens' and oldest_fresh(version)
 end

@@ -1,14 +1,14 @@
 -- Gives a new group a credit to be generated, if there is room.
--- ARGV: group id, ms that the credit lasts unless it is renewed.
--- Reply: {'admitted', trainer version} | {'wait', last wake id, in use, limit}
+-- Request: group_id, credit_ms (how long the credit lasts unless it is renewed).
+-- Reply: Credit: 1 if it was given, trainer version; if not, last wake, in use, limit
 -- @include lib/audit
 -- @include lib/leash
 -- @include lib/running
-local id, credit_ms = ARGV[1], tonumber(ARGV[2])
+local id, expiry = request.group_id, whole(now_ms() + request.credit_ms)
 
 if redis.call('ZSCORE', RUNNING, id) then
-  redis.call('ZADD', CREDITS, whole(now_ms() + credit_ms), id)
-  return {'admitted', trainer_version}
+  redis.call('ZADD', CREDITS, expiry, id)
+  return {1, trainer_version}
 end
 
 -- Engines that are too old get no requests and do not count; if there is no other, the limit is 0.
@@ -29,10 +29,10 @@ limit = math.max(0, math.floor(limit + 1e-6))
 if not served[1] and redis.call('HGET', SETTINGS, 'engines_gone') then limit = 0 end
 local shard, num_shards = setting('shard'), math.max(1, setting('num_shards'))
 local quota = math.floor(limit / num_shards) + (shard < limit % num_shards and 1 or 0)
-if in_use >= quota then return {'wait', last_wake('room'), in_use, quota} end
+if in_use >= quota then return {0, trainer_version, last_wake('room'), in_use, quota} end
 
 -- The score is the oldest version that its tokens can have.
 redis.call('ZADD', RUNNING, trainer_version - lag, id)
-redis.call('ZADD', CREDITS, whole(now_ms() + credit_ms), id)
+redis.call('ZADD', CREDITS, expiry, id)
 audit({id}, 'admitted', 'v', trainer_version)
-return {'admitted', trainer_version}
+return {1, trainer_version}

@@ -1,6 +1,7 @@
 -- Keeps tokens of a running group with its prompt.
--- ARGV: group id, oldest version that sampled a token of the group ('' if unknown), then for each part
---       its name and its tokens. They are small beside a group's payload, so Lua may copy them.
+-- Request: group_id, oldest (version that sampled a token of the group; none if unknown).
+-- Further arguments: for each part its name and its tokens. They are small beside a group's payload, so
+-- Lua may copy them.
 -- Reply: 1 | 0 if the group is not running (nothing is kept)
 --      | -1 if on_stale=wait could not wait for a group with such old tokens (nothing is kept).
 -- @include lib/group
@@ -8,8 +9,9 @@
 -- @include lib/leash
 -- @include lib/lineage
 -- @include lib/running
-local score = redis.call('ZSCORE', RUNNING, ARGV[1])
-local text = score and redis.call('HGET', PROMPTS, ARGV[1])
+local id = request.group_id
+local score = redis.call('ZSCORE', RUNNING, id)
+local text = score and redis.call('HGET', PROMPTS, id)
 local name = text and name_of(text)
 if not name then return 0 end
 
@@ -27,13 +29,13 @@ local function can_wait_for(oldest)
   return true
 end
 
-local oldest = ARGV[2] ~= '' and renumber(finite(ARGV[2], 0), read_gaps(), 1)
+local oldest = request.oldest and renumber(request.oldest, read_rollbacks(), 1)
 if oldest and oldest < finite(score, 0) then
   if on_stale == 'wait' and not can_wait_for(oldest) then return -1 end
-  redis.call('ZADD', RUNNING, whole(oldest), ARGV[1])
+  redis.call('ZADD', RUNNING, whole(oldest), id)
 end
-if #ARGV > 2 then
+if ARGV[2] then
   redis.call('HSET', KEPT, name, '1')
-  redis.call('HSET', kept_key(name), unpack(ARGV, 3))
+  redis.call('HSET', kept_key(name), unpack(ARGV, 2))
 end
 return 1

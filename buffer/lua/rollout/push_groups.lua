@@ -1,9 +1,8 @@
 -- Commits groups whose payloads the client has just SET with an expiry.
--- ARGV: bound of evictions; then for each group: id, min_version, max_version, versions, tokens, pairs of
---       tokens, trainable tokens, bytes, task, index, attempt, further chunks, ms that the push was blocked.
--- Reply: for each group {'stored'} | {'duplicate'} | {'stale'} | {'abandoned_lineage'}
---      | {'missing'} (the payload is gone: send it again) | {'again'} (more to evict)
---      | {'full' or 'too_large', groups, bytes, capacity in groups, in bytes, on_full}
+-- Request: bound (of evictions), groups (a list of PushedGroup).
+-- Reply: a PushReply for each: 'stored' | 'duplicate' | 'stale' | 'abandoned_lineage'
+--      | 'missing' (the payload is gone: send it again) | 'again' (more to evict)
+--      | 'full' or 'too_large', groups, bytes, capacity in groups, in bytes, on_full
 -- @include lib/audit
 -- @include lib/capacity
 -- @include lib/drop
@@ -13,11 +12,11 @@
 -- @include lib/ready
 -- @include lib/running
 -- @include lib/tombstones
-local bound, num_evicted = bound_of(ARGV[1]), 0
-local rules = redis.call('HMGET', SETTINGS, 'sequence', 'gaps', 'num_gaps', 'capacity_groups',
+local bound, num_evicted = bound_of(request.bound), 0
+local rules = redis.call('HMGET', SETTINGS, 'sequence', 'rollbacks', 'num_rollbacks', 'capacity_groups',
   'capacity_bytes', 'on_full')
-local sequence, gaps = finite(rules[1], 0), rules[2] ~= '' and parse_gaps(rules[2])
-if gaps and not gaps[1] then damaged('settings.gaps') end
+local sequence, rollbacks = finite(rules[1], 0), rules[2] ~= '' and parse_rollbacks(rules[2])
+if rollbacks and not rollbacks[1] then damaged('settings.rollbacks') end
 local max_groups, max_bytes = finite(rules[4], math.huge), finite(rules[5], math.huge)
 local pushed_at, replies, arrived, num_stored = whole(now_ms()), {}, {}, 0
 
@@ -55,10 +54,10 @@ local function make_room(num_bytes)
   return num_evicted == bound and is_full(num_bytes)
 end
 
-local function commit(id, min_text, max_text, before, tokens, num_pairs, trainable, bytes, task, index,
-                      attempt, num_chunks, blocked_ms)
-  local min_version, max_version, versions = tonumber(min_text), tonumber(max_text), before
-  local num_bytes, name, payload = tonumber(bytes), group_key(id), payload_keys(id, num_chunks)
+local function commit(pushed)
+  local id, num_bytes, trainable = pushed.group_id, pushed.bytes, pushed.trainable
+  local min_version, max_version, versions = pushed.min_version, pushed.max_version, pushed.versions
+  local payload = payload_keys(id, pushed.chunks)
 
   local state = fields_of(id, 'state')[1]
   if state then
@@ -71,32 +70,31 @@ local function commit(id, min_text, max_text, before, tokens, num_pairs, trainab
   local function arrive()
     arrived[#arrived + 1] = id
     count('pushed', 1)
-    count('tokens_pushed', tokens)
-    if blocked_ms ~= '0' then
+    count('tokens_pushed', pushed.tokens)
+    if pushed.blocked_ms > 0 then
       count('push_blocked', 1)
-      count('push_blocked_ms', blocked_ms)
+      count('push_blocked_ms', pushed.blocked_ms)
     end
   end
 
   local function refuse(reason)
     arrive()
-    audit({id}, 'pushed', 'v', min_text)
+    audit({id}, 'pushed', 'v', pushed.min_version)
     unlink(payload)
     leave_tombstones({id}, 'dropped:' .. reason)
-    local prompt = {tokens = tonumber(tokens), trainable = tonumber(trainable), task = task, index = index,
-      attempt = tonumber(attempt), reruns = 0}
-    count_drops({id}, reason, {prompt})
+    count_drops({id}, reason, {{tokens = pushed.tokens, trainable = trainable, task = pushed.task,
+      index = pushed.index, attempt = pushed.attempt, reruns = 0}})
   end
 
   local function full(word)
     unlink(payload)
-    local function limit(number) return number < math.huge and whole(number) or '' end
+    local function limit(number) return number < math.huge and number end
     return {word, used_groups(), used_bytes(), limit(max_groups), limit(max_bytes),
       rules[6] or 'block'}
   end
 
-  if gaps and min_version < gaps[#gaps].resume then
-    versions, min_version, max_version = renumber_all(before, gaps, 1)
+  if rollbacks and min_version < rollbacks[#rollbacks].resume then
+    versions, min_version, max_version = renumber_all(versions, rollbacks, 1)
     if not versions then
       refuse('lineage')
       return {'abandoned_lineage'}
@@ -113,7 +111,7 @@ local function commit(id, min_text, max_text, before, tokens, num_pairs, trainab
     local can_evict = rules[6] == 'drop_stalest' and fits_beside_leased(num_bytes, max_groups, max_bytes)
     if can_evict and make_room(num_bytes) then return {'again'} end
     if is_full(num_bytes) then
-      if blocked_ms == '0' then audit({id}, 'full') end
+      if pushed.blocked_ms == 0 then audit({id}, 'full') end
       return full('full')
     end
   end
@@ -128,26 +126,26 @@ local function commit(id, min_text, max_text, before, tokens, num_pairs, trainab
   -- Fields with their default value are left out, so that the hash stays one small block.
   sequence = sequence + 1
   local seq = sequence % SEQ_RANGE
-  local group = {'state', 'ready', 'seq', seq, 'min_version', whole(min_version), 'tokens', tokens,
-    'pairs', num_pairs, 'trainable', trainable, 'bytes', bytes, 'task', task, 'index', index,
-    'pushed_at', pushed_at}
+  local group = {'state', 'ready', 'seq', seq, 'min_version', min_version, 'tokens', pushed.tokens,
+    'pairs', pushed.pairs, 'trainable', trainable, 'bytes', num_bytes, 'task', pushed.task,
+    'index', pushed.index, 'pushed_at', pushed_at}
   local function add(field, value)
     group[#group + 1] = field
     group[#group + 1] = value
   end
-  if versions ~= before or max_version > min_version then
+  if versions ~= pushed.versions or max_version > min_version then
     add('versions', versions)
-    add('max_version', whole(max_version))
+    add('max_version', max_version)
   end
-  if versions ~= before then add('moved', '1') end
-  if gaps then add('gaps', rules[3]) end
-  if attempt ~= '0' then add('attempt', attempt) end
-  if num_chunks ~= '0' then add('chunks', num_chunks) end
-  redis.call('HSET', name, unpack(group))
+  if versions ~= pushed.versions then add('renumbered', '1') end
+  if rollbacks then add('rollbacks', rules[3]) end
+  if pushed.attempt > 0 then add('attempt', pushed.attempt) end
+  if pushed.chunks > 0 then add('chunks', pushed.chunks) end
+  redis.call('HSET', group_key(id), unpack(group))
 
   arrive()
   count('bytes', num_bytes)
-  count('tokens', tokens)
+  count('tokens', pushed.tokens)
   places[#places + 1], orders[#orders + 1] = whole(gate * SEQ_RANGE + seq), order_of(seq, trainable)
   places[#places + 1], orders[#orders + 1] = id, id
   local version = whole(min_version)
@@ -157,7 +155,7 @@ local function commit(id, min_text, max_text, before, tokens, num_pairs, trainab
   return {'stored'}
 end
 
-for i = 2, #ARGV, 13 do replies[#replies + 1] = commit(unpack(ARGV, i, i + 12)) end
+for i, pushed in ipairs(request.groups) do replies[i] = commit(pushed) end
 enter()
 if #arrived > 0 then leave_running(arrived) end
 if num_stored > 0 then

@@ -1,13 +1,14 @@
 -- Ends the groups that a restarted worker ran before; their prompts run again.
--- ARGV: prefix of the ids of its groups (not a pattern), cursor, about how many to scan,
---       ms that a credit lasts, 1 if the worker's death counts against the prompts.
--- Reply: {next cursor ('0': done), number of groups ended}
+-- Request: prefix (of the ids of its groups, not a pattern), cursor, bound (about how many to scan),
+--          credit_ms, counts_as_death (whether the worker's death counts against the prompts).
+-- Reply: Reclaimed: next cursor ('0': done), number of groups ended
 -- @include lib/lose_running
 -- @include lib/running
 -- @include lib/server
-local reply = redis.call('ZSCAN', RUNNING, ARGV[2], 'MATCH', ARGV[1] .. '*', 'COUNT', bound_of(ARGV[3]))
-local ids, seen, lost_before = {}, {}, lost_with_server(ARGV[4])
-if ARGV[5] ~= '1' then lost_before = LARGEST end
+local reply = redis.call('ZSCAN', RUNNING, request.cursor, 'MATCH', request.prefix .. '*',
+  'COUNT', bound_of(request.bound))
+local ids, seen, lost_before = {}, {}, lost_with_server(request.credit_ms)
+if not request.counts_as_death then lost_before = LARGEST end
 for i = 1, #reply[2], 2 do
   local id = reply[2][i]
   if not seen[id] then ids[#ids + 1] = id end

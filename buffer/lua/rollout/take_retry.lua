@@ -1,10 +1,10 @@
 -- Takes the oldest prompt to run again; a repeated call with the same token gets the same prompt.
 -- With a group, which must be running, it atomically becomes that group's prompt.
--- ARGV: token ('' with a group), group id ('' for none).   Reply: 'attempt index task' | nil
+-- Request: token (none with a group), group_id (or none).   Reply: 'attempt index task' | nil
 -- @include lib/audit
 -- @include lib/prompts
 -- @include lib/running
-local id = ARGV[2]
+local id = request.group_id
 
 -- The oldest entry that is a prompt; others are counted and dropped. nil if there is none, or at the
 -- bound of work: the caller retries later in either case.
@@ -18,7 +18,7 @@ local function next_retry()
   end
 end
 
-if id ~= '' then
+if id then
   local noted = redis.call('HGET', PROMPTS, id)
   if noted and read_prompt(noted) then return noted end
   if not redis.call('ZSCORE', RUNNING, id) then return nil end
@@ -28,7 +28,7 @@ if id ~= '' then
   audit({id}, 'begun', 'p', prompt.task .. ':' .. prompt.index)
   return text
 end
-local taken = key('once:' .. ARGV[1])
+local taken = key('once:' .. request.token)
 local prompt = redis.call('GET', taken)
 if prompt then return prompt end
 prompt = next_retry()

@@ -1,7 +1,6 @@
 -- Changes settings of a running job. A lower max_staleness applies from the next sweep or lease.
--- ARGV: name, value, name, value...   Reply: 1
-for place = 1, #ARGV, 2 do
-  local name, value = ARGV[place], ARGV[place + 1]
+-- Request: values (by name).   Reply: 1
+for name, value in pairs(request.values) do
   if name == 'max_staleness' then
     local before = finite(redis.call('HGET', SETTINGS, name), 0)
     local largest = finite(redis.call('HGET', STATS, 'max_staleness_largest'), 0)

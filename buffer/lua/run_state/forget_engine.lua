@@ -1,9 +1,9 @@
 -- Removes an engine. Admission follows the slowest of the others, which may make room; without any
 -- engine nothing is admitted until one serves again.
--- ARGV: engine.   Reply: 1 if it served a version, 0 if not.
-local was_known = redis.call('HDEL', key('engine_versions'), ARGV[1])
-redis.call('HDEL', key('draining'), ARGV[1])
-if redis.call('ZREM', key('commit_gate'), ARGV[1]) == 1 then wake('gate') end
+-- Request: engine.   Reply: 1 if it served a version, 0 if not.
+local was_known = redis.call('HDEL', key('engine_versions'), request.engine)
+redis.call('HDEL', key('draining'), request.engine)
+if redis.call('ZREM', key('commit_gate'), request.engine) == 1 then wake('gate') end
 if was_known == 1 then
   if redis.call('EXISTS', key('engine_versions')) == 0 then
     redis.call('HSET', SETTINGS, 'engines_gone', '1')

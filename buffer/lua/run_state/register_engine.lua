@@ -1,9 +1,9 @@
--- Records where an engine listens, or, with an empty URL, that it has left the run for good.
--- ARGV: engine, URL or ''.   Reply: 1
-if ARGV[2] == '' then
-  redis.call('HDEL', key('engine_urls'), ARGV[1])
+-- Records where an engine listens, or, without a URL, that it has left the run for good.
+-- Request: engine, url (or none).   Reply: 1
+if request.url then
+  redis.call('HSET', key('engine_urls'), request.engine, request.url)
 else
-  redis.call('HSET', key('engine_urls'), ARGV[1], ARGV[2])
+  redis.call('HDEL', key('engine_urls'), request.engine)
 end
 wake('engines')
 return 1

@@ -1,11 +1,12 @@
 -- Ends expired credits, moves groups with expired leases to ready, then drops stale ready groups.
--- ARGV: bound of work, ms that a credit lasts.   Reply: {expired, dropped, credits}; one at the bound means there may be more.
+-- Request: bound (of work), credit_ms.
+-- Reply: expired, dropped, credits; one at the bound means there may be more.
 -- @include lib/leash
 -- @include lib/lose_running
 -- @include lib/running
 -- @include lib/server
 -- @include lib/tidy
-local bound, lost_before = bound_of(ARGV[1]), lost_with_server(ARGV[2])
+local bound, lost_before = bound_of(request.bound), lost_with_server(request.credit_ms)
 local lost = redis.call('ZRANGE', CREDITS, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', bound)
 if #lost > 0 then
   lose_running(lost, 'expired', lost_before)

@@ -1,25 +1,28 @@
 -- At the home shard: returns the record of a step's batch, or locks the step to form it from all shards.
--- ARGV: step, token, ms that the lock lasts, lineage ('' for any), lease token of a void record ('' for none).
--- Reply: {'batch', lease token, version, groups, shares, {ids}, {costs}, mask below, 1 if done}
---      | {'locked'} | {'busy', last id of wake:forming, ms until the lock expires} | {'done'}
---      | {'wait', last id of wake:batch, -1} (a takeover is under way) | {'not_owner'}
+-- Request: lease, token, lock_ms (how long the lock lasts), void_token (of a record of which nothing is
+--          held any more, or none).
+-- Reply: Record: 'batch', lease token, version, groups, shares, {ids}, {costs}, mask below, 1 if done
+--      | Locked: 'locked' | Refused: 'refused', 'done' or 'not_owner'
+--      | BatchNotReady: 'wait', {wakes}, 0, ms until the lock expires (-1: a takeover is under way)
 -- @include lib/batch_record
-local step, token, lock = ARGV[1], ARGV[2], key('forming')
-if ARGV[4] ~= '' and ARGV[4] ~= lineage then return {'not_owner'} end
-if is_reconciling then return {'wait', last_wake('batch'), -1} end
+local step, token, lock = request.lease.step, request.token, key('forming')
+if request.lease.lineage ~= '' and request.lease.lineage ~= lineage then return {'refused', 'not_owner'} end
+if is_reconciling then return {'wait', {last_wake('batch')}} end
 
-local batch, ids, costs = read_batch(step)
-if batch and not batch[8] and ARGV[5] == batch[1] then
+local batch = read_batch(step)
+if batch and not batch.is_done and request.void_token == batch.lease_token then
   forget_batch(step)
   batch = nil
 end
 if batch then
-  return {'batch', batch[1], batch[2], batch[3], batch[4], ids, costs, batch[7], batch[8] and 1 or 0}
+  return {'batch', batch.lease_token, batch.version, batch.num_groups, batch.num_shares, batch.ids,
+    batch.costs, batch.mask_below_version or false, batch.is_done and 1 or 0}
 end
-if tonumber(step) <= setting('acked_step') then return {'done'} end
-if not redis.call('SET', lock, token, 'NX', 'PX', ARGV[3]) and redis.call('GET', lock) ~= token then
-  if redis.call('PTTL', lock) < 0 then redis.call('PEXPIRE', lock, ARGV[3]) end -- ours always expire
-  return {'busy', last_wake('forming'), redis.call('PTTL', lock)}
+if step <= setting('acked_step') then return {'refused', 'done'} end
+if not redis.call('SET', lock, token, 'NX', 'PX', request.lock_ms) and redis.call('GET', lock) ~= token then
+  -- Waiting for the lock has its own wake stream, or ranks that find no batch would wake each other for ever.
+  if redis.call('PTTL', lock) < 0 then redis.call('PEXPIRE', lock, request.lock_ms) end -- ours always expire
+  return {'wait', {last_wake('forming')}, 0, redis.call('PTTL', lock)}
 end
-redis.call('PEXPIRE', lock, ARGV[3])
+redis.call('PEXPIRE', lock, request.lock_ms)
 return {'locked'}

@@ -1,12 +1,12 @@
 -- At the home shard: records a batch taken from several shards, and releases the lock.
--- ARGV: step, version, groups, shares, lease token, ids, costs, mask below, token of the lock.
+-- Request: lease, lease_token (also of the lock), ids, costs, mask_below_version (or none).
 -- Reply: 1 if this is the step's batch now, 0 if the lock was lost.
 -- @include lib/batch_record
-local batch = read_batch(ARGV[1])
-if batch then return batch[1] == ARGV[5] and 1 or 0 end
-if redis.call('GET', key('forming')) ~= ARGV[9] then return 0 end
+local batch = read_batch(request.lease.step)
+if batch then return batch.lease_token == request.lease_token and 1 or 0 end
+if redis.call('GET', key('forming')) ~= request.lease_token then return 0 end
 redis.call('DEL', key('forming'))
-write_batch(ARGV[1], ARGV[5], ARGV[2], ARGV[3], ARGV[4], ARGV[6], ARGV[7], ARGV[8])
+write_batch(request.lease, request.lease_token, request.ids, request.costs, request.mask_below_version)
 wake('forming') -- the other ranks wait for it
 wake('batch')
 return 1

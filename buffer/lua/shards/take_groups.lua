@@ -1,31 +1,29 @@
 -- Leases those of the given groups that are ready and fresh.
--- ARGV: version, lease token, lease in ms, step, cost of a pair of tokens, group ids...
--- Reply: {{ids}, {costs}, deadline ms, mask below, {id, versions...}}
+-- Request: lease, lease_token, lease_ms, group_ids.
+-- Reply: Taken: {ids}, {costs}, deadline ms, mask below, {{id, {version...}}, ...}
 -- @include lib/group
+-- @include lib/held
 -- @include lib/leash
 -- @include lib/take
-local version, lease_token, pair_cost, ids = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[5]), {}
+local version, lease_token, ids = request.lease.version, request.lease_token, {}
 local cutoff = oldest_fresh(version) * SEQ_RANGE
-for i = 6, #ARGV do
-  local score = not is_reconciling and redis.call('ZSCORE', READY, ARGV[i])
+for _, id in ipairs(request.group_ids) do
+  local score = not is_reconciling and redis.call('ZSCORE', READY, id)
   -- Groups taken with this token before are returned again: a reply may have been lost.
-  if score and tonumber(score) >= cutoff then ids[#ids + 1] = ARGV[i] end
+  if score and tonumber(score) >= cutoff then ids[#ids + 1] = id end
 end
-local deadline = whole(now_ms() + tonumber(ARGV[3]))
+local deadline = whole(now_ms() + request.lease_ms)
 if #ids > 0 then
   local groups, fields = whole_groups(ids)
-  if #groups > 0 then take(groups, fields, lease_token, deadline, ARGV[4], pair_cost) end
+  if #groups > 0 then take(groups, fields, lease_token, deadline, request.lease) end
 end
-local costs, moved = {}, {}
+local costs, renumbered = {}, {}
 ids = {}
-for i = 6, #ARGV do
-  local group = fields_of(ARGV[i], 'state', 'owner', 'tokens', 'moved', 'versions', 'pairs')
+for _, id in ipairs(request.group_ids) do
+  local group = fields_of(id, 'state', 'lease_token', 'tokens', 'renumbered', 'versions', 'pairs')
   if group[1] == 'leased' and group[2] == lease_token then
-    ids[#ids + 1], costs[#costs + 1] = ARGV[i], cost_of(group[3], group[6], pair_cost)
-    if group[4] then
-      moved[#moved + 1] = ARGV[i]
-      moved[#moved + 1] = group[5] or ''
-    end
+    ids[#ids + 1], costs[#costs + 1] = id, cost_of(group[3], group[6], request.lease.pair_cost)
+    if group[4] then add_renumbered(renumbered, id, group[5]) end
   end
 end
-return {ids, costs, deadline, mask_below(version), moved}
+return {ids, costs, deadline, mask_below(version), renumbered}

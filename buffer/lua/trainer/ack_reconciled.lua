@@ -1,14 +1,13 @@
 -- Acks groups that the restored checkpoint contains, in whatever state they are.
--- ARGV: lineage, group ids...   Reply: 1 | 0 if another lineage took over.
+-- Request: lineage, group_ids.   Reply: 1 | 0 if another lineage took over.
 -- @include lib/audit
 -- @include lib/group
 -- @include lib/ready
 -- @include lib/running
 -- @include lib/tombstones
-if ARGV[1] ~= lineage then return 0 end
+if request.lineage ~= lineage then return 0 end
 local total = 0
-for i = 2, #ARGV do
-  local id = ARGV[i]
+for _, id in ipairs(request.group_ids) do
   local state = fields_of(id, 'state')[1]
   if not state then
     -- The server lost it, and holds it for running: neither may it be pushed again nor its prompt run

@@ -1,13 +1,13 @@
 -- consumed -> acked, for steps up to one whose checkpoint is durable; deletes payloads.
--- ARGV: step, lineage ('' for any), bound of work.
--- Reply: {how many were acknowledged, 1 if there may be more} | {'not_owner'}
+-- Request: step, lineage ('' for any), bound (of work).
+-- Reply: Acked: how many were acknowledged, 1 if there may be more | nil: another lineage took over
 -- @include lib/audit
 -- @include lib/batch_record
 -- @include lib/tombstones
-if ARGV[2] ~= '' and ARGV[2] ~= lineage then return {'not_owner'} end
-local bound, acked_step = bound_of(ARGV[3]), setting('acked_step')
+if request.lineage ~= '' and request.lineage ~= lineage then return nil end
+local bound, acked_step = bound_of(request.bound), setting('acked_step')
 local consumed = key('consumed')
-local due = redis.call('ZRANGE', consumed, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
+local due = redis.call('ZRANGE', consumed, '-inf', request.step, 'BYSCORE', 'LIMIT', '0', bound, 'WITHSCORES')
 local ids, by_step, newest = {}, {}, acked_step
 for i = 1, #due, 2 do
   local id, step = due[i], due[i + 1]
@@ -24,7 +24,7 @@ if #ids > 0 then
   for step, acked in pairs(by_step) do audit(acked, 'acked', 's', step) end
 end
 -- The records of these steps are no longer needed: late ranks are answered by `acked_step`.
-local steps = redis.call('ZRANGE', BATCHES, '-inf', ARGV[1], 'BYSCORE', 'LIMIT', '0', bound)
+local steps = redis.call('ZRANGE', BATCHES, '-inf', request.step, 'BYSCORE', 'LIMIT', '0', bound)
 for _, step in ipairs(steps) do
   if finite(step, newest) > newest and redis.call('HEXISTS', lease_key(step), 'done') == 1 then
     newest = finite(step)

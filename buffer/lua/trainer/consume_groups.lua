@@ -1,11 +1,11 @@
 -- leased -> consumed, for the groups that this lease still holds.
--- ARGV: lease token, step, version trained, version below which tokens were masked ('' for none), ids...
+-- Request: lease_token, step, version (trained), mask_below_version (or none), group_ids.
 -- Reply: number of groups consumed by this lease (the same on a repeated call).
--- Without ids only the step's record is marked as done: its groups are in other shards.
+-- Without groups only the step's record is marked as done: its groups are in other shards.
 -- @include lib/audit
 -- @include lib/group
 -- @include lib/masking
-local lease_token, step, version, masked_below = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local lease_token, step, version = request.lease_token, request.step, request.version
 if is_reconciling then return 0 end -- the lease is of a lineage that was rolled back
 local total, ids, steps, largest = 0, {}, {}, nil
 local trained, masked_out, num_bytes, total_age_ms, by_staleness = 0, 0, 0, 0, {}
@@ -16,9 +16,8 @@ local function age_bucket(age_s)
   return 'inf'
 end
 
-for i = 5, #ARGV do
-  local id = ARGV[i]
-  local group = fields_of(id, 'state', 'owner', 'min_version', 'trainable', 'versions', 'bytes',
+for _, id in ipairs(request.group_ids) do
+  local group = fields_of(id, 'state', 'lease_token', 'min_version', 'trainable', 'versions', 'bytes',
     'pushed_at')
   if group[2] == lease_token and group[1] == 'consumed' then
     total = total + 1
@@ -28,7 +27,7 @@ for i = 5, #ARGV do
     steps[#steps + 1] = id
     redis.call('HSET', group_key(id), 'state', 'consumed', 'leases', 0) -- trained, so it is usable
     local trainable = finite(group[4], 0)
-    local oldest, masked = oldest_trained(group[3] or ARGV[3], group[5], trainable, masked_below)
+    local oldest, masked = oldest_trained(group[3] or version, group[5], trainable, request.mask_below_version)
     local age_ms, staleness = math.max(0, now_ms() - finite(group[7], now_ms())), version - oldest
     trained, masked_out = trained + trainable - masked, masked_out + masked
     num_bytes, total_age_ms = num_bytes + finite(group[6], 0), total_age_ms + age_ms
@@ -54,7 +53,8 @@ if #ids > 0 then
   end
   wake('room')
 end
-if (total > 0 or #ARGV == 4) and redis.call('HGET', key('lease:' .. step), 'owner') == lease_token then
-  redis.call('HSET', key('lease:' .. step), 'done', '1')
+local record = key('lease:' .. step)
+if (total > 0 or #request.group_ids == 0) and redis.call('HGET', record, 'lease_token') == lease_token then
+  redis.call('HSET', record, 'done', '1')
 end
 return total

@@ -1,6 +1,7 @@
 -- Sorts all groups after begin_reconcile: one bounded part per call, until nothing is left.
--- ARGV: lineage, bound of work.
--- Reply: {'not_owner'} | {1 if there is more, acked, requeued, dropped, quarantined} (totals so far)
+-- Request: lineage, bound (of work).
+-- Reply: 1 if there is more, Reconciled: {acked, requeued, dropped, quarantined} (totals so far)
+--      | nil: another lineage took over
 -- @include lib/audit
 -- @include lib/batch_record
 -- @include lib/drop
@@ -10,12 +11,13 @@
 -- @include lib/ready
 -- @include lib/return
 -- @include lib/tombstones
-local progress, bound = key('reconcile'), bound_of(ARGV[2])
-if ARGV[1] ~= lineage then return {'not_owner'} end
+local progress, bound = key('reconcile'), bound_of(request.bound)
+if request.lineage ~= lineage then return nil end
 
 local function reply(is_more)
   local totals = redis.call('HMGET', progress, 'acked', 'requeued', 'dropped', 'quarantined')
-  return {is_more, finite(totals[1], 0), finite(totals[2], 0), finite(totals[3], 0), finite(totals[4], 0)}
+  for i = 1, 4 do totals[i] = finite(totals[i], 0) end
+  return {is_more, totals}
 end
 local function add_progress(name, amount)
   if amount > 0 then
@@ -63,12 +65,12 @@ if #batches > 0 then return reply(1) end
 
 -- 4. Ready groups are renumbered, from the newest down. Numbers only grow, so no group is met twice;
 -- groups pushed meanwhile have new numbers already.
-local gaps, num_gaps = read_gaps()
+local rollbacks, num_rollbacks = read_rollbacks()
 local below = redis.call('HGET', progress, 'below')
 local ready = redis.call('ZRANGE', READY, below, '-inf', 'BYSCORE', 'REV', 'LIMIT', '0', bound, 'WITHSCORES')
 for i = 1, #ready, 2 do
   local id = ready[i]
-  local change, min_version, max_version = update_numbers(id, gaps, num_gaps)
+  local change, min_version, max_version = update_numbers(id, rollbacks, num_rollbacks)
   if change == 'gone' then
     leave_ready({id})
     drop({id}, 'lineage')

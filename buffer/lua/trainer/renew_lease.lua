@@ -1,10 +1,10 @@
--- Extends a lease. ARGV: lease token, lease in ms, group ids...   Reply: how many are still held.
+-- Extends a lease. Request: lease_token, lease_ms, group_ids.   Reply: how many are still leased.
 -- @include lib/group
 local deadlines, total = {}, 0
-local deadline = whole(now_ms() + tonumber(ARGV[2]))
-for i = 3, #ARGV do
-  if is_held(ARGV[i], ARGV[1]) then
-    deadlines[2 * total + 1], deadlines[2 * total + 2] = deadline, ARGV[i]
+local deadline = whole(now_ms() + request.lease_ms)
+for _, id in ipairs(request.group_ids) do
+  if is_held(id, request.lease_token) then
+    deadlines[2 * total + 1], deadlines[2 * total + 2] = deadline, id
     total = total + 1
   end
 end

@@ -1,5 +1,6 @@
 -- The last check before a step: which groups of a lease may still be trained. Renews their deadline.
--- ARGV: version, lease token, lease in ms, version below which tokens were masked ('' for none), ids...
+-- Request: version, lease_token, lease_ms, mask_below_version (below it tokens were masked; or none),
+--          group_ids.
 -- Reply: the ids that stay.
 -- @include lib/drop
 -- @include lib/group
@@ -8,21 +9,19 @@
 -- @include lib/quarantined
 -- @include lib/ready
 -- @include lib/return
-local version, lease_token, masked_below = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[4])
-local deadline, oldest = whole(now_ms() + tonumber(ARGV[3])), oldest_fresh(version)
+local deadline, oldest = whole(now_ms() + request.lease_ms), oldest_fresh(request.version)
 local fresh, deadlines, stale = {}, {}, {}
 
-for i = 5, is_reconciling and 0 or #ARGV do
-  local id = ARGV[i]
-  local group = fields_of(id, 'state', 'owner', 'min_version', 'max_version', 'versions')
-  if group[1] == 'leased' and group[2] == lease_token then
+for _, id in ipairs(is_reconciling and {} or request.group_ids) do
+  local group = fields_of(id, 'state', 'lease_token', 'min_version', 'max_version', 'versions')
+  if group[1] == 'leased' and group[2] == request.lease_token then
     local gate = gate_of(group[3], group[4])
     if not gate then
       redis.call('ZREM', LEASED, id)
       set_aside(id)
     elseif gate < oldest then
       stale[#stale + 1] = id
-    elseif oldest_trained(group[3], group[5], 0, masked_below) < oldest then
+    elseif oldest_trained(group[3], group[5], 0, request.mask_below_version) < oldest then
       -- More of its tokens must be masked now than the trainer has masked.
       redis.call('ZREM', LEASED, id)
       to_ready(id, 'requeued', 'r', 'mask')

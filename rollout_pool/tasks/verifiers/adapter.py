@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Env, Message
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.environment import Env
 from rollout_pool.tasks.agent import SessionHandle
 from rollout_pool.tasks.datasets import ProblemTask
 from rollout_pool.tasks.task import Prompt
@@ -38,6 +39,10 @@ class Row:
         content = {name: value for name, value in self.content.items() if name != "idx"}
         return json.dumps(content, sort_keys=True)
 
+    @property
+    def solution(self) -> str:
+        return str(self.content.get("answer", ""))
+
 
 class VerifiersTask(ProblemTask[Row]):
     """The environment of the package `task.name`, with the settings `task.params`."""
@@ -52,17 +57,14 @@ class VerifiersTask(ProblemTask[Row]):
         super().__init__(config, *_split(load_rows(program), config))
         self._process = EnvironmentProcess(program)
 
-    def solution(self, prompt: Prompt) -> str:
-        return str(self.problem(prompt).content.get("answer", ""))
-
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        answer = self.solution(prompt)
-        if not answer:
+        solution = self.solution(prompt)
+        if not solution:
             raise ValueError(
                 f"task.name={self.name!r}: its tasks have no answer to learn from; set "
                 "trainer.warm_start.num_steps=0"
             )
-        return (*self.problem(prompt).opening, Message(role="assistant", content=answer))
+        return (*self.problem(prompt).opening, Message(role="assistant", content=solution))
 
     def score(self, prompt: Prompt, completion: str) -> float:
         raise ValueError(

@@ -66,7 +66,7 @@ __all__ = ["Chat"]
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
-    """Lets the model answer, and call the environment's tools, until it calls none. It executes
+    """Lets the model write, and call the environment's tools, until it calls none. It executes
     nothing itself, and is no process of its own, unlike the library's harnesses."""
 
     APPENDS_SYSTEM_PROMPT = True
@@ -100,7 +100,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             )
             more = {"tools": tools} if tools else {}
             try:
-                while calls := await self._answer(client, ctx.model, messages, more):
+                while calls := await self._turn(client, ctx.model, messages, more):
                     for call in calls:
                         messages.append(await _call(call, *called))
             except APIStatusError as error:
@@ -108,10 +108,10 @@ class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
                     raise
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
-    async def _answer(
+    async def _turn(
         self, client: Any, model: str, messages: list[Any], more: dict[str, Any]
     ) -> list[Any]:
-        """Appends the model's answer; returns its calls of tools."""
+        """Appends the model's message; returns its calls of tools."""
         reply = await client.chat.completions.create(model=model, messages=messages, **more)
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
@@ -222,7 +222,7 @@ class Episodes:
                 if "cancel" in message:
                     self._cancel(message["cancel"])
                 else:
-                    task = asyncio.create_task(self._answer(message))
+                    task = asyncio.create_task(self._play(message))
                     self._running[message["id"]] = task
         finally:
             left = list(self._running.values())
@@ -235,7 +235,7 @@ class Episodes:
             task.cancel()
         self._writer.write(_line({"cancelled": number}))
 
-    async def _answer(self, request: dict[str, Any]) -> None:
+    async def _play(self, request: dict[str, Any]) -> None:
         number = request["id"]
         try:
             reply = _line({"id": number, **await self._run(request)})

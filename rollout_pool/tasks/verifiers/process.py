@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,8 +22,8 @@ from typing import Any
 from configs.environment import LOG_DIR_VARIABLE, PROCESS_VARIABLE
 from processes.child import Child
 from processes.logs import last_lines
-from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.request import EpisodeFailed
+from rollout_pool.cancelling import BackgroundTasks, end_tasks
+from rollout_pool.episodes.episode import EpisodeFailed
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class EnvironmentProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """Pid of the process that runs now."""
         return None if self._connection is None else self._connection.child.pid
 
     async def start(self) -> None:
@@ -239,10 +239,10 @@ class _Connection:
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._cancelled: dict[int, asyncio.Event] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._death: EnvironmentDied | None = None
         self.is_alive = False
-        """Whether it takes episodes."""
+        """False once it takes no more episodes."""
 
     async def begin(self, program: Program) -> None:
         """Returns when it has loaded its environment. Raises ValueError or EnvironmentDied."""
@@ -263,7 +263,7 @@ class _Connection:
         except NoMessageError as error:
             raise program.not_loaded(str(error), self._log_path) from None
         self.is_alive = True
-        self._spawn(self._read())
+        self._tasks.spawn(self._read())
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply. A cancelled request is cancelled in the process too."""
@@ -276,7 +276,7 @@ class _Connection:
             self._writer.write(_line({"id": number, **request}))
             return await reply
         except asyncio.CancelledError:
-            self._spawn(self._cancel(number))
+            self._tasks.spawn(self._cancel(number))
             raise
         finally:
             del self._replies[number]
@@ -294,7 +294,7 @@ class _Connection:
     async def close(self) -> None:
         self.is_alive = False
         self._writer.close()
-        await end_tasks(self._tasks)
+        await self._tasks.end()
         await self._fail()
 
     async def _read(self) -> None:
@@ -335,11 +335,6 @@ class _Connection:
             await asyncio.to_thread(self.child.stop, 0.0)
         finally:
             del self._cancelled[number]
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class NoMessageError(ValueError):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -30,8 +32,8 @@ class CheckpointChain:
     def save(self, checkpoint: Checkpoint) -> None:
         """Writes atomically; it becomes the latest with the last rename."""
         name = f"step-{checkpoint.step:06d}-{checkpoint.lineage}.json"
-        _write(self._folder / name, json.dumps(asdict(checkpoint)))
-        _write(self._latest, name)
+        write_whole(self._folder / name, msgspec.json.encode(checkpoint))
+        write_whole(self._latest, name.encode())
 
     def latest_name(self) -> str | None:
         return self._latest.read_text() if self._latest.exists() else None
@@ -64,13 +66,11 @@ class CheckpointChain:
         return [group_id for consumed in reversed(chain) for group_id in consumed]
 
     def _read(self, name: str) -> Checkpoint:
-        fields = json.loads((self._folder / name).read_text())
-        fields["consumed"] = tuple(fields["consumed"])
-        fields["depths"] = {int(version): depth for version, depth in fields["depths"].items()}
-        return Checkpoint(**fields)
+        return msgspec.json.decode((self._folder / name).read_bytes(), type=Checkpoint)
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, data: bytes) -> None:
+    """The file has its old content or the new one, whoever is killed meanwhile."""
     written = path.with_name(f".{path.name}.writing")
-    written.write_text(text)
+    written.write_bytes(data)
     os.replace(written, path)

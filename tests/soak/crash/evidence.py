@@ -1,4 +1,4 @@
-"""What the server holds at the end, read key by key without the buffer's own code."""
+"""Reads the server's state at the end key by key, without the buffer's own code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Evidence:
 
 
 def collect(url: str, run: str) -> Evidence:
-    client = redis.Redis.from_url(url, decode_responses=True)
+    client = redis.Redis.from_url(url, decode_responses=True, socket_timeout=60.0)
     try:
         return _collect(client, run)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from threading import BrokenBarrierError
 from typing import Any
 from uuid import uuid4
@@ -74,7 +75,7 @@ async def _step(buffer: Buffer, scenario: Scenario, rank: int, step: int, barrie
         if rank == 0:
             kept = await buffer.validate(lease, step)
             await buffer.consume(lease, kept)
-            await buffer.publish_version(step + 1)
+            await buffer.announce_version(step + 1)
             await buffer.ack(step + 1, "rate")
         await asyncio.to_thread(barrier.wait, 60)
     except (TimeoutError, BrokenBarrierError):
@@ -98,18 +99,9 @@ def _trajectory() -> Trajectory:
 
 
 def _group(group_id: str, version: int, like: Trajectory) -> TrajectoryGroup:
-    span = VersionSpan(version=version, start=128, end=NUM_TOKENS)
-    trajectory = Trajectory(
-        tokens=like.tokens,
-        loss_mask=like.loss_mask,
-        rollout_logprobs=like.rollout_logprobs,
-        version_spans=(span,),
-        prompt_length=128,
-        reward=1.0,
-        finish_reason="stop",
-    )
+    spans = tuple(replace(span, version=version) for span in like.version_spans)
     return TrajectoryGroup(
         group_id=group_id,
         prompt=PromptRef(task="rate", index=0),
-        trajectories=(trajectory,) * GROUP_SIZE,
+        trajectories=(replace(like, version_spans=spans),) * GROUP_SIZE,
     )

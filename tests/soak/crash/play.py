@@ -48,7 +48,7 @@ class Watch:
 @dataclass(kw_only=True, slots=True)
 class Outcome:
     faults: list[str]
-    """What is wrong, in words."""
+    """Each violation in words."""
     num_acknowledged: int
     num_trained: int
     """Groups in the surviving lineage."""

@@ -154,7 +154,7 @@ class Rank:
         self._pause("stepped", self._step)
         num_consumed = self._buffer.consume(lease, kept)
         assert num_consumed == len(kept), f"{num_consumed} of {len(kept)} consumed: lease lost"
-        self._buffer.publish_version(self._version + 1)
+        self._buffer.announce_version(self._version + 1)
         self._pause("consumed", self._step + 1)
 
     def _checkpoint(self) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from buffer.connect import Buffer, connect_buffer
-from buffer.redis.connection import BufferConnectionError
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 from tests.support.blocking import BlockingReplayBuffer
-
-_CONNECT_S = 30.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,21 +56,8 @@ class Scenario:
 
     def blocking_buffer(self) -> BlockingReplayBuffer:
         """A client of a process that may start while the server is down."""
-        deadline = time.monotonic() + _CONNECT_S
-        while True:
-            try:
-                return BlockingReplayBuffer(self.url, self.run, self.settings)
-            except BufferConnectionError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+        return BlockingReplayBuffer(self.url, self.run, self.settings, waits=True)
 
     async def buffer(self) -> Buffer:
-        deadline = time.monotonic() + _CONNECT_S
-        while True:
-            try:
-                return await connect_buffer(self.url, self.run, self.settings)
-            except BufferConnectionError:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.05)
+        """The same for a coroutine."""
+        return await connect_buffer(self.url, self.run, self.settings, waits=True)

@@ -8,31 +8,33 @@ order of `trainer_pool.rank`; a checkpoint holds what was trained instead of wei
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import secrets
 import signal
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from benchmarks import KEY
 from buffer.connect import Buffer, connect_buffer
 from buffer.results import TaskProgress
 from buffer.run_state import RunState
-from buffer.types import PromptRef, TrajectoryGroup
+from buffer.types import TrajectoryGroup
 from configs.choices import PauseMode
-from rollout_pool.engines.client import SGLangClient
 from rollout_pool.engines.engine import EngineInfo
-from rollout_pool.episodes.env import Chat
-from rollout_pool.sampling.sample import Completer, Sample
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.episodes.conversation import Chat
+from rollout_pool.sampling.engine_watch import ASK_EVERY_S
+from rollout_pool.sampling.sample import Clock, Completer, Sample
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.watch import ASK_EVERY_S
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.worker import build, stragglers
+from tests.soak.crash.checkpoints import write_whole
 from tests.soak.lengths.scene import ENGINE, RUN, Draws, Scene
 from tests.soak.lengths.task import index_of
+from tests.support.buffer.groups import lease_batch
 from tests.support.rollout import Letters, place_of
 
 TIMEOUT_S = 60.0
@@ -50,14 +52,14 @@ class _DrawnLengths:
         self._wasted: dict[str, int] = {}
         """Tokens that each sample had lost when its length was drawn."""
 
-    async def complete(self, sample: Sample) -> None:
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         # It begins, or begins again without the tokens that it had.
         if self._wasted.get(sample.sample_id) != sample.num_wasted:
             self._wasted[sample.sample_id] = sample.num_wasted
             place = (index_of(sample.prompt), place_of(sample), sample.group)
             length = self._draws.draw(*place, again=bool(sample.output_ids))
             sample.max_new_tokens = length
-        await self._completer.complete(sample)
+        await self._completer.complete(sample, clock)
 
     def interrupt(self, sample: Sample) -> None:
         self._completer.interrupt(sample)
@@ -70,6 +72,7 @@ class _Parts(build.WorkerParts):
         # Bytes, without the seconds that transformers takes to load a tokenizer.
         self._tokenizer, self._num_tokens = Letters(), len(Letters())
         self._end_tokens = frozenset({Letters.eos_token_id})
+        self._pictures = None
 
     def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
         return super()._make_source(_DrawnLengths(sampler, self.draws), chat)  # type: ignore[arg-type]
@@ -104,7 +107,7 @@ class Trained:
     index: int
     group_id: str
     lengths: tuple[int, ...]
-    """Of its samples, by place."""
+    """Lengths of the group's samples, by place."""
     trainable: tuple[int, ...]
     """The same without tokens that were masked out."""
     num_versions: int
@@ -132,28 +135,14 @@ class Checkpoint:
     """By all steps so far."""
     unacked: list[str] = field(default_factory=list)
     """Groups that no checkpoint before it contains."""
-    positions: dict[int, int] = field(default_factory=dict)
-    untrained: list[PromptRef] = field(default_factory=list)
+    progress: TaskProgress = field(default_factory=lambda: TaskProgress(positions={}, untrained=()))
     is_last: bool = False
     """Each of the first prompts is trained or lost."""
-
-    @property
-    def progress(self) -> TaskProgress:
-        return TaskProgress(positions=self.positions, untrained=tuple(self.untrained))
 
 
 def read_checkpoint(scene: Scene) -> Checkpoint | None:
     path = _path(scene)
-    if not path.exists():
-        return None
-    fields = json.loads(path.read_text())
-    fields["trained"] = [
-        Trained(step, index, group_id, tuple(lengths), tuple(trainable), num_versions)
-        for step, index, group_id, lengths, trainable, num_versions in fields["trained"]
-    ]
-    fields["positions"] = {int(worker): at for worker, at in fields["positions"].items()}
-    fields["untrained"] = [PromptRef(**ref) for ref in fields["untrained"]]
-    return Checkpoint(**fields)
+    return msgspec.json.decode(path.read_bytes(), type=Checkpoint) if path.exists() else None
 
 
 def _path(scene: Scene) -> Path:
@@ -221,13 +210,8 @@ class Trainer:
 
     async def run_step(self) -> None:
         scene = self._scene
-        lease = await self._buffer.lease(
-            step=self.step + 1,
-            version=self._version,
-            num_groups=scene.groups_per_step,
-            share=0,
-            num_shares=1,
-            timeout_s=TIMEOUT_S,
+        lease = await lease_batch(
+            self._buffer, self.step + 1, scene.groups_per_step, version=self._version, timeout_s=60
         )
         kept = await self._buffer.validate(lease, self._version)
         if not kept:
@@ -255,26 +239,17 @@ class Trainer:
             version=self._version,
             trained=self._trained,
             unacked=self._unacked,
-            positions=dict(progress.positions),
-            untrained=list(progress.untrained),
+            progress=progress,
             is_last=is_last,
         )
-        path = _path(self._scene)
-        written = path.with_name(f".{path.name}.writing")
-        fields = asdict(checkpoint)
-        fields["trained"] = [list(asdict(row).values()) for row in self._trained]
-        with written.open("w") as file:
-            json.dump(fields, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(written, path)
+        write_whole(_path(self._scene), msgspec.json.encode(checkpoint))
         await self._buffer.ack(self.step, self._lineage)
         self._unacked = []
         self.is_over = self.is_over or is_last
 
     async def _publish(self) -> None:
         self._history.write_text(str(self._version))
-        await self._buffer.publish_version(self._version)
+        await self._buffer.announce_version(self._version)
 
     async def _commit(self) -> None:
         """The engine takes the version."""

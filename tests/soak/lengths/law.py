@@ -38,7 +38,7 @@ def kolmogorov_smirnov(one: Sequence[int], other: Sequence[int]) -> tuple[float,
 
 @dataclass(kw_only=True)
 class Comparison:
-    """Of the first prompts of a run, each of which is trained or lost."""
+    """Compares the first prompts of a run, each of which is trained or lost."""
 
     scene: Scene
     checkpoint: Checkpoint
@@ -92,7 +92,7 @@ class Comparison:
         return float(shares[0] / shares[1])
 
     def faults(self) -> list[str]:
-        """What no policy may do."""
+        """Lists violations of rules that hold for every policy."""
         found = []
         times = Counter(row.index for row in self.rows)
         found += [f"prompt {index} was trained {n} times" for index, n in times.items() if n > 1]

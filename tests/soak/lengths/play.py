@@ -46,7 +46,7 @@ class Play:
         self._scene = scene
         self._dice = random.Random(scene.seed)
         self._number = 0
-        """Of Redis' folders."""
+        """Number of Redis' folders so far."""
         self._server = self._start_server()
 
     def run(self, ends: Sequence[tuple[int, End]]) -> Checkpoint:

@@ -18,8 +18,9 @@ from pathlib import Path
 from benchmarks import KEY
 from configs.choices import OnStale, TailPolicy, TaskKind
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
-from configs.schema import BufferConfig, WeightSyncConfig
+from configs.schema import BufferConfig
 from rollout_pool.types import RolloutSpec
+from tests.support.rollout import rollout_spec
 
 ENGINE = "engine-0"
 RUN = "lengths"
@@ -91,7 +92,7 @@ class Scene:
 
     def rollout(self, redis_url: str) -> RolloutSpec:
         policy = self.policy
-        return RolloutSpec(
+        return rollout_spec(
             config=RolloutConfig(
                 group_size=self.group_size,
                 tail=policy.tail,
@@ -107,16 +108,10 @@ class Scene:
             task=TaskConfig(
                 kind=TaskKind.custom, factory=TASK, params={"right_below": self.median_tokens}
             ),
-            weight_sync=WeightSyncConfig(),
             buffer=self.buffer,
-            model_path="none",
-            trust_remote_code=False,
             redis_url=redis_url,
             run=RUN,
             run_dir=str(self.folder),
-            host="127.0.0.1",
-            num_threads=1,
-            uses_gpu=False,
             seed=self.seed,
             engine_key=KEY,
             weights_key=KEY,
@@ -134,7 +129,7 @@ class Scene:
 @dataclass(slots=True, frozen=True)
 class Draw:
     index: int
-    """Of the prompt."""
+    """The prompt's index."""
     place: int
     group_id: str
     length: int

@@ -36,5 +36,5 @@ class LengthTask(SingleTurnTask):
 
 
 def index_of(tokens: Sequence[int]) -> int:
-    """Of the prompt with these tokens, one a byte."""
+    """Returns the index of the prompt with these tokens, one a byte."""
     return int(bytes(tokens).split()[-1])

@@ -30,12 +30,14 @@ import redis
 from buffer.redis.client import BufferConnectionError
 from buffer.redis.connection import DiskFullError
 from configs.load import read_config
-from controller.metrics.records import Record, read_metrics
+from controller.buffer_access import buffer_address
+from controller.metrics.history import Record, read_metrics
 from controller.run_dir import RunDir
 from processes import tree
 from tests.soak.rollouts.picture import Camera, Event, Picture
 from tests.soak.rollouts.victims import Kind, Member, members
 from tests.support.blocking import BlockingReplayBuffer
+from tests.support.launches import kill_controller
 
 FREEZE_S = 20.0
 FULL_S = 10.0
@@ -216,6 +218,17 @@ def trained_in_the_surviving_lineage(events: Sequence[Event]) -> dict[int, list[
     return steps
 
 
+def steps_without_repeats(run: Path) -> dict[int, list[str]]:
+    """The prompts of each step of a run that has ended, of which none was trained twice."""
+    with buffer_address(RunDir(path=run)) as address:
+        camera = Camera(address.url, address.run)
+        steps = trained_in_the_surviving_lineage(camera.take().events)
+        camera.close()
+    prompts = [prompt for trained in steps.values() for prompt in trained]
+    assert len(set(prompts)) == len(prompts), "a prompt was trained twice"
+    return steps
+
+
 # Striking ----------------------------------------------------------------------------------------
 
 
@@ -268,16 +281,13 @@ class Chaos:
             self._kill_member(struck, self._member(Kind(at)))
 
     def _kill_controller(self, struck: Struck) -> None:
-        controller = json.loads((self.run / "run.json").read_text())["pid"]
-        if struck.blow.at == GUARD:  # neither has time to react to the other's end
-            self.process.send_signal(signal.SIGSTOP)
-        os.kill(controller, signal.SIGKILL)
-        if struck.blow.at == GUARD:
-            self.process.kill()
+        is_guard_too = struck.blow.at == GUARD
+        kill_controller(self.run, with_guard=is_guard_too)
+        if is_guard_too:
             self.process.wait()
             self.process = self.go_on()
         # It resumes if what was struck before was just being replaced.
-        kinds = ("resumed",) if struck.blow.at == GUARD else ("attached", "resumed")
+        kinds = ("resumed",) if is_guard_too else ("attached", "resumed")
         struck.witness = self._record(struck, *kinds)
 
     def _kill_member(self, struck: Struck, victim: Member) -> None:
@@ -362,7 +372,7 @@ class Chaos:
 
     def _to_freeze(self, at: str) -> list[psutil.Process]:
         if at == CONTROLLER:
-            return [psutil.Process(json.loads((self.run / "run.json").read_text())["pid"])]
+            return [psutil.Process(RunDir(path=self.run).read_record().pid)]
         if at == REDIS:
             return [psutil.Process(redis_pid(self.run))]
         victim = self._member(Kind(at))
@@ -451,7 +461,7 @@ def _age_s(pid: int) -> float:
 
 
 def redis_pid(run: Path) -> int:
-    """Of the server that was started for the run."""
+    """Returns the pid of the server that was started for the run."""
     servers = [p for p in psutil.process_iter(["name"]) if p.info["name"] in SERVERS]
     (pid,) = (p.pid for p in servers if p.cwd() == str((run / "redis").resolve()))
     return int(pid)

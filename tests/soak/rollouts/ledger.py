@@ -35,7 +35,7 @@ class Ledger:
         self.begun_ms: dict[str, int] = {}
         self.consumed_ms: dict[str, int] = {}
         self.last: dict[str, tuple[str, str]] = {}
-        """What happened to each group last, and why."""
+        """The last event of each group, and its reason."""
         self.trained: dict[int, set[str]] = defaultdict(set)
         """Groups of each prompt that were trained."""
         self.num_steps = 0

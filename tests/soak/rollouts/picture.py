@@ -1,4 +1,4 @@
-"""What Redis holds of a run at one moment, read key by key without the buffer's own code.
+"""Reads a run's state in Redis at one moment, key by key, without the buffer's own code.
 
 All of a picture comes from one transaction: the audit stream's entries since the last picture, and
 every place where a group or a prompt can be.
@@ -40,7 +40,7 @@ class Picture:
     engines: frozenset[str]
     """Engines that serve."""
     counters: Mapping[str, float]
-    """What the workers counted."""
+    """The workers' counters."""
     stats: Mapping[str, int]
 
     @property
@@ -55,7 +55,8 @@ class Camera:
     """Takes pictures of one run at one server."""
 
     def __init__(self, url: str, run: str, first_event: str = "-") -> None:
-        self._client = redis.Redis.from_url(url)
+        # A busy disk delays its writes.
+        self._client = redis.Redis.from_url(url, socket_timeout=60.0)
         self._prefix = f"{{leash:{run}}}:"
         self.next_event = first_event
 
@@ -89,7 +90,7 @@ class Camera:
         )
 
     def payloads(self, group_ids: list[str]) -> dict[str, bytes]:
-        """Of those that have one at this moment."""
+        """Returns the payloads of the groups that have one at this moment."""
         if not group_ids:
             return {}
         found = self._client.mget([f"{self._prefix}payload:{i}" for i in group_ids])
@@ -110,7 +111,7 @@ def _event(entry_id: bytes, fields: Mapping[bytes, bytes]) -> Event:
 
 
 def _index(text: bytes) -> int:
-    """Of 'attempt index task'."""
+    """Returns the index in 'attempt index task'."""
     return int(text.split()[1])
 
 

@@ -18,7 +18,7 @@ import redis
 from buffer.redis.client import BufferConnectionError
 from configs.load import read_config
 from controller.buffer_access import buffer_address
-from controller.metrics.records import Record, read_metrics
+from controller.metrics.history import Record, read_metrics
 from controller.run_dir import RunDir
 from rollout_pool.tasks.registry import build_task
 from tests.soak.rollouts.ledger import Ledger
@@ -312,8 +312,7 @@ def _alike(one: Kind, other: Kind) -> bool:
 
 def _wait_for_step(run: Path, process: subprocess.Popen[bytes], output: Path) -> None:
     deadline = time.monotonic() + START_S
-    metrics = run / "metrics.jsonl"
-    while not (metrics.exists() and read_metrics(metrics, "step")):
+    while not read_metrics(run / "metrics.jsonl", "step"):
         text = output.read_text(errors="replace")[-4000:]
         assert process.poll() is None, f"it did not start:\n{text}"
         assert time.monotonic() < deadline, f"no step within {START_S:g} s:\n{text}"

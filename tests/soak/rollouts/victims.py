@@ -30,7 +30,7 @@ class Kind(StrEnum):
 OF_THE_ROLLOUT_POOL = tuple(kind for kind in Kind if kind is not Kind.trainer)
 
 _WORDS = {
-    Kind.engine: "rollout_pool.engines.sglang_server",
+    Kind.engine: "rollout_pool.engines.sglang.server",
     Kind.engine_actor: "ray::EngineActor",
     Kind.worker: "ray::WorkerActor",
     Kind.scoring: "rollout_pool.rewards.process",
@@ -45,7 +45,7 @@ _WORDS = {
 class Member:
     kind: Kind
     name: str
-    """Of the actor that it is, or that started it."""
+    """Name of the actor that it is, or that started it."""
     pid: int
 
     def kill(self) -> None:
@@ -79,7 +79,3 @@ def _members(run: Path) -> Iterator[Member]:
             continue
         if environment.get(RUN_VARIABLE) == str(run) and PROCESS_VARIABLE in environment:
             yield Member(kind=kind, name=environment[PROCESS_VARIABLE], pid=process.pid)
-
-
-def trainer_ranks(run: Path) -> list[Member]:
-    return members(run)[Kind.trainer]

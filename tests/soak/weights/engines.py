@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from buffer.run_state import RunState
-from configs.choices import PauseMode
 from configs.rollout_schema import EngineConfig
 from processes.child import Child
-from rollout_pool.engines.client import SGLangClient
-from rollout_pool.engines.engine import EngineSpec, SGLangEngine
+from rollout_pool.engines.engine import EngineSpec
 from rollout_pool.engines.lifecycle import EngineLife
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.engines.sglang.engine import SGLangEngine
 from tests.soak.weights import stand_in_server
 from tests.soak.weights.model import Weights
 from tests.soak.weights.scene import Scene
+from tests.support.rollout import engine_spec
 
 
 class _StandInServer:
@@ -70,18 +71,12 @@ class MortalEngine:
     def __init__(self, scene: Scene, name: str, host: str, state: RunState) -> None:
         self.name = name
         self._seen = scene.folder / f"{name}.seen"
-        spec = EngineSpec(
+        spec = engine_spec(
             name=name,
             config=EngineConfig(start_timeout_s=60, request_timeout_s=60, max_restarts=10_000),
-            pause_mode=PauseMode.retract,
-            model_path="none",
-            trust_remote_code=False,
             host=host,
             log_path=scene.folder / f"{name}.log",
             leftovers_path=scene.folder / f"{name}.leftovers",
-            num_threads=1,
-            uses_gpu=False,
-            seed=0,
             key=scene.key,
         )
         self._engine = StandInEngine(spec, self._seen, load_s=0.2)

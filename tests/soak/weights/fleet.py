@@ -28,7 +28,7 @@ _CALL_S = 20.0
 
 @dataclass(slots=True)
 class Sightings:
-    """What the readers have seen."""
+    """Everything that the readers have seen."""
 
     weights: Weights
     torn: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Sightings:
 
 
 def own_address(receiver: str) -> str:
-    """Of each receiver its own, as if it were a machine: engines follow the one at theirs."""
+    """Each receiver has its own, as a machine has: engines follow the one at theirs."""
     return f"127.0.0.{1 + int(receiver.rpartition('-')[2])}"
 
 
@@ -175,7 +175,7 @@ class Fleet:
         except TimeoutError:
             raise AssertionError(
                 f"no convergence on version {version} within {timeout_s:g} s: {dict(served)}; "
-                f"published {await self.state.published_weights()}"
+                f"published {await self.state.available_version()}"
             ) from None
         return time.monotonic() - began
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from weight_sync.layout import Layout
-from weight_sync.sender.snapshot import Shard
-from weight_sync.types import TensorSpec
+from tensors.layout import Layout, TensorSpec
+from tensors.snapshots import Shard
 
 BUCKET_BYTES = 1 << 16
 RENEWED_EVERY = 4
@@ -48,7 +47,7 @@ def tied_config() -> Qwen3Config:
 
 
 def tied_tensors(dtype: str) -> tuple[TensorSpec, ...]:
-    """Those of a Qwen3 with tied embeddings: one tensor serves as both, and travels once."""
+    """Tensors of a Qwen3 with tied embeddings: one serves as both, and travels once."""
     with torch.device("meta"):
         parameters = Qwen3ForCausalLM(tied_config()).named_parameters()
     return tuple(

@@ -18,7 +18,7 @@ from tests.soak.weights.model import RENEWED_EVERY
 from tests.soak.weights.scene import Scene
 from tests.soak.weights.trainer import Touch, Trainer
 from weight_sync.buckets import plan_buckets
-from weight_sync.layout import Transfer
+from weight_sync.types import Transfer
 
 HANG_S = 60.0
 """Nothing that a play waits for takes longer, on a machine that does more than this. On an idle one
@@ -92,7 +92,7 @@ class Play:
     async def converge(self) -> None:
         """All receivers show the newest version, and no reader ever saw a torn one."""
         self.took_s.append(await self.fleet.converged(self.version, HANG_S))
-        assert await self.state.published_weights() == self.version
+        assert await self.state.available_version() == self.version
         self.check()
 
     def check(self) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from configs.schema import WeightSyncConfig
+from tensors.layout import Layout, TensorSpec
 from tests.soak.weights.model import BUCKET_BYTES, ODD
-from weight_sync.layout import Layout
-from weight_sync.types import TensorSpec
 
 SILENCE_S = 3.0
 """weight_sync.timeout_s: a member that is silent for longer is lost."""

@@ -36,7 +36,6 @@ class StandIn:
         return Starlette(
             routes=[
                 Route("/ready", self._ready),
-                Route("/openapi.json", self._description),
                 Route("/model_info", self._model_info),
                 Route("/abort_request", self._nothing_to_end, methods=["POST"]),
                 Route("/flush_cache", self._nothing_to_end, methods=["POST"]),
@@ -53,9 +52,6 @@ class StandIn:
 
     async def _ready(self, request: Request) -> Response:
         return self._refusal(request) or JSONResponse({})
-
-    async def _description(self, request: Request) -> Response:
-        return self._refusal(request) or JSONResponse({"paths": {"/update_weights_from_disk": {}}})
 
     async def _model_info(self, request: Request) -> Response:
         info = {"served_model_name": self._spec["served_name"], "weight_version": self._version}

@@ -25,7 +25,7 @@ from tests.soak.crash import processes
 from tests.soak.weights.model import Weights
 from tests.soak.weights.scene import Scene
 from weight_sync import group_thread
-from weight_sync.engine import CheckpointEngine
+from weight_sync.checkpoint_engine import CheckpointEngine
 from weight_sync.group import WeightGroup
 
 _TOUCH_S = 30.0
@@ -94,7 +94,7 @@ def serve(scene: Scene, team: str, rank: int, channel: Any) -> None:
         version = command["version"]
         TouchedGroup.touch = command["touch"]
         try:
-            report = engine.publish(version, weights.shards(version, rank, scene.num_ranks))
+            report = engine.send(version, weights.shards(version, rank, scene.num_ranks))
             channel.send(("published", report.snapshot_s))
         except Exception as error:
             channel.send(("failed", f"{type(error).__name__}: {error}"))

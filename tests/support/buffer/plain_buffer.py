@@ -15,25 +15,25 @@ from buffer.admission import admission_limit, engine_lag
 from buffer.errors import BufferFullError, NotOwnerError
 from buffer.replay_buffer import quota
 from buffer.results import Failure, PushResult, Reconciled
-from buffer.sharded import id_in_shard, shard_of
+from buffer.shard_routes import id_in_shard, shard_of
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
 
 
-class Gap(NamedTuple):
+class Rollback(NamedTuple):
     """One rollback: version `last` became `resume`, and nothing between them is valid."""
 
     last: int
     resume: int
 
 
-def renumber_version(version: int, gaps: Iterable[Gap]) -> int | None:
+def renumber_version(version: int, rollbacks: Iterable[Rollback]) -> int | None:
     """The number of `version` after these rollbacks, in their order; None if it is gone."""
-    for gap in gaps:
-        if version <= gap.last:
-            version += gap.resume - gap.last
-        elif version < gap.resume:
+    for rollback in rollbacks:
+        if version <= rollback.last:
+            version += rollback.resume - rollback.last
+        elif version < rollback.resume:
             return None
     return version
 
@@ -52,7 +52,7 @@ class Group:
     has_lost_credit: bool = False
     has_begun: bool = False
     numbers: list[tuple[int, int]] = field(default_factory=list)
-    known_gaps: int = 0
+    known_rollbacks: int = 0
     num_bytes: int = 0
     order: int = 0
     owner: int | None = None
@@ -108,7 +108,7 @@ class PlainBuffer:
         self.version = 0
         self.acked_step = -1
         self.num_owners = 0
-        self.gaps: list[Gap] = []
+        self.rollbacks: list[Rollback] = []
         self.lineages: list[str] = [""]
         self.reconciled = Reconciled(acked=0, requeued=0, dropped=0, quarantined=0)
         self.pushed = self.abandoned = self.tokens_masked = 0
@@ -138,7 +138,7 @@ class PlainBuffer:
     def by_staleness(self) -> dict[int, int]:
         return dict(Counter(self.version - self.gate(self.groups[n]) for n in self.ids("ready")))
 
-    def held(self, owner: int, names: Iterable[str]) -> list[str]:
+    def still_leased(self, owner: int, names: Iterable[str]) -> list[str]:
         return [
             name
             for name in names
@@ -192,8 +192,8 @@ class PlainBuffer:
 
     def renumber(self, group: Group) -> bool:
         """False if the group holds a token of a version that is gone."""
-        gaps, group.known_gaps = self.gaps[group.known_gaps :], len(self.gaps)
-        moved = [(renumber_version(version, gaps), tokens) for version, tokens in group.numbers]
+        later, group.known_rollbacks = self.rollbacks[group.known_rollbacks :], len(self.rollbacks)
+        moved = [(renumber_version(version, later), tokens) for version, tokens in group.numbers]
         if any(version is None for version, _ in moved):
             return False
         group.numbers = [(version, tokens) for version, tokens in moved if version is not None]
@@ -343,7 +343,7 @@ class PlainBuffer:
         batch = self.batches.get(step)
         if batch is not None and step in self.done_steps:
             raise ValueError(DONE)
-        if batch is not None and self.held(batch.owner, batch.ids):
+        if batch is not None and self.still_leased(batch.owner, batch.ids):
             if batch.arguments != arguments:
                 raise ValueError(OTHER_ARGUMENTS)
             return batch
@@ -411,18 +411,18 @@ class PlainBuffer:
 
     def fetch(self, batch: Batch) -> dict[str, Counter[int]]:
         """Trainable tokens of each group that the ranks get; unreadable ones go to quarantine."""
-        held = self.held(batch.owner, batch.ids)
+        held = self.still_leased(batch.owner, batch.ids)
         for name in held:
             if self.groups[name].is_damaged:
                 self.to_quarantine(name)
         return {
             name: self.groups[name].tokens_from(batch.oldest)
-            for name in self.held(batch.owner, batch.ids)
+            for name in self.still_leased(batch.owner, batch.ids)
         }
 
     def validate(self, batch: Batch) -> frozenset[str]:
         oldest, fresh = self.version - self.max_staleness, set()
-        for name in self.held(batch.owner, batch.ids):
+        for name in self.still_leased(batch.owner, batch.ids):
             group = self.groups[name]
             if self.gate(group) < oldest:
                 self.drop(name, "stale")
@@ -434,13 +434,13 @@ class PlainBuffer:
         return frozenset(fresh)
 
     def renew(self, batch: Batch) -> int:
-        held = self.held(batch.owner, batch.ids)
+        held = self.still_leased(batch.owner, batch.ids)
         for name in held:
             self.groups[name].is_expired = False
         return len(held)
 
     def consume(self, step: int, batch: Batch, names: Iterable[str]) -> int:
-        for name in self.held(batch.owner, names):
+        for name in self.still_leased(batch.owner, names):
             group = self.groups[name]
             group.state, group.step, group.leases = "consumed", step, 0
             trained = group.tokens_from(batch.oldest)
@@ -457,7 +457,7 @@ class PlainBuffer:
         return len(done)
 
     def nack(self, batch: Batch) -> int:
-        held = self.held(batch.owner, batch.ids)
+        held = self.still_leased(batch.owner, batch.ids)
         for name in held:
             self.return_leased(name)
         return len(held)
@@ -477,7 +477,7 @@ class PlainBuffer:
 
     # Either side's verbs ---------------------------------------------------------------------
 
-    def publish(self, version: int) -> None:
+    def announce(self, version: int) -> None:
         if version < self.version:
             raise ValueError("versions only grow")
         self.version = version
@@ -521,15 +521,15 @@ class PlainBuffer:
         return self.reconciled
 
     def begin_lineage(self, lineage: str, step: int, version: int, resume_version: int) -> None:
-        last = renumber_version(version, self.gaps)
+        last = renumber_version(version, self.rollbacks)
         last = -1 if last is None else last
         is_newest = last == resume_version == self.version
         if resume_version <= self.version and not is_newest:
-            raise ValueError("published before")
+            raise ValueError("announced before")
         if resume_version > last:
-            self.gaps.append(Gap(last, resume_version))
+            self.rollbacks.append(Rollback(last, resume_version))
             for name in self.ids("running"):
-                moved = renumber_version(self.groups[name].oldest_possible, self.gaps[-1:])
+                moved = renumber_version(self.groups[name].oldest_possible, self.rollbacks[-1:])
                 self.groups[name].oldest_possible = resume_version if moved is None else moved
         self.lineages.append(lineage)
         self.version, self.acked_step = resume_version, step

@@ -8,10 +8,10 @@ from dataclasses import replace
 from math import inf
 
 from buffer.results import BufferStats
-from controller.metrics.records import MetricsLog, Record
-from controller.report.state import buffer_values
+from buffer.types import PromptRef
+from controller.metrics.history import MetricsLog, Record, Waits, buffer_values
 from controller.run_dir import RunDir
-from controller.watch.bottleneck import Waits
+from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 STATS = BufferStats(
     pushed=2260,
@@ -129,6 +129,7 @@ def commit_record(engine: str, version: int, paused_at: float, pause_s: float = 
             "engine": engine,
             "version": version,
             "seen_at": paused_at - 0.05,
+            "merge_s": 0.02,
             "gate_wait_s": 0.04,
             "paused_at": paused_at,
             "resumed_at": paused_at + pause_s,
@@ -174,7 +175,7 @@ def record_all(run_dir: RunDir, records: Sequence[Record]) -> None:
 
 
 def run_records(num_steps: int = 20) -> list[Record]:
-    """What a run records that learns, with two evaluations and a receiver that was left out."""
+    """Returns records of a run that learns, with two evaluations and a receiver left out."""
     records = [eval_record(0, 999.0, 0.31)]
     for step in range(num_steps):
         t = 1000.0 + step
@@ -186,3 +187,20 @@ def run_records(num_steps: int = 20) -> list[Record]:
     records.append(commit_record("engine-1", num_steps, 1021.0, pause_s=0.7))
     records.append(event_record("excluded", "receiver-0"))
     return records
+
+
+def write_checkpoint(run_dir: RunDir, step: int, version: int) -> None:
+    """A checkpoint without weights, the newest of the run."""
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    store.begin(step)
+    store.commit(
+        TrainState(
+            step=step,
+            version=version,
+            num_updates=3,
+            lineage="one",
+            consumed_group_ids=(),
+            task_positions={0: 30},
+            untrained_prompts=(PromptRef(task="reverse", index=28),),
+        )
+    )

@@ -21,7 +21,7 @@ class Notes(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
 
 class Question(vf.TaskData):
     answer: str = CALL
-    """What the warm start teaches."""
+    """The answer that the warm start teaches."""
 
 
 class QuestionTask(vf.Task[Question]):

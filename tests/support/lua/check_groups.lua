@@ -1,5 +1,5 @@
 -- Whether the parts of what is kept of some groups agree with each other, at this moment.
--- ARGV: group ids...
+-- Request: group_ids.
 -- Reply: {{id, what is wrong, id, what is wrong...}, bytes, bytes consumed, bytes in quarantine, tokens}
 -- @include lib/group
 -- @include lib/ready
@@ -12,7 +12,7 @@ local function check(id)
     wrong[#wrong + 1] = id
     wrong[#wrong + 1] = text
   end
-  local group = redis.pcall('HMGET', group_key(id), 'state', 'owner', 'seq', 'min_version',
+  local group = redis.pcall('HMGET', group_key(id), 'state', 'lease_token', 'seq', 'min_version',
     'max_version', 'bytes', 'tokens', 'chunks', 'trainable')
   if group.err then return say('its hash is none: ' .. group.err) end
   local state, is_living = group[1], false
@@ -52,7 +52,7 @@ local function check(id)
   if is_living then
     if redis.call('PTTL', group_key(id)) ~= -1 then say('its hash expires') end
     if (state == 'leased') ~= ((group[2] or '') ~= '') and state ~= 'consumed' then
-      say('its owner does not go with its state ' .. state)
+      say('its lease_token does not go with its state ' .. state)
     end
     bytes[state] = bytes[state] + group[6]
     tokens = tokens + group[7]
@@ -70,6 +70,6 @@ local function check(id)
   end
 end
 
-for _, id in ipairs(ARGV) do check(id) end
+for _, id in ipairs(request.group_ids) do check(id) end
 local held = bytes.ready + bytes.leased + bytes.consumed + bytes.quarantined
 return {wrong, held, bytes.consumed, bytes.quarantined, tokens}

@@ -1,10 +1,10 @@
 -- One part of the names that anything is kept under, for check_groups.
--- ARGV: 'keys' or a set, cursor, about how many to look at.   Reply: {cursor, {group ids}, {steps}}
+-- Request: source ('keys' or a set), cursor, bound (about how many to look at).   Reply: {cursor, {group ids}, {steps}}
 -- @include lib/group
 -- @include lib/running
 local groups, steps, reply = {}, {}, nil
-if ARGV[1] == 'keys' then
-  reply = redis.call('SCAN', ARGV[2], 'MATCH', key('*'), 'COUNT', bound_of(ARGV[3]))
+if request.source == 'keys' then
+  reply = redis.call('SCAN', request.cursor, 'MATCH', key('*'), 'COUNT', bound_of(request.bound))
   local start = #key('') + 1
   for _, name in ipairs(reply[2]) do
     local kind, rest = string.match(string.sub(name, start), '^(%a+):(.+)$')
@@ -17,12 +17,12 @@ if ARGV[1] == 'keys' then
       groups[#groups + 1] = rest
     end
   end
-elseif ARGV[1] == 'prompts' then
-  reply = redis.call('HSCAN', PROMPTS, ARGV[2], 'COUNT', bound_of(ARGV[3]))
+elseif request.source == 'prompts' then
+  reply = redis.call('HSCAN', PROMPTS, request.cursor, 'COUNT', bound_of(request.bound))
   for i = 1, #reply[2], 2 do groups[#groups + 1] = reply[2][i] end
 else
-  reply = redis.call('ZSCAN', key(ARGV[1]), ARGV[2], 'COUNT', bound_of(ARGV[3]))
-  local found = ARGV[1] == 'batches' and steps or groups
+  reply = redis.call('ZSCAN', key(request.source), request.cursor, 'COUNT', bound_of(request.bound))
+  local found = request.source == 'batches' and steps or groups
   for i = 1, #reply[2], 2 do found[#found + 1] = reply[2][i] end
 end
 return {reply[1], groups, steps}

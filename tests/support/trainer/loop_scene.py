@@ -1,4 +1,4 @@
-"""What surrounds the loop of a trainer's ranks in its test: rollouts made up, and an engine."""
+"""The surroundings of the trainer's loop in its test: rollouts made up, and an engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from buffer.loop_thread import LoopThread
 from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import TrajectoryGroup
 from configs.algorithm_schema import AlgorithmConfig
 from configs.schema import BufferConfig, TrainerConfig, WarmStartConfig, WeightSyncConfig
+from host.loop_thread import LoopClosedError, LoopThread
 from tests.support.blocking import BlockingReplayBuffer
+from tests.support.trainer import made_up
 from trainer_pool.data.packing import Row
 from trainer_pool.types import TrainerSpec
 from weight_sync.receiver.client import ReceiverClient
@@ -27,6 +28,7 @@ SHARDS = 2
 TIMEOUT_S = 120.0
 PEAK_TFLOPS = 0.5
 WEIGHTS_KEY = "a-key"
+PROBE_TEXT = [3 + 7 * i % 250 for i in range(40)]
 HEAD_TOKENS = 40
 """Two of the rows below in a pass."""
 
@@ -116,19 +118,16 @@ def make_group(random: np.random.Generator, group_id: str, version: int) -> Traj
         length = int(random.integers(6, 16))
         mask = (np.arange(length) >= 4).astype(np.uint8)
         trajectories.append(
-            Trajectory(
+            made_up.trajectory(
+                mask,
+                version=version,
                 tokens=random.integers(0, 256, length).astype(np.int32),
-                loss_mask=mask,
                 rollout_logprobs=mask * np.float32(-np.log(264)),
-                version_spans=(VersionSpan(version=version, start=4, end=length),),
-                prompt_length=4,
                 reward=float(i % 2),
-                finish_reason="stop",
                 episode=i,
             )
         )
-    prompt = PromptRef(task="made-up", index=0)
-    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=tuple(trajectories))
+    return made_up.group(*trajectories, group_id=group_id, task="made-up")
 
 
 class MadeUpRollouts:
@@ -147,7 +146,7 @@ class MadeUpRollouts:
             for i in range(10**6):
                 admission = self._buffer.admit(f"{self._name}-{i}", TIMEOUT_S)
                 self._buffer.push(make_group(random, admission.group_id, admission.version))
-        except BufferClosedError:
+        except (BufferClosedError, LoopClosedError):
             pass
 
     def close(self) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 
 from configs.algorithm_schema import AlgorithmConfig
+from tests.support.trainer.made_up import row
 from trainer_pool.algorithms.registry import Algorithm, Objective
 from trainer_pool.algorithms.types import BatchStatistics, LossInputs
-from trainer_pool.data.packing import MicroBatch, Row, pack
+from trainer_pool.data.packing import MicroBatch, pack
 from trainer_pool.metrics import StepAccumulator
 from trainer_pool.step import loss_inputs
 
@@ -48,15 +48,7 @@ def add_tokens(
         metrics={"per_sequence": (torch.tensor(5.0), torch.tensor(2))},
     )
     start_N = torch.tensor([first, -2.0, -2.0, -2.0, math.nan])
-    rows = [
-        Row(
-            tokens=np.arange(length, dtype=np.int32),
-            loss_mask=(np.arange(length) >= 2).astype(np.uint8),
-            rollout_logprobs=np.zeros(length, np.float32),
-            is_current=is_current,
-        )
-        for length in (4, 5)
-    ]
+    rows = [row([0, 0] + [1] * length, is_current=is_current) for length in (2, 3)]
     (batch,) = pack(rows, max_tokens=9)
     tally.add(batch, inputs, result, start_N, is_at_start=is_at_start)
 

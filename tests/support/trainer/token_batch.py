@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from configs.algorithm_schema import AdvantageConfig, AlgorithmConfig, CorrectionConfig
+from configs.advantages import ADVANTAGES, AGGREGATIONS, AdvantageConfig
+from configs.algorithm_schema import AlgorithmConfig
+from configs.checks import FunctionConfig
+from configs.corrections import CORRECTIONS
+from configs.losses import LOSSES
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.types import LossInputs
 
 
 def algorithm(
     *corrections: str,
-    correction: CorrectionConfig | None = None,
+    loss: str = "ppo",
+    aggregation: str = "token_mean",
     advantage: AdvantageConfig | None = None,
+    bounds: Mapping[str, object] = MappingProxyType({}),
     **settings: object,
 ) -> Algorithm:
-    """The algorithm with these settings, and no correction unless one is named."""
-    correction = correction or CorrectionConfig()
-    config = AlgorithmConfig(
-        correction=replace(correction, kinds=[*corrections]),
-        advantage=advantage or AdvantageConfig(),
-        **settings,  # type: ignore[arg-type]
-    )
-    return Algorithm.load(config)
+    """The algorithm with these settings, and no correction unless one is named. Of `bounds`, each
+    correction gets those that it has; of `settings`, loss and aggregation get theirs."""
+    chosen = {
+        "loss": of_kind(LOSSES, loss, settings),
+        "aggregation": of_kind(AGGREGATIONS, aggregation, settings),
+        "advantage": advantage or ADVANTAGES["grpo"](kind="grpo"),
+        "correction": [of_kind(CORRECTIONS, kind, dict(bounds)) for kind in corrections],
+    }
+    return Algorithm.load(AlgorithmConfig(**chosen, **settings))  # type: ignore[arg-type]
+
+
+F = TypeVar("F", bound=FunctionConfig)
+
+
+def of_kind(kinds: Mapping[str, type[F]], kind: str, settings: dict[str, object]) -> F:
+    """The settings of a function of this kind, taken from `settings`."""
+    names = {item.name for item in fields(kinds[kind])} & settings.keys()
+    own = {name: settings.pop(name) for name in names}
+    return kinds[kind](kind=kind, **own)  # type: ignore[arg-type]
 
 
 def tokens(

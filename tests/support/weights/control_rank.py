@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 
 from torch._C._distributed_c10d import TCPStore
 
-from weight_sync.sender.commands import ControlError, ControlGroup, Message
+from weight_sync.sender.control import ControlError, ControlGroup, Message
 
 
 def serve(rank: int, num_ranks: int, port: int, timeout_s: float, pipe: Connection) -> None:

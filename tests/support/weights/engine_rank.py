@@ -20,7 +20,7 @@ from configs.schema import WeightSyncConfig
 from tests.support.weights.known_weights import BUCKET_BYTES, scene_layout, scene_shards
 from tests.support.weights.memory_board import MemoryBoard
 from tests.support.weights.receiver_specs import KEY
-from weight_sync.engine import CheckpointEngine
+from weight_sync.checkpoint_engine import CheckpointEngine
 from weight_sync.types import WeightSyncError
 
 
@@ -59,13 +59,13 @@ class EngineRank:
 
     def publish(self, version: int) -> int:
         shards = scene_shards(self._layout, self._rank, version)
-        return self._engine.publish(version, shards).num_bytes
+        return self._engine.send(version, shards).version
 
     def published(self, version: int, timeout_s: float) -> list[int]:
         self._board.set_engine("engine", version)
         self._engine.wait_committed(version, timeout_s)
         self._engine.drain(version, timeout_s)
-        return self._board.published
+        return self._board.available
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         return self._board.of_kind(kind)

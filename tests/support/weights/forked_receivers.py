@@ -15,7 +15,7 @@ from weight_sync.receiver import app
 
 
 class ForkedChild:
-    """In the place of `processes.child.Child`: the same pipes, the same end."""
+    """Takes the place of `processes.child.Child`: the same pipes, the same end."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ class Gate:
         self._came = asyncio.Condition()
         self._serving: set[asyncio.Task[None]] = set()
         self.num_requests: Counter[str] = Counter()
-        """By path."""
+        """Number of requests by path."""
         self.stalls_at: str | None = None
         """From the first request for this path on nothing is answered any more, as by SIGSTOP."""
         self.withholds: str | None = None

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weight_sync.layout import Layout
-from weight_sync.sender.snapshot import Shard
-from weight_sync.types import TensorSpec
+from tensors.layout import Layout, TensorSpec
+from tensors.snapshots import Shard
 
 BUCKET_BYTES = 65536
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weight_sync.layout import Layout, Transfer
-from weight_sync.types import TensorSpec
+from tensors.layout import Layout, TensorSpec
+from weight_sync.types import Transfer
 
 
 def spec(name: str, *shape: int, dtype: str = "bfloat16") -> TensorSpec:

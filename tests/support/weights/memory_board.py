@@ -16,7 +16,7 @@ class MemoryBoard:
         self.registered: dict[str, str] = {}
         self.engines: dict[str, int] = {}
         self.staged: list[tuple[str, int]] = []
-        self.published: list[int] = []
+        self.available: list[int] = []
         self.records: list[dict[str, Any]] = []
         self.is_lost = False
         self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
@@ -63,9 +63,9 @@ class MemoryBoard:
         self.staged.append((receiver, version))
         self.changed()
 
-    async def publish_weights(self, version: int) -> None:
-        assert any(staged == version for _, staged in self.staged), "published before staged"
-        self.published.append(version)
+    async def mark_available(self, version: int) -> None:
+        assert any(staged == version for _, staged in self.staged), "available before it is staged"
+        self.available.append(version)
         self.changed()
 
     async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:

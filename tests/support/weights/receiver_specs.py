@@ -1,4 +1,4 @@
-"""What every receiver of these tests has in common."""
+"""Settings that all receivers of these tests share."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
+from tensors.layout import Layout, TensorSpec
 from tests.support.weights.forked_receivers import ForkedChild
 from tests.support.weights.gate import Gate
 from tests.support.weights.known_weights import (
@@ -26,12 +27,11 @@ from tests.support.weights.known_weights import (
 )
 from tests.support.weights.memory_board import MemoryBoard
 from tests.support.weights.receiver_specs import KEY, receiver_spec
-from weight_sync.engine import CheckpointEngine
+from weight_sync.checkpoint_engine import CheckpointEngine
 from weight_sync.group_thread import Staging
-from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient, ReceiverStatus
 from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.types import PublishReport, TensorSpec, WeightSyncError
+from weight_sync.types import Captured, WeightSyncError
 
 TIMEOUT_S = 120.0
 EMPTY = Layout.of([TensorSpec(name="none", dtype="float32", shape=(1,))], 1)
@@ -118,7 +118,7 @@ class Node:
         return await self.client.status(timeout_s=TIMEOUT_S)
 
     async def weights(self, version: int) -> dict[str, torch.Tensor]:
-        """What an engine would load, which must be `version`."""
+        """The tensors that an engine would load; they must be of `version`."""
         assert self.client is not None
         staged = await self.client.newest(version - 1, timeout_s=TIMEOUT_S)
         assert staged is not None and staged.version == version
@@ -173,7 +173,7 @@ class Scene:
         self.config = config
         self.board = MemoryBoard()
         self.share = 0.01
-        """Of the elements that change from one version to the next."""
+        """Fraction of the elements that change from one version to the next."""
         self._receivers = receivers
         self._nodes: list[Node] = []
         self.engine = CheckpointEngine(
@@ -202,9 +202,9 @@ class Scene:
         await asyncio.gather(*(node.start() for node in nodes))
         return list(nodes)
 
-    async def publish(self, version: int) -> PublishReport:
+    async def publish(self, version: int) -> Captured:
         shards = scene_shards(self.layout, 0, version, self.share)
-        return await asyncio.to_thread(self.engine.publish, version, iter(shards))
+        return await asyncio.to_thread(self.engine.send, version, iter(shards))
 
     @contextlib.asynccontextmanager
     async def publishing(self, version: int) -> AsyncIterator[None]:
@@ -223,17 +223,24 @@ class Scene:
         """One right after the other, as fast as they can be copied."""
         shards = {v: scene_shards(self.layout, 0, v, self.share) for v in versions}
         for version in versions:
-            self.engine.publish(version, shards[version])
+            self.engine.send(version, shards[version])
 
     async def committed(self, version: int, timeout_s: float = TIMEOUT_S) -> None:
         await asyncio.to_thread(self.engine.wait_committed, version, timeout_s)
+
+    async def deliver(self, version: int, *nodes: Node) -> None:
+        """Publishes it, waits for the engines, and checks what these nodes offer."""
+        await self.publish(version)
+        await self.committed(version)
+        for node in nodes:
+            await self.check(node, version)
 
     async def event(self, name: str) -> None:
         """Until an event of this name is on record."""
         await self.board.wait_until(lambda: bool(self.board.events(name)), TIMEOUT_S)
 
     async def publish_records(self, version: int) -> list[dict[str, Any]]:
-        """Of all publishes up to `version`, which is complete then."""
+        """The records of all publishes up to `version`, which is complete then."""
         await asyncio.to_thread(self.engine.drain, version, TIMEOUT_S)
         return self.board.of_kind("publish")
 

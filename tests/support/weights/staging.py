@@ -2,10 +2,11 @@
 
 import torch
 
+from tensors.checksums import staged_checksums
+from tensors.layout import Layout
 from tests.support.weights.layouts import full_transfer, random_bytes, spec
-from weight_sync.checksums import staged_checksums
-from weight_sync.layout import Layout, Manifest, Transfer
 from weight_sync.receiver.store import Slot, StagedStore
+from weight_sync.types import Manifest, Transfer
 
 LAYOUT = Layout.of([spec("a", 50, 30), spec("norm", 7, dtype="float32"), spec("s")], num_ranks=2)
 OTHER_LAYOUT = Layout.of([spec("a", 9000)], num_ranks=2)

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tensors.checksums import staged_checksums
+from tensors.layout import Layout, TensorSpec
 from weight_sync import delta
-from weight_sync.checksums import staged_checksums
-from weight_sync.layout import Layout, Manifest, Transfer
-from weight_sync.types import TensorSpec
+from weight_sync.types import Manifest, Transfer
 
 BUCKET_BYTES = 16384
 

@@ -8,38 +8,33 @@ import deepspeed
 import numpy as np
 import torch
 
-from configs.algorithm_schema import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    MASKS,
-    WEIGHTS,
-    AdvantageConfig,
-    AlgorithmConfig,
-    CorrectionConfig,
-    KLConfig,
-    StreamConfig,
-)
+from configs.advantages import ADVANTAGES, AGGREGATIONS, AggregationConfig
+from configs.algorithm_schema import KLConfig, StreamConfig
 from configs.choices import KLPlace, Proximal
+from configs.corrections import CORRECTIONS
+from configs.losses import TeacherKl
+from tests.support.trainer.token_batch import algorithm as load
 from tests.support.zero3.batches import with_common_beginning, with_graded_rewards
 from tests.support.zero3.scene import Scene, recorded
 from trainer_pool.algorithms.registry import Algorithm
 
 SYNCHRONOUS_RATE = 1e-3
-GSPO = AlgorithmConfig(
+GRPO = load("tis_token")
+GSPO = load(
+    "tis_geometric",
     loss="gspo",
     # Wider than usual: whether a ratio beside a bound is clipped would hang on rounding.
     clip_low=0.04,
     clip_high=0.05,
     aggregation="sequence_mean_token_mean",
-    correction=CorrectionConfig(kinds=["tis_geometric"]),
 )
 
 
-def cases() -> dict[str, AlgorithmConfig]:
+def cases() -> dict[str, Algorithm]:
     """Every loss, aggregation, correction and advantage of ours in some combination."""
-    rollout, none = Proximal.rollout, CorrectionConfig(kinds=[])
+    rollout = Proximal.rollout
     chosen = {
-        loss: AlgorithmConfig(loss=loss, correction=none, proximal=proximal)
+        loss: load(loss=loss, proximal=proximal)
         for loss, proximal in (
             ("ppo", rollout),
             ("cispo", rollout),
@@ -51,36 +46,36 @@ def cases() -> dict[str, AlgorithmConfig]:
             ("supervised", Proximal.recomputed),
         )
     }
-    chosen["gspo"] = AlgorithmConfig(
-        loss="gspo", clip_low=0.05, clip_high=0.05, proximal=rollout, correction=none
-    )
-    chosen["log_linear"] = AlgorithmConfig(proximal=Proximal.log_linear)
-    for kind in (*WEIGHTS, *MASKS):
+    chosen["gspo"] = load(loss="gspo", clip_low=0.05, clip_high=0.05, proximal=rollout)
+    chosen["log_linear"] = load("tis_token", proximal=Proximal.log_linear)
+    for kind in CORRECTIONS:
         # So wide that some of each group are kept: rollouts of this test are those of no policy.
-        bounds = CorrectionConfig(
-            kinds=[kind],
-            normalize=kind == "tis_sequence",
-            geometric_low=0.5,
-            geometric_high=2.0,
-            product_high=1e3,
-            veto_below=0.4,
-        )
-        chosen[kind] = AlgorithmConfig(correction=bounds)
+        bounds = {
+            "normalize": kind == "tis_sequence",
+            "geometric_low": 0.5,
+            "geometric_high": 2.0,
+            "product_high": 1e3,
+            "veto_below": 0.4,
+        }
+        chosen[kind] = load(kind, bounds=bounds)
     for aggregation in AGGREGATIONS:
-        chosen[aggregation] = AlgorithmConfig(aggregation=aggregation, aggregation_length=30)
+        length = {"aggregation_length": 30} if aggregation.endswith("_norm") else {}
+        chosen[aggregation] = load("tis_token", aggregation=aggregation, **length)
     near = {"weight": 0.1, "estimator": "k2"}
-    chosen["kl_in_loss"] = AlgorithmConfig(kl=KLConfig(**near))
-    chosen["kl_in_reward"] = AlgorithmConfig(kl=KLConfig(**near, where=KLPlace.reward))
-    chosen["streams"] = AlgorithmConfig(
+    chosen["kl_in_loss"] = load("tis_token", kl=KLConfig(**near))
+    chosen["kl_in_reward"] = load("tis_token", kl=KLConfig(**near, where=KLPlace.reward))
+    by_answer = AggregationConfig(kind="sequence_mean_token_mean")
+    chosen["streams"] = load(
+        "tis_token",
         policy_weight=0.5,
         streams={
-            "teacher": StreamConfig(loss="teacher_kl", aggregation="sequence_mean_token_mean"),
+            "teacher": StreamConfig(loss=TeacherKl(kind="teacher_kl"), aggregation=by_answer),
             "good": StreamConfig(weight=0.3, min_reward=0.5),
         },
     )
-    for kind in ADVANTAGES:
-        parts = {"right": 1.0} if kind == "gdpo" else {}
-        chosen[kind] = AlgorithmConfig(advantage=AdvantageConfig(kind=kind, part_weights=parts))
+    for kind, section in ADVANTAGES.items():
+        parts = {"part_weights": {"right": 1.0}} if kind == "gdpo" else {}
+        chosen[kind] = load("tis_token", advantage=section(kind=kind, **parts))
     return chosen
 
 
@@ -98,21 +93,21 @@ def algorithms(scene: Scene) -> None:
     groups = (with_graded_rewards(with_common_beginning(group)) for group in batch.groups)
     batch = replace(batch, groups=tuple(groups))
     gradients: dict[str, np.ndarray] = {}
-    scene.engine.hold_reference(str(scene.folder / "other"), offload=False)
+    scene.policy.hold_reference(str(scene.folder / "other"), offload=False)
     for name, algorithm in cases().items():
 
         def note(name: str = name) -> None:
             update = sum(key.startswith(f"{name}:") for key in gradients)
             parts = [
                 deepspeed.utils.safe_get_full_grad(parameter).flatten()
-                for parameter in scene.engine._engine.module.parameters()
+                for parameter in scene.policy._deepspeed.module.parameters()
             ]
             gradients[f"{name}:{update}"] = torch.cat(parts).double().numpy()
 
         stats = scene.step(
             batch,
             config=config,
-            algorithm=Algorithm.load(algorithm),
+            algorithm=algorithm,
             learning_rate=0.0,
             before_update=note,
         )
@@ -122,15 +117,15 @@ def algorithms(scene: Scene) -> None:
         np.savez(scene.output / "gradients.npz", **gradients)
 
 
-def synchronous(scene: Scene, algorithm: AlgorithmConfig, num_minibatches: int) -> None:
+def synchronous(scene: Scene, algorithm: Algorithm, num_minibatches: int) -> None:
     """Train on the batches that the plain loop left in the folder."""
     config = replace(scene.config, num_minibatches=num_minibatches)
-    chosen, steps = Algorithm.load(algorithm), []
+    steps: list[dict[str, object]] = []
     while list(scene.folder.glob(f"batch-{len(steps)}-*.group")):
         stats = scene.step(
             scene.batch(len(steps)),
             config=config,
-            algorithm=chosen,
+            algorithm=algorithm,
             learning_rate=SYNCHRONOUS_RATE,
         )
         steps.append(recorded(stats))

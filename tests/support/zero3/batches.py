@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from buffer.types import TrajectoryGroup
+from buffer.types import ROUTES_COLUMN, Trajectory, TrajectoryGroup
 from buffer.wire.codec import decode_group
 from configs.algorithm_schema import TEACHER_COLUMN
+from tests.support.experts import random_routes
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.types import SupervisedExample
 
@@ -73,21 +75,32 @@ def with_common_beginning(group: TrajectoryGroup) -> TrajectoryGroup:
     beginning = (np.arange(20) * (3 + int(group.group_id[-1])) % 251).astype(np.int32)
     return replace(
         group,
-        trajectories=tuple(
-            replace(
-                trajectory,
-                tokens=np.concatenate([beginning, trajectory.tokens]),
-                loss_mask=np.pad(trajectory.loss_mask, (20, 0)),
-                rollout_logprobs=np.pad(trajectory.rollout_logprobs, (20, 0)),
-                prompt_length=trajectory.prompt_length + 20,
-                version_spans=tuple(
-                    replace(span, start=span.start + 20, end=span.end + 20)
-                    for span in trajectory.version_spans
-                ),
-            )
-            for trajectory in group.trajectories
+        trajectories=tuple(behind(trajectory, beginning) for trajectory in group.trajectories),
+    )
+
+
+def behind(trajectory: Trajectory, beginning: Sequence[int] | NDArray[np.int32]) -> Trajectory:
+    """The trajectory behind these tokens, which belong to its prompt."""
+    added = np.asarray(beginning, np.int32)
+    return replace(
+        trajectory,
+        tokens=np.concatenate([added, trajectory.tokens]),
+        loss_mask=np.pad(trajectory.loss_mask, (len(added), 0)),
+        rollout_logprobs=np.pad(trajectory.rollout_logprobs, (len(added), 0)),
+        prompt_length=trajectory.prompt_length + len(added),
+        version_spans=tuple(
+            replace(span, start=span.start + len(added), end=span.end + len(added))
+            for span in trajectory.version_spans
         ),
     )
+
+
+def with_routes(group: TrajectoryGroup) -> TrajectoryGroup:
+    """With experts of `build_experts` for all tokens but the last."""
+    trajectories = (
+        replace(t, columns={ROUTES_COLUMN: random_routes(t.num_tokens)}) for t in group.trajectories
+    )
+    return replace(group, trajectories=tuple(trajectories))
 
 
 def examples() -> list[SupervisedExample]:

@@ -28,14 +28,14 @@ def reshard(scene: Scene) -> None:
     scene.restore_from(scene.folder / f"checkpoints-{source}")
     scene.save(SAVE_AFTER)
     scene.writer.finish()
-    for name, tensor in scene.engine.named_tensors():  # what the next pass would see
+    for name, tensor in scene.policy.named_tensors():  # what the next pass would see
         scene.results[name] = float(tensor.double().sum())
 
 
 @contextlib.contextmanager
 def frozen_layers() -> Iterator[None]:
     """The MLPs of the model that is loaded are not trained."""
-    load = zero3._load
+    load = zero3.load_model
 
     def load_frozen(*args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
@@ -44,7 +44,7 @@ def frozen_layers() -> Iterator[None]:
         return model
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(zero3, "_load", load_frozen)
+        patches.setattr(zero3, "load_model", load_frozen)
         yield
 
 
@@ -54,7 +54,7 @@ def frozen(scene: Scene) -> None:
     num_ranks = scene.ranks.num_ranks
     scene.store.folder = scene.folder / f"checkpoints-frozen-{num_ranks}"
     if num_ranks == 2:
-        for parameter in scene.engine._engine.module.parameters():
+        for parameter in scene.policy._deepspeed.module.parameters():
             if not parameter.requires_grad:
                 parameter.ds_tensor.data.add_(0.25)
         scene.train(0, SAVE_AFTER)
@@ -70,7 +70,7 @@ def noise(scene: Scene) -> None:
     """Train on from the last checkpoint, if there is one, with a model and steps that draw
     random numbers."""
     scene.store.folder = scene.folder / "checkpoints-noise"
-    norm = scene.engine._engine.module.model.norm
+    norm = scene.policy._deepspeed.module.model.norm
     norm.register_forward_hook(lambda _module, _inputs, hidden: dropout(hidden, 0.2))
     found, first = scene.store.latest(), 0
     if found is not None:
@@ -125,13 +125,13 @@ def copies(scene: Scene) -> None:
     """Each rank has a machine of its own, and that of rank 1 is lost with its copy of step 2.
     In `same` whether the ranks that go on from rank 0's machine train to the same weights."""
     folder = scene.folder / f"memory-{scene.ranks.rank}"
-    layout = scene.engine.state_layout()
+    layout = scene.policy.state.layout()
     copies = PeerCopies(folder, layout, scene.ranks, timeout_s=60.0)
     scene.train(0, SAVE_AFTER, save_after=())
     for step in (1, SAVE_AFTER):
         unsaved = [(SAVE_AFTER, ("a", "b"))] if scene.ranks.rank == 0 else []
         state = scene.state(step)
-        while copies.save(state, unsaved, scene.engine.state_shards()) is not None:
+        while copies.save(state, unsaved, scene.policy.state.shards()) is not None:
             pass  # the one before is being sent
     assert copies._thread is not None
     copies._thread.join()
@@ -148,7 +148,7 @@ def copies(scene: Scene) -> None:
     found = copies.newest(after=1)
     assert found is not None and found.state == scene.state(SAVE_AFTER, found.state.num_updates)
     with ShardReader(found.folder, only=scene.ranks.rank) as reader:
-        scene.engine.restore_state(reader, found.state.num_updates)
+        scene.policy.state.restore(reader, found.state.num_updates)
     copies.clear(kept=found)
     kept.append(sorted(path.name for path in folder.iterdir()))
     scene.train(SAVE_AFTER, NUM_STEPS, save_after=())

@@ -12,7 +12,7 @@ from buffer.run_state import STREAM_START
 from tests.support.blocking import BlockingRunState
 from tests.support.trainer.loop_scene import LOOP_STEPS, TIMEOUT_S, loop_spec
 from tests.support.zero3.batches import examples
-from trainer_pool.model.zero3 import RankAddress
+from trainer_pool.collectives import RankAddress
 from trainer_pool.rank import TrainerRank
 from trainer_pool.types import TrainerSpec, WarmStartReport
 
@@ -22,13 +22,15 @@ def run_loop(
 ) -> None:
     """Warm start, version 0, LOOP_STEPS or more; ends because rank 0 is stopped.
 
-    Resumed, it goes on from the last checkpoint but one; then two steps make a version, and the
-    engines get every other one.
+    Resumed, it goes on from the last checkpoint but one; then two steps make a version, the
+    engines get every other one, and the ranks split each row.
     """
     spec = loop_spec(folder, (folder / "redis.txt").read_text())
     if is_resumed:
         *_, before_last, _ = sorted((Path(spec.run_dir) / "checkpoints").glob("step-*"))
-        config = replace(spec.config, gradient_accumulation_steps=2, publish_every=2)
+        config = replace(
+            spec.config, gradient_accumulation_steps=2, publish_every=2, sequence_parallel_size=2
+        )
         spec = replace(spec, resume_from=str(before_last), config=config)
     trainer = TrainerRank(spec, address, listener)
     warm = WarmStartReport(loss_first=0.0, loss_last=0.0, num_steps=0, seconds=0.0)
@@ -46,7 +48,7 @@ def run_loop(
     trainer.close()
     results = {"warm_start": asdict(warm), "initial": asdict(initial), "report": asdict(report)}
     output = Path(spec.run_dir)
-    name = "again" if is_resumed else "rank"
+    name = "again" if is_resumed else "first"
     (output / f"{name}-{address.rank}.json").write_text(json.dumps(results))
 
 

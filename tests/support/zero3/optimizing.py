@@ -7,12 +7,12 @@ from dataclasses import replace
 import deepspeed
 import torch
 
-from configs.algorithm_schema import AGGREGATIONS, AlgorithmConfig
+from configs.advantages import AGGREGATIONS
 from configs.schema import TrainerConfig
 from tests.support.trainer.loop_scene import HEAD_TOKENS, head_row
+from tests.support.trainer.token_batch import algorithm
 from tests.support.zero3.batches import part_of, without_trained_tokens
 from tests.support.zero3.scene import Scene
-from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.data.packing import pack
 from trainer_pool.step import Accumulation
 
@@ -24,14 +24,16 @@ OPTIMIZER = TrainerConfig(
     adam_epsilon=0.01,
     weight_decay=0.3,
     max_grad_norm=0.0,
+    max_grad_value=0.002,
     gradient_checkpointing=True,
 )
 
 
 def optimizer(scene: Scene) -> None:
     """Updates with OPTIMIZER; in `errors` the largest difference from torch's AdamW on the
-    whole weights with the same gradients, and in `forwards` how often a layer ran forward."""
-    model = scene.engine._engine.module
+    whole weights with the same gradients, clipped by torch; in `clipped` the fraction of elements
+    that were, and in `forwards` how often a layer ran forward."""
+    model = scene.policy._deepspeed.module
     forwards: list[int] = []
     model.model.layers[0].register_forward_pre_hook(lambda *_: forwards.append(1))
     whole = scene.weights()
@@ -39,18 +41,21 @@ def optimizer(scene: Scene) -> None:
         whole.values(), betas=(0.5, 0.7), eps=0.01, weight_decay=0.3, fused=False
     )
     (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
-    errors = []
+    errors, clipped = [], []
     for rate in (0.1, 0.02):
-        logprobs = scene.engine.score(batch).logprobs
-        scene.engine.backward(logprobs.square().mean() / scene.ranks.num_ranks)
+        logprobs = scene.policy.score(batch).logprobs
+        scene.policy.backward(logprobs.square().mean() / scene.ranks.num_ranks)
         for name, parameter in model.named_parameters():
             whole[name].grad = deepspeed.utils.safe_get_full_grad(parameter).clone()
-        scene.engine.step(rate)
+        scene.policy.step(rate)
+        over = sum(int((t.grad.abs() > 0.002).sum()) for t in whole.values() if t.grad is not None)
+        clipped.append(over / sum(t.numel() for t in whole.values()))
+        torch.nn.utils.clip_grad_value_(whole.values(), 0.002)
         adam.param_groups[0]["lr"] = rate
         adam.step()
-        mine = scene.engine.named_tensors()
+        mine = scene.policy.named_tensors()
         errors.append(max(float((t - whole[n]).abs().max()) for n, t in mine))
-    scene.results |= {"errors": errors, "forwards": len(forwards)}
+    scene.results |= {"errors": errors, "clipped": clipped, "forwards": len(forwards)}
 
 
 def masters(scene: Scene) -> None:
@@ -58,10 +63,10 @@ def masters(scene: Scene) -> None:
     after many that are each below what bfloat16 can add to 1."""
     (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
     moved = []
-    for update in range(1, 81):
-        scene.engine.backward(scene.engine.score(batch).logprobs.sum())
-        scene.engine.step(1e-4)
-        if update in (1, 80):
+    for update in range(1, 9):
+        scene.policy.backward(scene.policy.score(batch).logprobs.sum())
+        scene.policy.step(1e-3)
+        if update in (1, 8):
             norm = scene.weights()["model.norm.weight"]
             assert norm.dtype is torch.bfloat16
             moved.append(float((norm.float() - 1).abs().max()))
@@ -69,7 +74,7 @@ def masters(scene: Scene) -> None:
 
 
 def accumulation(scene: Scene) -> None:
-    """What a step leaves in Adam's first moments, and the norm of its gradient: with the whole
+    """Adam's first moments after a step, and the norm of its gradient: with the whole
     batch, and with parts of it one after the other, of which the last has no token to train."""
     whole = scene.batch(1)
     parts = [part_of(whole, whole.group_ids[:1]), part_of(whole, whole.group_ids[1:])]
@@ -77,13 +82,11 @@ def accumulation(scene: Scene) -> None:
     parts.append(replace(parts[0], groups=tuple(untrained)))
     config = replace(scene.config, num_minibatches=1)
     for aggregation in AGGREGATIONS:
-        length = 20 if aggregation == "sequence_mean_token_sum_norm" else None
-        algorithm = Algorithm.load(
-            AlgorithmConfig(aggregation=aggregation, aggregation_length=length)
-        )
+        length = {"aggregation_length": 20} if aggregation.endswith("_norm") else {}
+        chosen = algorithm("tis_token", aggregation=aggregation, **length)
         found = []
         for batches in ([whole], parts):
-            scene.engine.reset_optimizer()
+            scene.policy.reset_optimizer()
             accumulation = Accumulation() if len(batches) > 1 else None
             for batch in batches:
                 if accumulation is not None:
@@ -91,11 +94,11 @@ def accumulation(scene: Scene) -> None:
                 stats = scene.step(
                     batch,
                     config=config,
-                    algorithm=algorithm,
+                    algorithm=chosen,
                     learning_rate=0.0,
                     accumulation=accumulation,
                 )
-            states = scene.engine._engine.optimizer.optimizer.state.values()
+            states = scene.policy._deepspeed.optimizer.optimizer.state.values()
             moments = torch.cat([state["exp_avg"].flatten() for state in states])
             found.append((stats.grad_norm, moments.clone(), stats.num_updates))
         (norm, expected, _), (norm_of_parts, of_parts, num_updates) = found

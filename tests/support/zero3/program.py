@@ -12,6 +12,7 @@ batches of all ranks and, in `receivers.json`, the receiver of two ranks; result
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -23,24 +24,30 @@ from pathlib import Path
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (loaded with DeepSpeed's engine)
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from configs.algorithm_schema import AlgorithmConfig
 from configs.choices import Backend, Dtype
 from configs.schema import TrainerConfig
 from tests.support.zero3 import (
+    adapter,
     algorithms,
     checkpoints,
     killed,
     loop,
     optimizing,
     passes,
+    seeing,
+    split_rows,
     whole_runs,
 )
-from tests.support.zero3.scene import NotingEngine, Scene, config_for
-from trainer_pool.model.zero3 import RankAddress, join_ranks, leave_ranks
+from tests.support.zero3.scene import NotingPolicy, Scene, config_for
+from trainer_pool.collectives import RankAddress, join_ranks, leave_ranks
 
 SCENES: dict[str, Callable[[Scene], None]] = {
+    "adapter": adapter.train,
+    "adapter_again": adapter.resume,
     "whole_run": whole_runs.whole_run,
+    "experts": whole_runs.experts,
     "resume": whole_runs.resume,
     "offloaded": whole_runs.offloaded,
     "offloaded_again": whole_runs.offloaded_again,
@@ -56,16 +63,27 @@ SCENES: dict[str, Callable[[Scene], None]] = {
     "packings": passes.packings,
     "head": passes.head,
     "reference": passes.reference,
+    "seeing": seeing.train,
+    "seeing_again": seeing.resume,
     "algorithms": algorithms.algorithms,
-    "grpo": lambda scene: algorithms.synchronous(scene, AlgorithmConfig(), 1),
-    "grpo_twice": lambda scene: algorithms.synchronous(scene, AlgorithmConfig(), 2),
+    "grpo": lambda scene: algorithms.synchronous(scene, algorithms.GRPO, 1),
+    "grpo_twice": lambda scene: algorithms.synchronous(scene, algorithms.GRPO, 2),
     "gspo": lambda scene: algorithms.synchronous(scene, algorithms.GSPO, 1),
     "gspo_twice": lambda scene: algorithms.synchronous(scene, algorithms.GSPO, 2),
 }
-"""Beside "loop" and "loop_again", which make their own engine."""
+"""Beside "loop", "loop_again" and "split_rows", which make their own policies."""
+
+
+OTHER_MODELS = {"experts": "experts", "seeing": "seeing", "seeing_again": "seeing"}
+"""Models of scenes that do not train the small dense one."""
 
 
 def main() -> None:
+    get_checkpoint_conversion_mapping("")  # compiles a thousand patterns once
+    # DeepSpeed collects garbage at its start: that would write to each object of the imports, and
+    # so copy it into every rank.
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         name, num_ranks = line.split()[0], int(line.split()[1])
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -105,6 +123,8 @@ def run_rank(folder: Path, listener: socket.socket, name: str, rank: int, num_ra
     own = listener if rank == 0 else None
     if name in ("loop", "loop_again"):
         loop.run_loop(folder, own, address, is_resumed=name == "loop_again")
+    elif name == "split_rows":
+        split_rows.run(folder, own, address)
     else:
         play(folder, own, name, address)
 
@@ -113,23 +133,30 @@ def play(folder: Path, listener: socket.socket | None, name: str, address: RankA
     """The scene of this name, after which rank 0 writes its results."""
     ranks = join_ranks(address, Backend.gloo, 60.0, listener)
     with checkpoints.frozen_layers() if name == "frozen" else contextlib.nullcontext():
-        engine = NotingEngine(str(folder / "model"), settings_of(name, ranks.num_ranks), address)
+        policy = NotingPolicy(
+            str(folder / OTHER_MODELS.get(name, "model")),
+            settings_of(name, ranks.num_ranks),
+            address,
+            lora=adapter.LORA if name.startswith("adapter") else None,
+        )
     output = folder / f"{name}-{ranks.num_ranks}"
-    scene = Scene(folder, output, engine, ranks)
+    scene = Scene(folder, output, policy, ranks)
     SCENES[name.split("+")[0]](scene)
     if ranks.rank == 0:
         output.mkdir(exist_ok=True)
         (output / "results.json").write_text(json.dumps(scene.results))
     ranks.barrier()
-    engine.close()
+    policy.close()
     leave_ranks()
 
 
 def settings_of(name: str, num_ranks: int) -> TrainerConfig:
-    """Those of the engine."""
+    """The settings of the trainer in a scene."""
     scene, *offloads = name.split("+")
     config = optimizing.OPTIMIZER if scene == "optimizer" else config_for(num_ranks)
     config = replace(config, **dict.fromkeys(offloads, True))
+    if scene == "experts":  # their layers are computed again in the backward pass
+        config = replace(config, gradient_checkpointing=True)
     return replace(config, dtype=Dtype.bfloat16) if scene == "masters" else config
 
 

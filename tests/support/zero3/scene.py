@@ -1,4 +1,4 @@
-"""What every scene of ZeRO-3's ranks has: an engine, batches, steps, checkpoints, results."""
+"""A scene of ZeRO-3's ranks: a policy, batches, steps, checkpoints, results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_pool.data.packing import MicroBatch
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.metrics import StepStats
 from trainer_pool.model.head import Scores
-from trainer_pool.model.zero3 import Zero3Engine
+from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.shards import ShardReader
 from trainer_pool.state.writer import CheckpointWriter, SaveReport
@@ -27,6 +27,9 @@ from trainer_pool.step import train_step
 
 NUM_STEPS = 4
 SAVE_AFTER = 2
+ADAM_EPSILON = 1e-3
+"""With the usual one a gradient of rounding alone makes a whole step, in a direction that differs
+from machine to machine and with the number of ranks."""
 
 
 def config_for(num_ranks: int) -> TrainerConfig:
@@ -36,6 +39,7 @@ def config_for(num_ranks: int) -> TrainerConfig:
         num_minibatches=2 if num_ranks < 4 else 1,
         micro_batch_tokens=48,  # few rows a pass, so that the ranks differ in the number of passes
         learning_rate=1e-2,
+        adam_epsilon=ADAM_EPSILON,
         max_grad_norm=0.5,
         warm_start=WarmStartConfig(num_steps=3, batch_size=5),
     )
@@ -46,7 +50,7 @@ def recorded(stats: StepStats) -> dict[str, float | int | str]:
     return replace(stats, speed={}).record()
 
 
-class NotingEngine(Zero3Engine):
+class NotingPolicy(Zero3Policy):
     """Notes what a training step asks of it."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -69,14 +73,14 @@ class NotingEngine(Zero3Engine):
 
 
 class Scene:
-    """What the ranks do together; `results` is the same on each."""
+    """The work of all ranks together; `results` is the same on each."""
 
     def __init__(
-        self, folder: Path, output: Path, engine: NotingEngine, ranks: Collectives
+        self, folder: Path, output: Path, policy: NotingPolicy, ranks: Collectives
     ) -> None:
         self.folder = folder
         self.output = output
-        self.engine = engine
+        self.policy = policy
         self.ranks = ranks
         self.config = config_for(ranks.num_ranks)
         self.algorithm = Algorithm.load(AlgorithmConfig())
@@ -86,7 +90,7 @@ class Scene:
         self.saved: list[SaveReport] = []
         self.writer = CheckpointWriter(
             self.store,
-            engine.state_layout(),
+            policy.state.layout(),
             ranks,
             uses_gpu=False,
             timeout_s=60.0,
@@ -113,7 +117,7 @@ class Scene:
     ) -> StepStats:
         """A training step, by default with the scene's own settings."""
         return train_step(
-            self.engine,
+            self.policy,
             self.ranks,
             batch,
             config or self.config,
@@ -133,10 +137,10 @@ class Scene:
     ) -> None:
         """Train on the batches of these steps."""
         steps = []
-        self.engine.calls.clear()
+        self.policy.calls.clear()
 
         def note_and_call() -> None:
-            self.engine.calls.append("before_update")
+            self.policy.calls.append("before_update")
             before_update()
 
         for step in range(first, last):
@@ -146,18 +150,18 @@ class Scene:
             after_step(step + 1)
         self.writer.finish()
         self.results["steps"] = steps
-        self.results["calls"] = [*self.engine.calls]
+        self.results["calls"] = [*self.policy.calls]
 
     # Checkpoints
 
     def save(self, step: int) -> None:
-        self.writer.save(self.state(step), self.engine.state_shards())
+        self.writer.save(self.state(step), self.policy.state.shards())
 
     def state(self, step: int, num_updates: int | None = None) -> TrainState:
         return TrainState(
             step=step,
             version=step,
-            num_updates=self.engine.num_updates if num_updates is None else num_updates,
+            num_updates=self.policy.state.num_updates if num_updates is None else num_updates,
             lineage="one",
             consumed_group_ids=(),
             task_positions={},
@@ -169,20 +173,20 @@ class Scene:
         found = CheckpointStore(folder).latest()
         assert found is not None
         with ShardReader(found[0]) as reader:
-            self.engine.restore_state(reader, found[1].num_updates)
+            self.policy.state.restore(reader, found[1].num_updates)
 
     # Results
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.engine.named_tensors()}
+        return {name: tensor.clone() for name, tensor in self.policy.named_tensors()}
 
     def moments(self) -> list[torch.Tensor]:
-        states = self.engine._engine.optimizer.optimizer.state.values()
+        states = self.policy._deepspeed.optimizer.optimizer.state.values()
         return [value.clone() for state in states for value in state.values()]
 
     def write(self) -> None:
         weights = self.weights()
-        self.engine.export(self.output / "export")
+        self.policy.export(self.output / "export")
         if self.ranks.rank == 0:
             np.savez(
                 self.output / "weights.npz", **{k: v.float().numpy() for k, v in weights.items()}

@@ -53,13 +53,13 @@ def step_with_planted_nan(scene: Scene) -> None:
     planted = [-1]
 
     def plant(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
-        scored: Any = scene.engine.last_scored
+        scored: Any = scene.policy.last_scored
         if output.requires_grad and planted == [-1]:
             first = scored.places_N[:1]
             output.register_hook(lambda grad: grad.index_fill(1, first, math.nan))
             planted[:] = scored.groups_N[:1].tolist()
 
-    norm = scene.engine._engine.module.model.norm
+    norm = scene.policy._deepspeed.module.model.norm
     handle = norm.register_forward_hook(plant) if scene.ranks.rank == 1 else None
     before = scene.weights()
     stats = scene.step(batch, config=replace(scene.config, num_minibatches=1))
@@ -89,8 +89,8 @@ def step_over_the_limit(scene: Scene) -> None:
     (batch,) = pack([head_row(0), head_row(1)], HEAD_TOKENS)
     changed = []
     for limit in (1e-9, 1e9):
-        scene.engine.backward(scene.engine.score(batch).logprobs.square().mean())
-        norm = scene.engine.step(1e-2, norm_limit=limit)
+        scene.policy.backward(scene.policy.score(batch).logprobs.square().mean())
+        norm = scene.policy.step(1e-2, norm_limit=limit)
         changed.append((norm, *num_changed(scene, before, moments)))
     scene.results["changed_over_and_within_the_limit"] = changed
 

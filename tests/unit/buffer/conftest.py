@@ -3,62 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from buffer.connect import Buffer, buffer_on
 from buffer.redis.client import BufferRedis
 from buffer.redis.connection import connect
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.schema import BufferConfig
 from tests.support.invariants import find_violations
-
-GroupMaker = Callable[..., TrajectoryGroup]
-
-
-def _group(
-    group_id: str,
-    version: int = 0,
-    *,
-    newest: int | None = None,
-    num_tokens: int = 8,
-    prompt_length: int = 3,
-    size: int = 2,
-    index: int = 0,
-    attempt: int = 0,
-) -> TrajectoryGroup:
-    mask = np.ones(num_tokens, np.uint8)
-    mask[:prompt_length] = 0
-    spans = [VersionSpan(version=version, start=prompt_length, end=num_tokens)]
-    if newest is not None and newest != version:  # the last two tokens, after a commit
-        spans = [
-            VersionSpan(version=version, start=prompt_length, end=num_tokens - 2),
-            VersionSpan(version=newest, start=num_tokens - 2, end=num_tokens),
-        ]
-    trajectory = Trajectory(
-        tokens=np.arange(num_tokens, dtype=np.int32),
-        loss_mask=mask,
-        rollout_logprobs=np.where(mask, -0.5, 0).astype(np.float32),
-        version_spans=tuple(spans),
-        prompt_length=prompt_length,
-        reward=1.0,
-        finish_reason="stop",
-    )
-    prompt = PromptRef(task="sums", index=index, attempt=attempt)
-    trajectories = tuple(replace(trajectory, episode=i) for i in range(size))
-    return TrajectoryGroup(group_id=group_id, prompt=prompt, trajectories=trajectories)
-
-
-@pytest.fixture(scope="session")
-def make_group() -> GroupMaker:
-    """`make_group("id", version)`: a small valid group sampled wholly by that version.
-
-    With `newest=` the last two tokens of each trajectory are by that version.
-    """
-    return _group
 
 
 @pytest.fixture
@@ -72,7 +25,7 @@ async def redis(redis_url: str) -> AsyncIterator[BufferRedis]:
 CHECKED_VERBS = (
     *("admit", "abandon", "begin", "fail", "reclaim", "push", "take_retry", "renew_credits"),
     "keep_tokens",
-    *("lease", "validate", "consume", "ack", "nack", "renew", "reconcile", "publish_version"),
+    *("lease", "validate", "consume", "ack", "nack", "renew", "reconcile", "announce_version"),
     *("release", "discard", "sweep", "change_settings"),
 )
 

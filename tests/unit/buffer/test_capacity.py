@@ -12,25 +12,18 @@ from buffer.errors import BufferFullError
 from buffer.results import PushResult
 from buffer.wire.codec import encode_group
 from configs.choices import OnFull
-
-STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "timeout_s": 0}
-
-
-async def _blocked(task: asyncio.Task[Any]) -> None:
-    await asyncio.sleep(0.05)
-    assert not task.done()
+from tests.support.buffer.blocked import still_waits
+from tests.support.buffer.groups import lease_batch, make_group
 
 
 @pytest.mark.machine
-async def test_blocked_producer_is_woken_when_a_group_is_consumed(
-    checked_buffer: Any, make_group: Any
-) -> None:
+async def test_blocked_producer_is_woken_when_a_group_is_consumed(checked_buffer: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
     await buffer.push(make_group("a"))
     waiting = asyncio.create_task(buffer.push(make_group("b"), 300))
-    await _blocked(waiting)
-    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
-    await _blocked(waiting)  # leased groups take room, too
+    await still_waits(waiting)
+    lease = await lease_batch(buffer)
+    await still_waits(waiting)  # leased groups take room, too
     start = time.monotonic()
     await buffer.consume(lease, ["a"])
     assert await asyncio.wait_for(waiting, 60) is PushResult.stored
@@ -41,7 +34,7 @@ async def test_blocked_producer_is_woken_when_a_group_is_consumed(
     assert stats.capacity_groups == 1 and stats.capacity_bytes is None
 
 
-async def test_push_timeout_says_what_is_full(checked_buffer: Any, make_group: Any) -> None:
+async def test_push_timeout_says_what_is_full(checked_buffer: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1)
     await buffer.push(make_group("a"))
     with pytest.raises(TimeoutError, match=r"no room for group b .* within 0\.05 s: .* 1 groups"):
@@ -50,7 +43,7 @@ async def test_push_timeout_says_what_is_full(checked_buffer: Any, make_group: A
 
 
 async def test_blocked_pushes_queue_and_send_each_payload_once(
-    checked_buffer: Any, redis: Any, make_group: Any
+    checked_buffer: Any, redis: Any
 ) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=2)
     none_sent = await _num_sets(redis)
@@ -59,7 +52,7 @@ async def test_blocked_pushes_queue_and_send_each_payload_once(
         while (before := await _num_sets(redis)) < none_sent + 20:  # 18 of them were refused
             await asyncio.sleep(0.01)
     for step in range(18):
-        lease = await buffer.lease(step=step, version=0, num_groups=1, **{**STEP, "timeout_s": 60})
+        lease = await lease_batch(buffer, step, timeout_s=60)
         await buffer.consume(lease, lease.group_ids)
     assert await asyncio.gather(*waiting) == [PushResult.stored] * 20
     sets = await _num_sets(redis) - before
@@ -72,18 +65,18 @@ async def _num_sets(redis: Any) -> int:
     return int((await redis.info("commandstats")).get("cmdstat_set", {"calls": 0})["calls"])
 
 
-async def test_leased_groups_are_never_evicted(checked_buffer: Any, make_group: Any) -> None:
+async def test_leased_groups_are_never_evicted(checked_buffer: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.drop_stalest)
     await buffer.push(make_group("a"))
-    lease = await buffer.lease(step=0, version=0, num_groups=1, **STEP)
+    lease = await lease_batch(buffer)
     waiting = asyncio.create_task(buffer.push(make_group("b"), 300))
-    await _blocked(waiting)
+    await still_waits(waiting)
     await buffer.nack(lease, "test")
     assert await asyncio.wait_for(waiting, 60) is PushResult.stored
     assert (await buffer.stats()).dropped == {"full": 1}
 
 
-async def test_on_full_error_raises(checked_buffer: Any, make_group: Any) -> None:
+async def test_on_full_error_raises(checked_buffer: Any) -> None:
     buffer = await checked_buffer(groups_per_step=1, capacity_groups=1, on_full=OnFull.error)
     await buffer.push(make_group("a"))
     with pytest.raises(
@@ -101,19 +94,17 @@ async def test_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) ->
         await buffer_factory(groups_per_step=4, gradient_accumulation_steps=2, capacity_groups=7)
 
 
-async def test_drop_stalest_evicts_nothing_for_a_group_that_cannot_fit(
-    checked_buffer: Any, make_group: Any
-) -> None:
+async def test_drop_stalest_evicts_nothing_for_a_group_that_cannot_fit(checked_buffer: Any) -> None:
     size, big = (len(encode_group(make_group("a", num_tokens=n))) for n in (8, 100))
     buffer = await checked_buffer(
         groups_per_step=1, capacity_bytes=2 * size + big - 1, on_full=OnFull.drop_stalest
     )
     await buffer.push(make_group("a"))
     await buffer.push(make_group("b"))
-    lease = await buffer.lease(step=0, version=0, num_groups=2, **STEP)
+    lease = await lease_batch(buffer, 0, 2)
     await buffer.push(make_group("c"))
     waiting = asyncio.create_task(buffer.push(make_group("d", num_tokens=100), 300))
-    await _blocked(waiting)
+    await still_waits(waiting)
     assert (await buffer.stats()).dropped == {}
     await buffer.consume(lease, lease.group_ids)
     assert await asyncio.wait_for(waiting, 60) is PushResult.stored

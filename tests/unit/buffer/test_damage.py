@@ -12,33 +12,27 @@ import pytest
 from redis.asyncio import Redis
 
 from buffer.connect import Buffer
+from buffer.dump.export import dump_buffer
 from buffer.errors import BufferFullError, NotOwnerError
-from buffer.export import dump_buffer
 from buffer.redis.client import BufferRedis
 from buffer.redis.connection import DamagedRunError
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import _FOLDER
 from buffer.run_state import RunState
-from buffer.sharded import shard_of
-from buffer.types import PromptRef, Rerun, TrajectoryGroup
+from buffer.shard_routes import shard_of
+from buffer.types import PromptRef, Rerun
+from tests.support.buffer.groups import lease_batch, make_group
 from tests.support.invariants import find_violations
 
 BufferFactory = Callable[..., Awaitable[Buffer]]
-GroupMaker = Callable[..., TrajectoryGroup]
 HOSTILE = (b"inf", b"-inf", b"nan", b"1e300", b"-1", b"9" * 400, b"abc", b"", b"\xff\xfe\x1b[2J")
 EXPLAINED = (DamagedRunError, TimeoutError, ValueError, BufferFullError, NotOwnerError)
 """A ValueError of ours, not one of int() or decode(): see `_is_ours`."""
 
 
-async def _lease(buffer: Buffer, number: int = 2, step: int = 1, timeout_s: float = 60.0) -> Any:
-    return await buffer.lease(
-        step=step, version=0, num_groups=number, share=0, num_shares=1, timeout_s=timeout_s
-    )
-
-
 @pytest.mark.parametrize("score", ["inf", "-inf", 1e300, -1e300, 2.0**60, -5.0, 0.5])
 async def test_stats_end_whatever_the_scores_in_ready_are(
-    buffer_factory: BufferFactory, run_name: str, redis: Redis, make_group: GroupMaker, score: Any
+    buffer_factory: BufferFactory, run_name: str, redis: Redis, score: Any
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2)
     await buffer.push(make_group("good"))
@@ -76,7 +70,7 @@ async def test_setting_that_cannot_be_read_is_named(
 
 
 async def test_lease_puts_a_group_without_its_hash_into_quarantine(
-    buffer_factory: BufferFactory, run_name: str, redis: Redis, make_group: GroupMaker, shards: int
+    buffer_factory: BufferFactory, run_name: str, redis: Redis, shards: int
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2, shards=shards)
     names = []
@@ -90,7 +84,7 @@ async def test_lease_puts_a_group_without_its_hash_into_quarantine(
     where = shard_of(overwritten, shards)
     await redis.lpush(Keys(run_name, where).group(overwritten), "a list")
 
-    batch = await _lease(buffer)
+    batch = await lease_batch(buffer, 1, 2)
 
     assert set(batch.group_ids) == set(names[2:])
     put_away = {group.group_id: group.reason for group in await buffer.quarantined()}
@@ -108,7 +102,7 @@ def shards(request: pytest.FixtureRequest) -> int:
 
 
 async def test_lease_survives_names_that_no_push_could_give(
-    buffer_factory: BufferFactory, run_name: str, redis: Redis, make_group: GroupMaker, shards: int
+    buffer_factory: BufferFactory, run_name: str, redis: Redis, shards: int
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2, shards=shards)
     for i in range(2):
@@ -118,28 +112,46 @@ async def test_lease_survives_names_that_no_push_could_give(
         await redis.zadd(Keys(run_name, shard)("ready"), bad)
     try:
         async with asyncio.timeout(60):
-            batch = await _lease(buffer, timeout_s=300 if shards == 1 else 0.02)
+            batch = await lease_batch(buffer, 1, 2, timeout_s=300 if shards == 1 else 0.02)
         assert len(batch.groups) == 2
     except TimeoutError as error:
         assert shards == 2  # a name that belongs to another shard remains, and is reported
         assert "step 1 waited 0.02 s" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["hash", "list"])
-async def test_payload_of_another_type_goes_to_quarantine(
-    buffer_factory: BufferFactory, run_name: str, redis: Redis, make_group: GroupMaker, kind: str
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("hash", "undecodable"),
+        ("list", "undecodable"),
+        ("garbage", "undecodable"),
+        ("missing", "payload_missing"),
+    ],
+)
+async def test_group_without_a_payload_of_its_own_goes_to_quarantine(
+    buffer_factory: BufferFactory, run_name: str, redis: Redis, kind: str, reason: str
 ) -> None:
     buffer = await buffer_factory(groups_per_step=2)
     for name in ("a", "b"):
         await buffer.push(make_group(name))
     key = Keys(run_name).payload("a")
     await redis.unlink(key)
-    await (redis.hset(key, "a", "b") if kind == "hash" else redis.lpush(key, "a"))  # type: ignore[misc]
-    assert [group.group_id for group in (await _lease(buffer)).groups] == ["b"]
-    assert [group.reason for group in await buffer.quarantined()] == ["undecodable"]
+    if kind == "hash":
+        await redis.hset(key, "a", "b")  # type: ignore[misc]
+    elif kind == "list":
+        await redis.lpush(key, "a")  # type: ignore[misc]
+    elif kind == "garbage":
+        await redis.set(key, b"LSHG damaged")
+    lease = await lease_batch(buffer, 1, 2)
+    assert [group.group_id for group in lease.groups] == ["b"]
+    assert await buffer.validate(lease, 0) == {"b"}
+    (found,) = await buffer.quarantined()
+    assert (found.group_id, found.reason, found.attempts) == ("a", reason, 1)
+    stats = await buffer.stats()
+    assert (stats.quarantined, stats.leased) == (1, 1) and stats.is_conserved
 
 
-async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list[Exception]:
+async def _life(buffer: Buffer, state: RunState) -> list[Exception]:
     """Every verb once; what they raised."""
     prompt = PromptRef(task="sums", index=3)
     raised: list[Exception] = []
@@ -165,18 +177,18 @@ async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list
     await call(buffer.quarantined())
     await call(buffer.quarantined_prompts())
     await call(buffer.events("one"))
-    batch = await call(_lease(buffer, 2, 1, 0.02))
+    batch = await call(lease_batch(buffer, 1, 2, timeout_s=0.02))
     if batch is not None:
         kept = await call(buffer.validate(batch, 0))
         await call(buffer.renew(batch))
         await call(buffer.consume(batch, kept or ()))
-    again = await call(_lease(buffer, 1, 2, 0.02))
+    again = await call(lease_batch(buffer, 2, 1, timeout_s=0.02))
     if again is not None:
         await call(buffer.nack(again, "why"))
     await call(buffer.sweep())
     await call(buffer.release("put-away"))
     await call(buffer.discard("put-away"))
-    await call(buffer.publish_version(1))
+    await call(buffer.announce_version(1))
     await call(buffer.get_max_staleness())
     await call(buffer.reconcile("lineage", step=0, version=0, resume_version=2))
     await call(buffer.ack(1, "lineage"))
@@ -188,7 +200,7 @@ async def _life(buffer: Buffer, state: RunState, make_group: GroupMaker) -> list
         await call(read())
     for read in (state.receivers, state.staged_versions, state.task_positions):
         await call(read())
-    await call(state.published_weights())
+    await call(state.available_version())
     await call(state.read_metrics("0-0", 0))
     return raised
 
@@ -234,7 +246,6 @@ async def test_damaged_hash_fields_end_no_verb_without_an_explanation(
     buffer_factory: BufferFactory,
     run_name: str,
     redis: BufferRedis,
-    make_group: GroupMaker,
     turn: int,
     tmp_path: Path,
 ) -> None:
@@ -243,11 +254,20 @@ async def test_damaged_hash_fields_end_no_verb_without_an_explanation(
     state = RunState(redis, run_name)
     for number, name in enumerate(NAMES):
         value = HOSTILE[(number + 5 * turn) % len(HOSTILE)]
-        await _begin(buffer, redis, keys, fresh, make_group)
+        await _begin(buffer, redis, keys, fresh)
         held = cast("dict[bytes, bytes]", await redis.hgetall(keys(name)))
-        for field in [*held, b"\xff", b"3 sums", b"sums 3", b"engine", b"0", b"chunks", b"gaps"]:
+        for field in [
+            *held,
+            b"\xff",
+            b"3 sums",
+            b"sums 3",
+            b"engine",
+            b"0",
+            b"chunks",
+            b"rollbacks",
+        ]:
             await redis.hset(keys(name), field, value)  # type: ignore[arg-type]
-        raised = await _life(buffer, state, make_group)
+        raised = await _life(buffer, state)
         await _expect_explained(f"{name}={value!r}", raised, redis, run_name, tmp_path)
 
 
@@ -256,7 +276,6 @@ async def test_keys_of_another_type_end_no_verb_without_an_explanation(
     buffer_factory: BufferFactory,
     run_name: str,
     redis: BufferRedis,
-    make_group: GroupMaker,
     turn: int,
     tmp_path: Path,
 ) -> None:
@@ -265,7 +284,7 @@ async def test_keys_of_another_type_end_no_verb_without_an_explanation(
     state = RunState(redis, run_name)
     for number, name in enumerate((*NAMES[1:], *SETS, *OTHERS)):
         kind = ("missing", "string", "list", "members", "scores")[(number + turn) % 5]
-        await _begin(buffer, redis, keys, fresh, make_group)
+        await _begin(buffer, redis, keys, fresh)
         if name not in SETS or kind in ("missing", "string", "list"):
             await redis.unlink(keys(name))
         if kind == "string":
@@ -277,13 +296,11 @@ async def test_keys_of_another_type_end_no_verb_without_an_explanation(
         elif kind == "scores":
             scores = {"one": "inf", "g1": "-inf", "g2": 1e300, "g3": -1e300, "g4": 0.5}
             await redis.zadd(keys(name), scores)  # type: ignore[arg-type]
-        raised = await _life(buffer, state, make_group)
+        raised = await _life(buffer, state)
         await _expect_explained(f"{name}: {kind}", raised, redis, run_name, tmp_path)
 
 
-async def _begin(
-    buffer: Buffer, redis: Redis, keys: Keys, fresh: Any, make_group: GroupMaker
-) -> None:
+async def _begin(buffer: Buffer, redis: Redis, keys: Keys, fresh: Any) -> None:
     """A run with something in most of its keys, for a client that has not taken it over."""
     buffer._lineage = ""
     names = [name async for name in redis.scan_iter(match=keys("*"), count=1000)]
@@ -292,10 +309,9 @@ async def _begin(
     await redis.hset(keys("settings"), mapping=fresh)
     for name in ("put-away", "one", "two", "three"):
         await buffer.push(make_group(name), 60)
-    batch = await buffer.lease(step=0, version=0, num_groups=1, share=0, num_shares=1, timeout_s=60)
-    arguments = (batch.lease_token, "test", batch.group_ids[0])
-    await buffer._scripts.run("trainer/quarantine_group", *arguments)  # type: ignore[union-attr]
-    await buffer.lease(step=1, version=0, num_groups=2, share=0, num_shares=1, timeout_s=60)
+    batch = await lease_batch(buffer)
+    await buffer.quarantine(batch.lease_token, batch.group_ids[0], "test")
+    await lease_batch(buffer, 1, 2)
     await buffer.admit("runs", 60)
     await buffer.begin("runs", PromptRef(task="sums", index=3), 0, 1)
 

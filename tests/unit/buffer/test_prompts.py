@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from buffer.admission import admission_limit
-from buffer.export import dump_buffer, restore_buffer
+from buffer.dump.export import dump_buffer
+from buffer.dump.load import restore_buffer
 from buffer.results import PushResult, read_prompt, write_prompt
-from buffer.run_state import RunState
 from buffer.staleness import Leash, parse_rollbacks
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale
 from configs.schema import BufferConfig
+from tests.support.buffer.groups import lease_batch, make_group
 from tests.support.invariants import find_violations
 
 PROMPT = PromptRef(task="long words", index=7)
@@ -92,7 +93,7 @@ async def test_credit_that_expires_queues_its_prompt_again(checked_buffer: Any) 
 
 
 async def test_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
-    checked_buffer: Any, redis: Any, run_name: str, make_group: Any
+    checked_buffer: Any, redis: Any, run_name: str
 ) -> None:
     buffer = await checked_buffer()
     await _begun(buffer, "0-0-a")
@@ -101,24 +102,6 @@ async def test_late_push_of_a_group_whose_prompt_runs_again_is_a_duplicate(
     stats = await buffer.stats()
     assert (stats.pushed, stats.ready) == (0, 0)
     assert not await redis.exists(f"{{leash:{run_name}}}:payload:0-0-a")
-
-
-async def test_position_of_a_worker_is_the_highest_that_any_shard_knows(
-    buffer_factory: Any, redis: Any, run_name: str
-) -> None:
-    buffer = await buffer_factory(shards=3, groups_per_step=6)
-    ids = [await _begun(buffer, f"0-{n}-a", position=n + 1) for n in range(9)]
-    assert {group_id[-2:] for group_id in ids} == {"@0", "@1", "@2"}
-    assert await buffer.begin(ids[0], PROMPT, 0, 2)  # never back
-    state = RunState(redis, run_name, shards=3)
-    assert await state.task_positions() == {0: 9}
-    assert await buffer.reclaim(0) == 9
-    found = 0
-    for n in range(90):
-        group_id = (await buffer.admit(f"1-{n}-a", 60)).group_id
-        found += await buffer.take_retry(group_id) is not None
-        await buffer.abandon(group_id, "stopped")
-    assert found == 9  # each shard's come to the groups of that shard
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, PromptRef(task="a b", index=1, attempt=2, reruns=3)])
@@ -141,7 +124,7 @@ def test_limit_rounds_like_exact_arithmetic() -> None:
 
 @pytest.mark.parametrize("shards", [1, 3])
 async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
-    buffer_factory: Any, make_group: Any, redis: Any, run_name: str, shards: int
+    buffer_factory: Any, redis: Any, run_name: str, shards: int
 ) -> None:
     buffer = await buffer_factory(shards=shards, groups_per_step=3, max_staleness=8)
     ids = []
@@ -155,13 +138,11 @@ async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
     await buffer.reconcile("one", step=0, version=0, resume_version=0)
     trained = list[str]()
     for step in (1, 2):
-        lease = await buffer.lease(
-            step=step, version=step - 1, num_groups=3, share=0, num_shares=1, timeout_s=60
-        )
-        await buffer.publish_version(step)
+        lease = await lease_batch(buffer, step, 3, version=step - 1)
+        await buffer.announce_version(step)
         await buffer.consume(lease, lease.group_ids)
         trained += lease.group_ids if step == 1 else ()
-    await buffer.lease(step=3, version=2, num_groups=3, share=0, num_shares=1, timeout_s=60)
+    await lease_batch(buffer, 3, 3, version=2)
     await buffer.fail(ids[11], PromptRef(task="sums", index=11), 5)  # it waits to run again
     in_checkpoint = {ids.index(group_id) for group_id in trained}
     progress = await buffer.task_progress(1)
@@ -182,11 +163,11 @@ async def test_prompts_that_no_checkpoint_contains_run_again_in_an_empty_server(
 
 @pytest.mark.parametrize("shards", [1, 3])
 async def test_dump_of_a_checkpoint_fills_an_empty_server(
-    redis: Any, buffer_factory: Any, make_group: Any, run_name: str, tmp_path: Path, shards: int
+    redis: Any, buffer_factory: Any, run_name: str, tmp_path: Path, shards: int
 ) -> None:
     buffer = await buffer_factory(shards=shards, groups_per_step=2, max_staleness=20)
     await buffer.reconcile("one", step=0, version=0, resume_version=0)
-    await buffer.publish_version(3)
+    await buffer.announce_version(3)
     await buffer.reconcile("two", step=0, version=1, resume_version=4)  # 0, 1 are 3, 4 now
     ids = []
     for n in range(12):
@@ -198,11 +179,9 @@ async def test_dump_of_a_checkpoint_fills_an_empty_server(
         assert await buffer.keep_tokens(ids[n], 0, {"0.0.0": b"tokens of %d" % n})
     trained = []
     for step in (1, 2, 3):
-        lease = await buffer.lease(
-            step=step, version=step + 3, num_groups=2, share=0, num_shares=1, timeout_s=60
-        )
+        lease = await lease_batch(buffer, step, 2, version=step + 3)
         if step < 3:
-            await buffer.publish_version(step + 4)
+            await buffer.announce_version(step + 4)
             await buffer.consume(lease, lease.group_ids)
         trained += lease.group_ids if step == 1 else ()
     await buffer.fail(ids[10], PromptRef(task="sums", index=10), 1)  # in quarantine
@@ -276,7 +255,7 @@ async def test_tokens_of_a_prompt_outlive_the_worker_that_dies_and_the_one_that_
 
 @pytest.mark.parametrize("end", ["push", "too_old", "failed", "other_prompt", "third_death"])
 async def test_kept_tokens_go_with_their_group_or_with_the_trust_in_their_prompt(
-    checked_buffer: Any, redis: Any, make_group: Any, end: str
+    checked_buffer: Any, redis: Any, end: str
 ) -> None:
     buffer = await checked_buffer()
     group_id = await _kept(buffer, "3-0-a", {"0.0.0": b"tokens"})
@@ -299,7 +278,7 @@ async def test_group_that_begins_with_old_tokens_counts_as_one_of_their_version(
     checked_buffer: Any, redis: Any
 ) -> None:
     buffer = await checked_buffer(max_staleness=4, on_stale=OnStale.wait)
-    await buffer.publish_version(3)
+    await buffer.announce_version(3)
     group_id = await _begun(buffer, "3-0-a")
     running = buffer.keys("running")
     assert await redis.zscore(running, group_id) == 3
@@ -316,10 +295,10 @@ async def test_group_that_begins_with_old_tokens_counts_as_one_of_their_version(
 
 
 async def test_trainer_waits_for_old_tokens_only_if_they_can_be_trained_in_time(
-    checked_buffer: Any, redis: Any, make_group: Any
+    checked_buffer: Any, redis: Any
 ) -> None:
     buffer = await checked_buffer(groups_per_step=2, max_staleness=3, on_stale=OnStale.wait)
-    await buffer.publish_version(5)
+    await buffer.announce_version(5)
     names = [await _begun(buffer, f"3-{n}-a", replace(PROMPT, index=n)) for n in range(6)]
 
     async def count_as(number: int, version: int) -> bool:
@@ -335,9 +314,7 @@ async def test_trainer_waits_for_old_tokens_only_if_they_can_be_trained_in_time(
     assert await count_as(3, 3)
     assert not await count_as(4, 3), "steps 5 and 6 take four"
     assert await buffer.abandon(names[3], "stopped", Rerun.always)
-    lease = await buffer.lease(
-        step=5, version=5, num_groups=2, share=0, num_shares=1, timeout_s=60, min_groups=1
-    )
+    lease = await lease_batch(buffer, 5, 2, version=5, min_groups=1)
     assert not await count_as(4, 2), "the batch of step 5 is formed"
     assert await count_as(4, 3)
     assert await buffer.nack(lease, "a rank died") == 2

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 from redis.exceptions import ResponseError
 
-from buffer.push import MAX_BYTES, MAX_PUSHES, PendingPush, PushBatches
+from buffer.push import MAX_BYTES, MAX_PUSHES, PendingPush, PushedGroup, Pushes, PushReply
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import Arena, fresh
-from buffer.redis.scripts import Scripts
 from buffer.redis.wakeups import BufferClosedError
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import PushResult
+from tests.support.buffer.groups import make_group
 from tests.support.invariants import find_violations
-
-GroupMaker = Callable[..., Any]
 
 
 class Echo:
-    """Stands for `Scripts`: replies to each push with its own id, once released."""
+    """Stands for `Scripts` and `Durability`: replies to each push with its id, once released."""
 
-    def __init__(self, make_group: GroupMaker) -> None:
+    def __init__(self) -> None:
         self.batches: list[list[str]] = []
         self.may_answer = asyncio.Event()
         self.error: Exception | None = None
-        self.pushes = PushBatches(cast("Scripts", self), Keys("run"), 1)
-        self._make_group = make_group
+        self.pushes = Pushes(cast("Any", self), Keys("run"), cast("Any", None), cast("Any", self))
 
     async def exchange(
-        self, parts: Sequence[Any], num_replies: int, name: str, arguments: Sequence[Any]
+        self,
+        parts: Sequence[Any],
+        num_replies: int,
+        name: str,
+        kind: Any,
+        bound: int,
+        groups: Sequence[PushedGroup],
     ) -> list[Any]:
-        ids, sent = list(arguments[1::13]), b"".join(parts)
+        ids, sent = [group.group_id for group in groups], b"".join(parts)
         self.batches.append(ids)
         await self.may_answer.wait()
         if self.error is not None:
@@ -42,7 +45,10 @@ class Echo:
         assert b"".join(parts) == sent  # not overwritten
         assert num_replies == len(ids)
         of_sets = [ResponseError("no") if group_id == "refused" else True for group_id in ids]
-        return [*of_sets, [[group_id.encode()] for group_id in ids]]
+        return [*of_sets, [PushReply(cast("Any", group_id)) for group_id in ids]]
+
+    async def note_server(self) -> None:
+        return
 
     async def start(self, *names: str, num_bytes: int = 1) -> list[asyncio.Task[str]]:
         """Pushes of these groups, as far as they get before a reply."""
@@ -52,15 +58,15 @@ class Echo:
         return tasks
 
     async def _push(self, name: str, num_bytes: int) -> str:
-        group = self._make_group(name, index=-1 if name == "unmakeable" else 0)
+        group = make_group(name, index=-1 if name == "unmakeable" else 0)
         push = PendingPush(group, compress=False)
         push.memory_bytes = num_bytes
-        return (await self.pushes.send(push)).word
+        return (await self.pushes.store(push)).word
 
 
 @pytest.fixture
-async def echo(make_group: GroupMaker) -> Echo:
-    return Echo(make_group)
+async def echo() -> Echo:
+    return Echo()
 
 
 async def test_pushes_that_arrive_while_two_batches_are_in_flight_form_the_next(echo: Echo) -> None:
@@ -130,21 +136,21 @@ async def test_close_ends_waiting_and_sent_pushes(echo: Echo) -> None:
 
 def test_arena_gives_out_pieces_that_do_not_overlap_and_the_same_memory_again() -> None:
     arena = Arena(1000)
-    assert len(arena.take(100)) == 100  # the block is empty yet
-    arena.take(50)
+    assert len(arena.allocate(100)) == 100  # the block is empty yet
+    arena.allocate(50)
     arena.clear()
-    first, second = arena.take(100), arena.take(50)
+    first, second = arena.allocate(100), arena.allocate(50)
     first[:], second[:] = b"a" * 100, b"b" * 50
     assert bytes(first) == b"a" * 100
-    beyond = arena.take(400)
+    beyond = arena.allocate(400)
     beyond[:] = b"c" * 400
     assert bytes(second) == b"b" * 50
     arena.clear()
-    again = arena.take(100)
+    again = arena.allocate(100)
     again[:] = b"d" * 100
     for _ in range(2):
         arena.clear()
-        assert len(arena.take(5000)) == 5000  # larger than it keeps
+        assert len(arena.allocate(5000)) == 5000  # larger than it keeps
     assert len(fresh(7)) == 7
 
 
@@ -156,9 +162,7 @@ async def buffer(buffer_factory: Any) -> ReplayBuffer:
     return await buffer_factory()
 
 
-async def test_concurrent_pushes_each_get_their_own_reply(
-    buffer: ReplayBuffer, make_group: GroupMaker
-) -> None:
+async def test_concurrent_pushes_each_get_their_own_reply(buffer: ReplayBuffer) -> None:
     groups = [make_group(f"g{i}") for i in range(100)]
     pushes = [asyncio.create_task(buffer.push(group)) for group in [*groups, *groups[:10]]]
     bad = asyncio.create_task(buffer.push(make_group("has space")))
@@ -173,7 +177,7 @@ async def test_concurrent_pushes_each_get_their_own_reply(
 
 
 async def test_pushes_survive_a_server_that_forgets_the_script_between_them(
-    buffer: ReplayBuffer, make_group: GroupMaker
+    buffer: ReplayBuffer,
 ) -> None:
     for part in range(3):
         names = [f"{part}-{i}" for i in range(20)]
@@ -184,7 +188,7 @@ async def test_pushes_survive_a_server_that_forgets_the_script_between_them(
 
 
 async def test_pushes_whose_replies_are_lost_are_sent_again_and_stored_once(
-    buffer: ReplayBuffer, make_group: GroupMaker
+    buffer: ReplayBuffer,
 ) -> None:
     names = [f"g{i}" for i in range(200)]
     pushes = [asyncio.create_task(buffer.push(make_group(name))) for name in names]
@@ -198,9 +202,7 @@ async def test_pushes_whose_replies_are_lost_are_sent_again_and_stored_once(
     assert await find_violations(buffer) == []
 
 
-async def test_cancelled_pushes_leave_nothing_half_done(
-    buffer: ReplayBuffer, make_group: GroupMaker
-) -> None:
+async def test_cancelled_pushes_leave_nothing_half_done(buffer: ReplayBuffer) -> None:
     for turns in range(12):
         names = [f"{turns}-{i}" for i in range(6)]
         pushes = [asyncio.create_task(buffer.push(make_group(name))) for name in names]

@@ -11,7 +11,9 @@ import pytest
 
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Scripts
-from buffer.run_state import STREAM_START, Routes, RunState
+from buffer.run_state import STREAM_START, EngineRoutes, RunState
+from tests.support.buffer.blocked import still_waits
+from tests.support.buffer.groups import lease_batch, make_group
 
 
 @pytest.fixture
@@ -47,10 +49,10 @@ async def test_receivers_and_what_they_staged_are_kept(state: RunState) -> None:
 
 
 async def test_published_version_only_grows(state: RunState) -> None:
-    assert await state.published_weights() is None
+    assert await state.available_version() is None
     for version, newest in ((0, 0), (2, 2), (2, 2), (1, 2), (10, 10), (9, 10)):
-        await state.publish_weights(version)
-        assert await state.published_weights() == newest
+        await state.mark_available(version)
+        assert await state.available_version() == newest
 
 
 async def test_served_version_is_kept_on_every_shard(
@@ -76,11 +78,9 @@ async def test_wait_engines_at_waits_for_all_live_engines(state: RunState) -> No
         await state.wait_engines_at(2, 0)
     waiting = asyncio.create_task(state.wait_engines_at(2, 300))
     await state.record_commits({"e0": 3})
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    await still_waits(waiting)
     await state.forget_engine("e2")  # a lost engine delays no other
-    async with asyncio.timeout(60):
-        assert await waiting == {"e0": 3, "e1": 2}
+    assert await asyncio.wait_for(waiting, 60) == {"e0": 3, "e1": 2}
 
 
 async def test_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> None:
@@ -90,32 +90,39 @@ async def test_change_of_the_engines_wakes_who_waits_for_it(state: RunState) -> 
     waiting = asyncio.create_task(state.wait_engines_changed({}, 300))
     await asyncio.sleep(0.05)
     await state.record_commits({"e0": 0})
-    async with asyncio.timeout(60):
-        assert await waiting == {"e0": 0}
+    assert await asyncio.wait_for(waiting, 60) == {"e0": 0}
     waiting = asyncio.create_task(state.wait_engines_changed({"e0": 0}, 300))
     await asyncio.sleep(0.05)
     await state.forget_engine("e0")
-    async with asyncio.timeout(60):
-        assert await waiting == {}
+    assert await asyncio.wait_for(waiting, 60) == {}
 
 
 async def test_engine_that_drains_still_serves_its_version(state: RunState) -> None:
     await state.drain_engine("e0")  # which serves nothing yet
     await state.record_commits({"e0": 1, "e1": 1})
-    seen = await state.wait_routes_changed(Routes({}, frozenset(), {}), 60)
-    assert seen == Routes({"e0": 1, "e1": 1}, frozenset(), {})
+    seen = await state.wait_routes_changed(EngineRoutes({}, frozenset(), {}), 60)
+    assert seen == EngineRoutes({"e0": 1, "e1": 1}, frozenset(), {})
     for end in (state.record_commits({"e0": 1}), state.forget_engine("e0")):
         waiting = asyncio.create_task(state.wait_routes_changed(seen, 300))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
+        await still_waits(waiting)
         await state.drain_engine("e0")
-        async with asyncio.timeout(60):
-            assert (await waiting).draining == {"e0"}
+        assert (await asyncio.wait_for(waiting, 60)).draining == {"e0"}
         assert await state.engine_versions() == {"e0": 1, "e1": 1}
         with pytest.raises(TimeoutError, match=r"e0 \(version 1\), e1 \(version 1\)$"):
             await state.wait_engines_at(2, 0)
         await end
         assert (await state.wait_routes_changed(seen, 0)).draining == frozenset()
+
+
+async def test_other_weights_names_the_first_engine_of_a_version_that_holds_others(
+    state: RunState,
+) -> None:
+    assert await state.other_weights(4, "e0", "a") == ""
+    assert await state.other_weights(4, "e1", "a") == ""
+    assert await state.other_weights(4, "e2", "b") == "e0"
+    assert await state.other_weights(3, "e2", "b") == ""  # too late: nothing is known any more
+    assert await state.other_weights(5, "e2", "b") == ""
+    assert await state.other_weights(5, "e0", "a") == "e2"
 
 
 async def test_enter_commit_bounds_the_number_of_paused_engines(state: RunState) -> None:
@@ -124,12 +131,10 @@ async def test_enter_commit_bounds_the_number_of_paused_engines(state: RunState)
     assert not await state.enter_commit("e2", 2, 60, 0.02)
     assert await state.enter_commit("e0", 2, 60, 0)  # again: it holds its place
     waiting = asyncio.create_task(state.enter_commit("e2", 2, 60, 300))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    await still_waits(waiting)
     for _ in range(2):
         await state.leave_commit("e1")
-    async with asyncio.timeout(60):
-        assert await waiting
+    assert await asyncio.wait_for(waiting, 60)
     assert not await state.enter_commit("e1", 2, 60, 0)
 
 
@@ -150,26 +155,7 @@ async def test_engine_that_is_forgotten_leaves_its_place(state: RunState) -> Non
     waiting = asyncio.create_task(state.enter_commit("e1", 1, 60, 300))
     await asyncio.sleep(0.05)
     await state.forget_engine("e0")  # which never served anything
-    async with asyncio.timeout(60):
-        assert await waiting
-
-
-async def test_waiting_engines_enter_one_after_another(state: RunState) -> None:
-    inside: set[str] = set()
-    most = 0
-
-    async def commit(engine: str) -> None:
-        nonlocal most
-        assert await state.enter_commit(engine, 2, 60, 300)
-        inside.add(engine)
-        most = max(most, len(inside))
-        await asyncio.sleep(0.01)
-        inside.remove(engine)
-        await state.leave_commit(engine)
-
-    async with asyncio.timeout(60):
-        await asyncio.gather(*(commit(f"e{number}") for number in range(12)))
-    assert most == 2
+    assert await asyncio.wait_for(waiting, 60)
 
 
 async def test_without_any_engine_nothing_is_admitted(
@@ -180,27 +166,23 @@ async def test_without_any_engine_nothing_is_admitted(
     await buffer.admit("before-the-first-engine", 0)
     await state.forget_engine("never-was")
     await state.record_commits({"e0": 0, "e1": 0})
-    await buffer.publish_version(1)
+    await buffer.announce_version(1)
     await buffer.admit("of-two", 0)
     with pytest.raises(TimeoutError):
         await buffer.admit("too-many", 0)
     await state.record_commits({"e1": 1})
     waiting = asyncio.create_task(buffer.admit("when-the-slow-one-is-gone", 300))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    await still_waits(waiting)
     await state.forget_engine("e0")
-    async with asyncio.timeout(60):
-        await waiting
+    await asyncio.wait_for(waiting, 60)
     await state.forget_engine("e1")
     assert (await buffer.stats()).engines_gone
     with pytest.raises(TimeoutError):
         await buffer.admit("unknown", 0)
     waiting = asyncio.create_task(buffer.admit("when-one-is-back", 300))
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
+    await still_waits(waiting)
     await state.record_commits({"e1": 1})
-    async with asyncio.timeout(60):
-        await waiting
+    await asyncio.wait_for(waiting, 60)
     assert not (await buffer.stats()).engines_gone
 
 
@@ -221,8 +203,12 @@ async def test_waits_and_counters_add_up(state: RunState) -> None:
 async def test_repeated_addition_counts_once(state: RunState, redis: Any, run_name: str) -> None:
     scripts = Scripts(redis, Keys(run_name))
     for _ in range(3):
-        await scripts.run("run_state/add_numbers", "one-token", "counters", "n", "5")
-        await scripts.run("run_state/append_metrics", "another-token", "step", '{"n": 1}', 10)
+        await scripts.run(
+            "run_state/add_numbers", int, token="t", name="counters", amounts={"n": "5"}
+        )
+        await scripts.run(
+            "run_state/append_metrics", str, token="u", kind="step", record='{"n": 1}', length=10
+        )
     assert await state.counters() == {"n": 5}
     assert len(await state.read_metrics(STREAM_START, 0)) == 1
 
@@ -251,10 +237,9 @@ async def test_version_is_waited_for_without_polling(state: RunState, buffer_fac
     with pytest.raises(TimeoutError, match=r"no version above 0 within 0\.02 s"):
         await state.wait_version_above(0, 0.02)
     waiting = asyncio.create_task(state.wait_version_above(1, 300))
-    await buffer.publish_version(1)
-    await asyncio.sleep(0.05)
-    assert not waiting.done()
-    await buffer.publish_version(3)
+    await buffer.announce_version(1)
+    await still_waits(waiting)
+    await buffer.announce_version(3)
     assert await asyncio.wait_for(waiting, 60) == 3
     assert await state.trainer_version() == 3
 
@@ -283,18 +268,17 @@ async def test_phase_is_kept(state: RunState) -> None:
 
 
 async def test_engines_are_known_by_their_urls_until_they_leave_the_run(state: RunState) -> None:
-    seen = await state.wait_routes_changed(Routes({}, frozenset(), {}), 0)
+    seen = await state.wait_routes_changed(EngineRoutes({}, frozenset(), {}), 0)
     waiting = asyncio.create_task(state.wait_routes_changed(seen, 300))
     await asyncio.sleep(0.05)
     await state.register_engine("e0", "http://10.0.0.1:1")
-    async with asyncio.timeout(60):
-        assert (await waiting).urls == {"e0": "http://10.0.0.1:1"}
+    assert (await asyncio.wait_for(waiting, 60)).urls == {"e0": "http://10.0.0.1:1"}
     await state.record_commits({"e0": 1})
     await state.forget_engine("e0")  # it is lost, and may come back
     assert (await state.wait_routes_changed(seen, 60)).urls == {"e0": "http://10.0.0.1:1"}
     await state.record_commits({"e0": 1})
     await state.remove_engine("e0")
-    assert await state.wait_routes_changed(Routes({"e0": 1}, frozenset(), {}), 0) == seen
+    assert await state.wait_routes_changed(EngineRoutes({"e0": 1}, frozenset(), {}), 0) == seen
 
 
 class Clerk:
@@ -312,7 +296,7 @@ class Clerk:
 
 
 async def test_wait_goes_on_for_as_long_as_tokens_versions_or_leases_move(
-    state: RunState, buffer_factory: Any, make_group: Any
+    state: RunState, buffer_factory: Any
 ) -> None:
     buffer = await buffer_factory()
 
@@ -320,23 +304,21 @@ async def test_wait_goes_on_for_as_long_as_tokens_versions_or_leases_move(
         await buffer.push(make_group(f"g{number}", 0))
 
     async def lease(number: int) -> None:
-        await buffer.lease(
-            step=1, version=1, num_groups=1, share=0, num_shares=1, timeout_s=60, min_groups=1
-        )
+        await lease_batch(buffer, 1, version=1, min_groups=1)
 
     moves = {
         1: lambda _: state.count("tokens_arrived", 7),
         2: push,
-        3: lambda _: buffer.publish_version(1),
+        3: lambda _: buffer.announce_version(1),
         4: lease,
     }
     clerk = Clerk(4, lambda number: moves[number](number))
-    assert await state.while_moving(clerk.wait) == "got it"
+    assert await state.retry_while_run_moves(clerk.wait) == "got it"
     assert clerk.num_calls == 5
 
 
 async def test_wait_ends_when_nothing_in_the_run_has_moved(state: RunState) -> None:
     clerk = Clerk(9, lambda number: state.count("tokens_arrived", 1 if number < 3 else 0))
     with pytest.raises(TimeoutError, match="nothing came within 600 s"):
-        await state.while_moving(clerk.wait)
+        await state.retry_while_run_moves(clerk.wait)
     assert clerk.num_calls == 3

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from configs.load import load_config, to_yaml
+from buffer.connect import Buffer
+from buffer.run_state import RunState
+from configs.load import load_config
+from configs.schema import Config
+from controller.buffer_access import BufferAddress, opened, opened_state
 from controller.main import main
 from controller.run_dir import RunDir
+from tests.support.controller.records import record_all, step_record, write_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +38,7 @@ def runs(tmp_path: Path) -> Path:
 def run_dir(runs: Path, run_name: str) -> RunDir:
     """A run of this very process that has recorded nothing yet and has no Redis."""
     run_dir = RunDir.create(str(runs), run_name, "quickstart")
-    (run_dir.path / "config.yaml").write_text(to_yaml(load_config([])))
+    run_dir.write_config(load_config([]))
     return run_dir
 
 
@@ -58,3 +64,31 @@ def leash(runs: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         return printed.err if exit_code else printed.out
 
     return run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """Settings of a run of eight steps."""
+    return load_config([f"run.dir={tmp_path}", "trainer.num_steps=8"])
+
+
+@pytest.fixture
+def ended_run(tmp_path: Path, config: Config) -> RunDir:
+    """A run that ended after its sixth step."""
+    run_dir = RunDir.create(str(tmp_path), "a", "quickstart")
+    run_dir.write_config(config)
+    write_checkpoint(run_dir, step=6, version=9)
+    record_all(run_dir, [step_record(step, 1000.0 + step, 0.0) for step in range(7)])
+    run_dir.end("stopped")
+    return run_dir
+
+
+@pytest_asyncio.fixture
+async def open_run(
+    redis_url: str, run_name: str, config: Config
+) -> AsyncIterator[tuple[BufferAddress, Buffer, RunState]]:
+    """The address, buffer and further state of a run in Redis."""
+    address = BufferAddress(url=redis_url, run=run_name, settings=config.buffer)
+    async with opened(address) as buffer, opened_state(address) as state:
+        await buffer.open(config.buffer, config.trainer.groups_per_step)
+        yield address, buffer, state

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,21 +12,22 @@ import psutil
 import pytest
 
 import controller.run  # noqa: F401  (or the process that each launch forks imports torch and Ray)
-from configs.load import load_config, to_yaml
+from configs.load import load_config
 from controller.main import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_NOT_ATTACHED,
     EXIT_STOPPED,
     _Finish,
+    _parser,
     main,
 )
 from controller.run_dir import RunDir, RunDirError
 from controller.signals import EXIT_RAY_LOST
 from controller.start.attach import NotAttachableError, find_attachment
 from controller.start.ray_keeper import RECORD
+from tests.support.controller.records import write_checkpoint
 from tests.support.repository import ROOT
-from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 
@@ -63,6 +65,17 @@ def test_settings_may_stand_on_both_sides_of_an_option(capfd: pytest.CaptureFixt
     assert "num_steps: 7" in output and "seed: 5" in output and "Processes of this run" in output
 
 
+def test_every_command_says_what_it_and_its_options_do() -> None:
+    parser = _parser()
+    (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    assert {choice.dest for choice in verbs._choices_actions} == set(verbs.choices)
+    for verb, sub in {"": parser, **verbs.choices}.items():
+        assert sub.description and sub.description.endswith("."), verb
+        for action in sub._actions:
+            assert action is verbs or action.help, (verb, action.dest)
+            assert (action.help or "x")[-1] not in ",;:", (verb, action.dest)
+
+
 def test_terminal_without_a_check_mark_ends_no_command() -> None:
     code = (
         "from controller.main import main\n"
@@ -84,11 +97,11 @@ def test_unknown_option_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.fixture
-def orphan(tmp_path: Path) -> RunDir:
+def orphan(runs: Path) -> RunDir:
     """The folder of a run that has a checkpoint, and whose controller has died."""
-    run_dir = RunDir.create(str(tmp_path), "a", "quickstart")
-    config = load_config(["run.max_restarts=2", f"run.dir={tmp_path}", "run.name=a"])
-    (run_dir.path / "config.yaml").write_text(to_yaml(config))
+    run_dir = RunDir.create(str(runs), "a", "quickstart")
+    config = load_config(["run.max_restarts=2", f"run.dir={runs}", "run.name=a"])
+    run_dir.write_config(config)
     (run_dir.path / "checkpoints").mkdir()
     (run_dir.path / "checkpoints" / "latest").write_text("step-000003\n")
     run_dir.write_record(replace(run_dir.read_record(), process_started=0.0))
@@ -144,36 +157,23 @@ def test_guard_follows_one_that_could_not_attach_by_one_that_resumes(
 def test_attach_refuses_a_run_that_has_ended_or_has_a_controller(
     orphan: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["attach", "--run", "a", "--dir", str(orphan.path.parent)]
     here = psutil.Process()
     record = replace(orphan.read_record(), process_started=here.create_time())
     orphan.write_record(replace(record, pid=here.pid))
     with pytest.raises(RunDirError, match=f"its controller, process {here.pid}, is not gone"):
         orphan.take_over()
     orphan.end("stopped")
-    assert main(words) == EXIT_BAD_INPUT
+    assert main(["attach", "--dir", str(orphan.path.parent)]) == EXIT_BAD_INPUT
     assert "RUN='a': it has ended; `make resume RUN=a DIR=" in capfd.readouterr().err
     assert orphan.read_record().state == "stopped"
 
 
-def test_attach_ends_what_can_be_neither_attached_to_nor_resumed(
+def test_attach_refuses_a_run_whose_keeper_is_gone(
     orphan: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (orphan.path / "checkpoints" / "latest").unlink()
-    words = ["attach", "--run", "a", "--dir", str(orphan.path.parent)]
-    assert main(words) == EXIT_FAILED
-    assert "leash: cannot attach to a (no keeper of its Ray lives); " in capfd.readouterr().err
-    assert orphan.read_record().state == "failed"
-
-
-def test_attach_refuses_a_run_whose_teacher_ended_with_its_controller(
-    orphan: RunDir, capfd: pytest.CaptureFixture[str]
-) -> None:
-    given = ["task.rewards.t={kind: teacher, path: /a/model}", "algorithm=distill"]
-    (orphan.path / "config.yaml").write_text(to_yaml(load_config(given)))
-    why = "the teacher of task.rewards.t ended with its controller"
+    why = "no keeper of its Ray lives"
     with pytest.raises(NotAttachableError, match=rf"cannot attach to a \({why}\); it goes on from"):
-        find_attachment(orphan, load_config(given))
+        find_attachment(orphan, orphan.read_config())
     (orphan.path / "checkpoints" / "latest").unlink()
     assert main(["attach", "--run", "a", "--dir", str(orphan.path.parent)]) == EXIT_FAILED
     assert f"leash: cannot attach to a ({why}); launch it again\n" in capfd.readouterr().err
@@ -183,8 +183,7 @@ def test_attach_refuses_a_run_whose_teacher_ended_with_its_controller(
 def test_resume_ends_nothing_of_a_run_that_goes_on_before_it_knows_that_it_can(
     orphan: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["resume", "--run", "a", "--dir", str(orphan.path.parent)]
-    before = orphan.read_record()
+    words, before = ["resume", "--dir", str(orphan.path.parent)], orphan.read_record()
     assert main([*words, "buffer.max_stalenes=1"]) == EXIT_BAD_INPUT
     assert "did you mean buffer.max_staleness?" in capfd.readouterr().err
     (orphan.path / "checkpoints" / "latest").unlink()
@@ -197,7 +196,7 @@ def test_resume_ends_nothing_of_a_run_that_goes_on_before_it_knows_that_it_can(
 def test_resume_refuses_a_run_whose_controller_lives_before_it_loads_anything(
     orphan: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_checkpoint(orphan)
+    write_checkpoint(orphan, step=3, version=3)
     with subprocess.Popen(["sleep", "600"]) as other:
         started = psutil.Process(other.pid).create_time()
         record = replace(orphan.read_record(), pid=other.pid, process_started=started)
@@ -214,22 +213,6 @@ def test_resume_refuses_a_run_whose_controller_lives_before_it_loads_anything(
     assert orphan.read_record() == record
 
 
-def write_checkpoint(run_dir: RunDir) -> None:
-    store = CheckpointStore(run_dir.path / "checkpoints")
-    store.begin(3)
-    store.commit(
-        TrainState(
-            step=3,
-            version=3,
-            num_updates=3,
-            lineage="one",
-            consumed_group_ids=(),
-            task_positions={},
-            untrained_prompts=(),
-        )
-    )
-
-
 def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: RunDir) -> None:
     (orphan.path / "checkpoints" / "latest").unlink()
     assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED
@@ -237,6 +220,16 @@ def test_guard_ends_a_run_that_was_asked_to_stop_or_has_no_checkpoint(orphan: Ru
     (orphan.path / "checkpoints" / "latest").write_text("step-000003\n")
     assert _Finish()(str(orphan.path), True, -9) == EXIT_STOPPED
     assert orphan.read_record().state == "stopped"
+
+
+@pytest.mark.parametrize("was_asked", [False, True])  # by `make stop`, by Ctrl-C
+def test_controller_that_says_it_was_stopped_is_not_followed_by_another(
+    orphan: RunDir, capfd: pytest.CaptureFixture[str], was_asked: bool
+) -> None:
+    assert _Finish()(str(orphan.path), was_asked, EXIT_STOPPED) == EXIT_STOPPED
+    assert "leash: the controller stopped early; ending what it left" in capfd.readouterr().err
+    record = orphan.read_record()
+    assert (record.state, record.error) == ("stopped", "the controller stopped early")
 
 
 def test_guard_leaves_a_run_alone_that_somebody_has_resumed_meanwhile(orphan: RunDir) -> None:

@@ -30,6 +30,8 @@ def test_new_run_is_found_by_name_and_as_the_newest(tmp_path: Path) -> None:
     first.end("stopped")
     first.reopen(lambda: None)
     assert RunDir.find(str(tmp_path), None) == first, "it went on last"
+    first.adopt()
+    assert RunDir.find(str(tmp_path), None) == first
 
 
 @pytest.mark.parametrize("name", ["a b", "../up", "a:b", "{x}", "-x"])
@@ -52,9 +54,7 @@ def test_folder_in_use_or_that_cannot_be_created_is_refused_with_the_fix(tmp_pat
     assert not (tmp_path / "a").exists()
 
 
-def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(
-    tmp_path: Path,
-) -> None:
+def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     record = run.read_record()
     assert not replace(record, process_started=record.process_started - 60).is_alive

@@ -16,10 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from configs.environment import LAUNCHER_VARIABLE
 from controller.signals import Stopped, StopRequest
 
 GUARDED = """
 import signal, subprocess, sys, time
+from controller.forked import launcher_descriptor
 from controller.signals import run_guarded
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
@@ -38,7 +40,7 @@ def finish(folder, was_asked, exit_code):
     print(folder, was_asked, exit_code, flush=True)
     return 3
 
-sys.exit(run_guarded(run, finish))
+sys.exit(run_guarded(run, finish, launcher_descriptor()))
 """
 
 
@@ -69,10 +71,21 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded() -> Iterator[Guarded]:
+def launcher() -> Iterator[subprocess.Popen[bytes]]:
+    """Has the guard forked, as far as that one knows."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+
+
+@pytest.fixture
+def guarded(launcher: subprocess.Popen[bytes]) -> Iterator[Guarded]:
     command = [sys.executable, "-c", GUARDED]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, LAUNCHER_VARIABLE: str(launcher.pid)},
     ) as process:
         guarded = Guarded(process)
         yield guarded
@@ -126,11 +139,47 @@ def test_controller_ends_in_order_when_its_guard_is_killed(guarded: Guarded) -> 
     assert not guarded.controller.is_running()
 
 
+def test_end_of_the_process_that_had_it_forked_is_one_request(
+    guarded: Guarded, launcher: subprocess.Popen[bytes]
+) -> None:
+    launcher.kill()
+    assert guarded.output() == "asked; the child lives\nfolder True 7\n"
+    assert guarded.process.returncode == 3
+
+
 def test_controller_that_is_killed_leaves_its_folder_to_the_guard(guarded: Guarded) -> None:
     guarded.controller.kill()
     guarded.child.kill()  # it holds the pipe that the test reads
     assert guarded.output() == "folder False -9\n"
     assert guarded.process.returncode == 3
+
+
+def test_guard_that_stood_still_was_not_asked(guarded: Guarded) -> None:
+    guard = psutil.Process(guarded.process.pid)
+    guard.suspend()
+    time.sleep(1.2)  # past the end of a wait with a time-out
+    guard.resume()
+    guarded.controller.kill()
+    guarded.child.kill()
+    assert guarded.output() == "folder False -9\n"
+
+
+def test_signal_to_a_guard_that_stands_still_arrives_when_it_goes_on(guarded: Guarded) -> None:
+    guard = psutil.Process(guarded.process.pid)
+    guard.suspend()
+    guard.terminate()
+    guard.resume()
+    assert guarded.output() == "asked; the child lives\nfolder True 7\n"
+
+
+def test_guard_that_is_told_to_end_as_its_controller_is_killed_was_asked(guarded: Guarded) -> None:
+    guard = psutil.Process(guarded.process.pid)
+    guard.suspend()
+    guarded.controller.kill()
+    guarded.child.kill()
+    guard.terminate()
+    guard.resume()
+    assert guarded.output() == "folder True -9\n"
 
 
 def test_stop_request_does_not_raise_where_a_signal_arrives(stop: StopRequest) -> None:

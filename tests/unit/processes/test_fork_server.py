@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,7 +189,7 @@ def test_program_that_nothing_can_fork_is_left_to_be_executed(folder: Path, wher
 def test_program_that_was_asked_for_too_long_ago_is_not_forked_later(
     folder: Path, scripts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asked has executed it by then."""
+    """The process that asked has executed it by then."""
 
     def ask(file: str) -> fork_server.Forked | None:
         command = [sys.executable, str(scripts / "leave_a_file.py"), str(tmp_path / file)]
@@ -197,6 +198,11 @@ def test_program_that_was_asked_for_too_long_ago_is_not_forked_later(
     with monkeypatch.context() as patch:
         patch.setattr(fork_server, "IMPORTS_S", 0.1)
         assert ask("early") is None
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    with pytest.raises(KeyboardInterrupt) as stopped:  # whose traceback goes on
+        ask("stopped")
+    signal.signal(signal.SIGUSR1, before)
     (scripts / "gate").write_text("\n")
     process = ask("late")
     assert process is not None
@@ -205,6 +211,7 @@ def test_program_that_was_asked_for_too_long_ago_is_not_forked_later(
     assert server is not None
     psutil.wait_procs(server.children(), timeout=60)
     assert os.listdir(tmp_path) == ["late"]
+    del stopped
 
 
 def test_forked_program_outlives_its_server_and_ends_with_an_unknown_code(
@@ -234,6 +241,19 @@ def test_servers_live_while_any_process_keeps_them(tmp_path: Path) -> None:
         servers.wait(0.5)
     os.close(another)
     assert servers.wait(20) == 0
+
+
+def test_servers_that_are_told_to_end_leave_no_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "fork"
+    folder.mkdir()
+    kinds = [Kind(programs=["platform"], imports=[])]
+    servers, kept = fork_server.start(folder, kinds, tmp_path / "log", is_eager=False)
+    while "leash fork server" not in " ".join(psutil.Process(servers.pid).cmdline()):
+        assert servers.poll() is None
+    servers.terminate()
+    assert servers.wait(60) == 0
+    assert not folder.exists()
+    os.close(kept)
 
 
 def test_servers_of_a_run_import_neither_ray_nor_start_threads() -> None:

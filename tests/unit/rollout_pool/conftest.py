@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -21,7 +23,9 @@ from starlette.routing import Route
 
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
-from rollout_pool.engines.client import SGLangClient
+from rollout_pool.engines.sglang.client import SGLangClient
+from tensors.layout import Layout, TensorSpec
+from weight_sync.types import MANIFEST_NAME, Manifest
 
 F = TypeVar("F", "FakeSGLang", "FakeReceiver")
 
@@ -52,11 +56,13 @@ class Reply:
     at_abort: list[int] = field(default_factory=list)
     """Further tokens sampled before the abort arrived."""
     abort_status: int | None = None
-    """Of an abort without a request: the engine's own error."""
+    """HTTP status of an abort without a request: the engine's own error."""
     num_retractions: int = 0
     queue_s: float | None = None
     cached_tokens: int | None = None
-    """Of three; None: no count of tokens at all."""
+    """Cached tokens, of three; None: no count of tokens at all."""
+    routed_experts: bytes | None = None
+    """Experts of the tokens that are asked for: int32, little-endian."""
 
 
 class _Server:
@@ -138,14 +144,16 @@ class FakeSGLang(_Fake):
         """A path is answered when this is set."""
         self.num_refusals: dict[str, int] = {}
         """Further calls of a path that are answered with an error."""
-        self.offers = {"/update_weights_from_disk"}
-        """Optional routes that the server lists."""
         self.is_ready = True
         self.reply: Callable[[str], Reply] = lambda rid: Reply()
+        self.prompt_logprob: float | str | None = -1.0
         self.bad_tokens: set[int] = set()
         """A call with any of these is refused as a whole."""
         self.load: dict[str, float] | None = None
         """The answer of /v1/loads; None answers 404."""
+        self.num_kv_tokens = 65536
+        self.held: Callable[[int], Mapping[str, str]] = lambda version: {}
+        """Gives the hashes of its one rank's parameters at a version."""
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.num_infos = 0
         """Calls of /model_info."""
@@ -159,6 +167,12 @@ class FakeSGLang(_Fake):
         self.num_running = 0
         """Samples that have not ended."""
 
+    def says(self, **fields: Any) -> None:
+        """Sets its replies from now on; a field may be a function of the request id."""
+        self.reply = lambda rid: Reply(
+            **{name: one(rid) if callable(one) else one for name, one in fields.items()}
+        )
+
     def bodies(self, path: str) -> list[dict[str, Any]]:
         return [body for called, body in self.calls if called == path]
 
@@ -169,7 +183,15 @@ class FakeSGLang(_Fake):
         self.calls.append(("/generate", body))
         if self.status != 200:
             return JSONResponse({"error": {"message": "out of order"}}, self.status)
+        if not body.get("stream"):
+            return JSONResponse([*map(self._scored, body["input_ids"], body["logprob_start_len"])])
         return StreamingResponse(self._stream(body), media_type="text/event-stream")
+
+    def _scored(self, tokens: list[int], start: int) -> dict[str, Any]:
+        """Each token of a prompt is as likely."""
+        pairs = [[self.prompt_logprob, token, None] for token in tokens[start + 1 :]]
+        found = [[None, tokens[start], None], *pairs]
+        return {"meta_info": {"weight_version": self.version, "input_token_logprobs": found}}
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         if any(self.bad_tokens & set(tokens) for tokens in body["input_ids"]):
@@ -247,8 +269,7 @@ class FakeSGLang(_Fake):
             return JSONResponse({"success": False, "message": "out of order"}, 400)
         if request.url.path == "/abort_request":
             self._abort(body)
-        if "weight_version" in body:
-            self.version = body["weight_version"]
+        self.version = body.get("weight_version", body.get("lora_name", self.version))
         return JSONResponse({"success": True})
 
     def _refuses(self, path: str) -> bool:
@@ -290,8 +311,14 @@ class FakeSGLang(_Fake):
             return JSONResponse({}, 404)
         return JSONResponse({"loads": [self.load]})
 
-    async def _openapi(self, request: Request) -> Response:
-        return JSONResponse({"paths": {path: {} for path in self.offers}})
+    async def _server_info(self, request: Request) -> Response:
+        return JSONResponse({"max_total_num_tokens": self.num_kv_tokens})
+
+    async def _hashes(self, request: Request) -> Response:
+        self.calls.append(("/weights_checker", await request.json()))
+        if self._refuses("/weights_checker"):
+            return JSONResponse({"success": False, "message": "out of order"}, 400)
+        return JSONResponse({"ranks": [{"checksums": self.held(int(self.version))}]})
 
     async def _ready(self, request: Request) -> Response:
         return Response(status_code=200 if self.is_ready else 503)
@@ -300,13 +327,10 @@ class FakeSGLang(_Fake):
 
     def start(self) -> None:
         control = [
-            "/init_weights_update_group",
             "/pause_generation",
-            "/begin_weight_update",
             "/update_weights_from_disk",
-            "/update_weights_from_distributed",
             "/update_weights_from_ipc",
-            "/end_weight_update",
+            "/load_lora_adapter",
             "/continue_generation",
             "/abort_request",
         ]
@@ -316,7 +340,8 @@ class FakeSGLang(_Fake):
             Route("/model_info", self._model_info),
             Route("/flush_cache", self._flush, methods=["POST"]),
             Route("/v1/loads", self._loads),
-            Route("/openapi.json", self._openapi),
+            Route("/weights_checker", self._hashes, methods=["POST"]),
+            Route("/server_info", self._server_info),
             Route("/ready", self._ready),
         ]
         self._serve(routes)
@@ -341,6 +366,15 @@ class FakeReceiver(_Fake):
     def offer(self, version: int) -> None:
         self.offered[version] = f"/dev/shm/staged/{version}"
 
+    def offer_weights(self, folder: Path, version: int, checksums: Mapping[str, int]) -> None:
+        """A version that is staged with a manifest, of tensors with these checksums."""
+        specs = [TensorSpec(name=name, dtype="float32", shape=(2,)) for name in checksums]
+        manifest = Manifest.of(version, Layout.of(specs, 1), (tuple(checksums.values()),))
+        staged = folder / str(version)
+        staged.mkdir()
+        (staged / MANIFEST_NAME).write_text(json.dumps(manifest.to_json()))
+        self.offered[version] = str(staged)
+
     def start(self) -> None:
         routes = [
             Route("/newest", self._newest),
@@ -354,7 +388,7 @@ class FakeReceiver(_Fake):
         deadline = time.monotonic() + float(request.query_params["timeout_s"])
         while not (newer := [version for version in self.offered if version > above]):
             if time.monotonic() >= deadline:
-                return JSONResponse({})
+                return JSONResponse(None)
             await asyncio.sleep(0.01)
         return JSONResponse({"version": max(newer), "path": self.offered[max(newer)]})
 
@@ -389,6 +423,13 @@ def _part(
     pairs = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=False)]
     status = {} if reply.abort_status is None else {"status_code": reply.abort_status}
     ending = {"type": finish_type, "message": "as asked", **status}
+    optional = {
+        "queue_time": reply.queue_s,
+        "prompt_tokens": None if reply.cached_tokens is None else 3,
+        "cached_tokens": reply.cached_tokens,
+        "weight_versions": versions
+        and [dict(zip(("version", "start", "end"), span, strict=True)) for span in versions],
+    }
     return {
         "output_ids": ids[start:],
         "meta_info": {
@@ -398,19 +439,16 @@ def _part(
             "output_token_logprobs": pairs[start:],
             "weight_version": label,
             "num_retractions": reply.num_retractions,
-            **({} if reply.queue_s is None else {"queue_time": reply.queue_s}),
-            **(
-                {}
-                if reply.cached_tokens is None
-                else {"prompt_tokens": 3, "cached_tokens": reply.cached_tokens}
-            ),
-            **({} if versions is None else {"weight_versions": _spans(versions)}),
+            **{name: one for name, one in optional.items() if one is not None},
+            **_experts(reply, finish_type),
         },
     }
 
 
-def _spans(versions: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
-    return [{"version": version, "start": start, "end": end} for version, start, end in versions]
+def _experts(reply: Reply, finish_type: str | None) -> dict[str, str]:
+    if finish_type is None or reply.routed_experts is None:
+        return {}
+    return {"routed_experts": base64.b64encode(reply.routed_experts).decode()}
 
 
 def _started(fake: F) -> Iterator[F]:
@@ -465,5 +503,13 @@ async def other_client(other_fake: FakeSGLang) -> AsyncGenerator[SGLangClient]:
 
 
 @pytest.fixture
-def make_reply() -> type[Reply]:
-    return Reply
+def serve() -> Iterator[Callable[[list[Route]], str]]:
+    """Serves routes; returns their URL."""
+    fake = _Fake()
+
+    def start(routes: list[Route]) -> str:
+        fake._serve(routes)
+        return fake.url
+
+    yield start
+    fake.leave()

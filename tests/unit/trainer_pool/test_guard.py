@@ -1,4 +1,4 @@
-"""Which updates are skipped, and when a run ends because of them."""
+"""The updates that are skipped, and the end of a run in which too many are."""
 
 from __future__ import annotations
 

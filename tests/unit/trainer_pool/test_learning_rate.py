@@ -9,7 +9,7 @@ import pytest
 from configs.choices import LrSchedule
 from configs.load import ConfigError, load_config
 from configs.schema import TrainerConfig
-from trainer_pool.rank import learning_rate
+from trainer_pool.learning_rate import learning_rate
 
 
 def _rates(

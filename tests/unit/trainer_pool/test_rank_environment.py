@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.support.trainer.loop_scene import loop_spec
 from trainer_pool.pool import rank_environment
 
@@ -22,3 +24,13 @@ def test_rank_without_a_gpu_sees_none() -> None:
     environment = rank_environment(loop_spec(Path(), ""), 0, "127.0.0.1", 29500)
     assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["DS_ACCELERATOR"] == "cpu"
     assert not any("NCCL" in name for name in environment if name != "NCCL_SOCKET_IFNAME")
+
+
+def test_rank_takes_the_interface_that_its_shell_names_but_on_one_machine_only_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    elsewhere = rank_environment(loop_spec(Path(), ""), 0, "192.0.2.7", 29500)
+    assert elsewhere["GLOO_SOCKET_IFNAME"] == "ib0" and "NCCL_SOCKET_IFNAME" not in elsewhere
+    here = rank_environment(loop_spec(Path(), ""), 0, "127.0.0.1", 29500)
+    assert here["GLOO_SOCKET_IFNAME"] == here["NCCL_SOCKET_IFNAME"] == "lo"

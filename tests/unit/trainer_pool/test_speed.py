@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from tests.support.repository import ROOT
+from tests.support.trainer import made_up
 from trainer_pool.data.packing import PassCost, Row, fill_up, pack
 from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops
 
 
 def row(length: int, last: int) -> Row:
-    return Row(
-        tokens=np.array([*range(length - 1), last], np.int32),
-        loss_mask=(np.arange(length) == length - 1).astype(np.uint8),
-        rollout_logprobs=np.zeros(length, np.float32),
-    )
+    tokens = np.array([*range(length - 1), last], np.int32)
+    return made_up.row([0] * (length - 1) + [1], tokens=tokens)
 
 
 def test_speed_is_that_of_all_parts_of_the_step() -> None:

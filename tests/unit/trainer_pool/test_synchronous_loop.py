@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
-from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import encode_group
 from configs.schema import ScratchModelConfig
+from tests.support.trainer import made_up
 from tests.support.zero3.ranks import Ranks
+from tests.support.zero3.scene import ADAM_EPSILON
 from trainer_pool.model.scratch import build_scratch_model
 
-NUM_STEPS, GROUPS, EPISODES, PROMPT, MAX_ANSWER = 20, 4, 3, 3, 8
+NUM_STEPS, GROUPS, EPISODES, PROMPT, MAX_ANSWER = 10, 4, 3, 3, 8
 TEMPERATURE, RATE, MAX_NORM = 0.7, 1e-3, 0.5
 
 pytestmark = pytest.mark.slow
@@ -69,9 +70,10 @@ def loss_of(name: str, part: list[list[Sequence]], model: torch.nn.Module) -> Te
 
 
 def plain_loop(folder: Path, name: str, num_minibatches: int) -> dict[str, np.ndarray]:
-    """Twenty steps; leaves the batches in `folder`, and returns the weights at the end."""
+    """Trains; leaves the batches in `folder`, and returns the weights at the end."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    adam = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    betas = (0.9, 0.95)
+    adam = torch.optim.AdamW(model.parameters(), RATE, betas, ADAM_EPSILON, weight_decay=0.0)
     dice = torch.Generator().manual_seed(0)
     for step in range(NUM_STEPS):
         batch = sample(model, dice)
@@ -97,24 +99,17 @@ def write(path: Path, group: list[Sequence], version: int) -> None:
         logprobs = np.zeros(length, np.float32)
         logprobs[PROMPT:] = one.rollout.numpy()
         trajectories.append(
-            Trajectory(
+            made_up.trajectory(
+                [0] * PROMPT + [1] * (length - PROMPT),
+                version=version,
                 tokens=one.tokens.numpy().astype(np.int32),
-                loss_mask=(np.arange(length) >= PROMPT).astype(np.uint8),
                 rollout_logprobs=logprobs,
-                version_spans=(VersionSpan(version=version, start=PROMPT, end=length),),
-                prompt_length=PROMPT,
                 reward=one.reward,
-                finish_reason="stop",
                 episode=episode,
             )
         )
-    group_of = TrajectoryGroup(
-        group_id=path.stem,
-        prompt=PromptRef(task="test", index=0),
-        trajectories=tuple(trajectories),
-        sampling=SamplingParams(temperature=TEMPERATURE),
-    )
-    path.write_bytes(encode_group(group_of))
+    made = made_up.group(*trajectories, group_id=path.stem, temperature=TEMPERATURE)
+    path.write_bytes(encode_group(made))
 
 
 @pytest.fixture(scope="module")
@@ -151,4 +146,4 @@ def test_on_policy_training_is_that_of_a_plain_synchronous_loop(
     print(name, num_minibatches, max(differences.values()))
     for key, difference in differences.items():
         moved = np.abs(expected[key] - before[key].numpy()).max()
-        assert moved > 5e-3 and difference < 2e-5, (key, difference)
+        assert moved > 1e-4 and difference < 1e-3 * moved, (key, moved, difference)

@@ -17,26 +17,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from buffer.loop_thread import LoopThread
+from buffer.probes import beginnings
 from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import BufferStats
 from buffer.run_state import STREAM_START
-from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
-from buffer.wire.codec import encode_group
-from configs.algorithm_schema import AGGREGATIONS
+from buffer.types import TrajectoryGroup
+from buffer.wire.codec import decode_group, encode_group
+from configs.advantages import AGGREGATIONS
 from configs.schema import BufferConfig, ScratchModelConfig
+from host.loop_thread import LoopThread
+from tensors.layout import Layout, TensorSpec
+from tensors.pictures import PictureProcessor
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
+from tests.support.experts import build_experts, random_routes, send_to
+from tests.support.pictures import build_seeing_model, plain_logprobs
+from tests.support.trainer import made_up
 from tests.support.trainer.loop_scene import (
     GROUPS_PER_STEP,
     LOOP_STEPS,
     MAX_STALENESS,
     PEAK_TFLOPS,
+    PROBE_TEXT,
     RUN,
     TIMEOUT_S,
     WEIGHTS_KEY,
@@ -45,17 +54,18 @@ from tests.support.trainer.loop_scene import (
     head_row,
     loop_spec,
 )
+from tests.support.zero3.adapter import LORA
 from tests.support.zero3.ranks import Outcome, Ranks
-from trainer_pool.data.packing import Row
+from tests.support.zero3.seeing import shown_rows, with_pictures
+from trainer_pool.data.packing import Row, pack
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
-from trainer_pool.state.export import export_checkpoint
+from trainer_pool.state.export import ADAPTER_FOLDER, export_checkpoint
 from trainer_pool.state.shards import ShardReader
 from trainer_pool.types import FINAL_MODEL
-from weight_sync.layout import Layout
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.types import ReceiverSpec, TensorSpec
+from weight_sync.types import ReceiverSpec
 
 NUM_STEPS = 4
 SAVE_AFTER = 2
@@ -94,24 +104,17 @@ def make_group(
             )
             logprobs[1:] = every.squeeze(-1).numpy() * mask[1:]
         trajectories.append(
-            Trajectory(
+            made_up.trajectory(
+                mask,
+                version=version,
                 tokens=tokens,
-                loss_mask=mask,
                 rollout_logprobs=logprobs,
-                version_spans=(VersionSpan(version=version, start=prompt_length, end=length),),
-                prompt_length=prompt_length,
                 reward=rewards[i],
-                finish_reason="stop",
                 reward_parts=parts,
                 episode=i,
             )
         )
-    return TrajectoryGroup(
-        group_id=group_id,
-        prompt=PromptRef(task="test", index=0),
-        trajectories=tuple(trajectories),
-        sampling=SamplingParams(temperature=TEMPERATURE),
-    )
+    return made_up.group(*trajectories, group_id=group_id, temperature=TEMPERATURE)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     build_scratch_model(config, folder / "model", seed=0)
     build_scratch_model(config, folder / "other", seed=1)
+    shutil.copytree(folder / "other", folder / "turned")
+    fields = json.loads((folder / "turned" / "config.json").read_text())
+    fields["rope_parameters"]["rope_theta"] *= 2
+    (folder / "turned" / "config.json").write_text(json.dumps(fields))
+    build_experts(folder / "experts")
+    heads = replace(config, num_heads=4, num_kv_heads=2, head_dim=8)
+    build_scratch_model(heads, folder / "heads", seed=2)
     wide = replace(config, hidden_size=48)
     build_scratch_model(wide, folder / "wide", seed=0)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -201,7 +211,7 @@ def test_one_and_two_ranks_give_the_same_stats_and_weights(
                 assert value == pytest.approx(together[name], rel=2e-4, abs=2e-6, nan_ok=True), name
     assert one_rank.weights.keys() == two_ranks.weights.keys()
     for name, weights in one_rank.weights.items():
-        np.testing.assert_allclose(weights, two_ranks.weights[name], atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(weights, two_ranks.weights[name], atol=1e-5, err_msg=name)
 
 
 def test_passes_of_any_size_and_shared_beginnings_change_nothing_but_rounding(
@@ -289,7 +299,7 @@ def row_logprobs(model: Any, row: Row) -> torch.Tensor:
 def test_gradient_of_two_ranks_is_that_of_full_logits_in_one_process(
     folder: Path, head: Outcome
 ) -> None:
-    """Of log-probabilities and entropies, with each row's temperature, candidates and a tied head.
+    """Log-probabilities and entropies, with each row's temperature, candidates and a tied head.
     One pass of rank 1 has no trained token, and goes backward like the others."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model").double()
     loss = torch.zeros((), dtype=torch.float64)
@@ -312,28 +322,188 @@ def test_gradient_of_two_ranks_is_that_of_full_logits_in_one_process(
 
 
 def test_passes_of_the_reference_are_those_of_its_own_model(ranks: Ranks, folder: Path) -> None:
-    """Of two ranks, before and after an update of the policy, which changes the policy's alone."""
+    """Two ranks, before and after an update of the policy, which changes the policy's alone."""
     found = json.loads((ranks.run("reference", 2) / "results.json").read_text())
     assert re.fullmatch(
         rf"algorithm\.kl\.reference='{folder}/wide': it and the policy differ in the shape of .*"
         r"input_layernorm\.weight.*; choose a model of the same shape as "
         rf"model\.path='{folder}/model'",
-        found["refused"],
+        found["refused"][0],
     )
+    assert f"'{folder}/turned': its rope_parameters is" in found["refused"][1]
     for name, path in (("policy", "model"), ("reference", "other")):
-        model = AutoModelForCausalLM.from_pretrained(folder / path)
-        expected = []
-        for number in (0, 1):
-            row = head_row(number)
-            tokens, mask = torch.from_numpy(row.tokens).long(), torch.from_numpy(row.loss_mask)
-            logprobs = row_logprobs(model, row).gather(1, tokens[1:, None]).squeeze(1)
-            expected += logprobs[mask[1:] != 0].tolist()
+        expected = two_rows_logprobs(AutoModelForCausalLM.from_pretrained(folder / path))
         np.testing.assert_allclose(found[name][0], expected, rtol=1e-5, atol=1e-6)
+    # Each beginning of a text, which the ranks share out.
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    for (length, start), scored in zip(beginnings(40), found["probes"], strict=True):
+        tokens = torch.tensor([PROBE_TEXT[:length]])
+        every = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(scored, every[start - 1 :].tolist(), rtol=1e-5, atol=1e-6)
     assert found["reference"][1] == found["reference"][0]
     assert found["policy"][1] == found["policy"][0]
     assert np.abs(np.subtract(found["policy"][2], found["policy"][0])).max() > 1e-3
     # The gradient right after a pass of the reference is the policy's.
     assert found["norms"][0] == found["norms"][1]
+
+
+@pytest.fixture(scope="module")
+def experts(ranks: Ranks, receiver: Receiver) -> tuple[Outcome, Outcome]:
+    """On one rank, and on two that publish."""
+    alone, together = ranks.outcome("experts", 1), ranks.outcome("experts", 2)
+    together.staged = receiver.staged()
+    receiver.forget()
+    return alone, together
+
+
+def test_mixture_of_experts_is_sent_and_saved_by_the_names_of_its_files(
+    experts: tuple[Outcome, Outcome], folder: Path
+) -> None:
+    """All that the index of its folder names, as full versions and as deltas; on one and on two
+    ranks the experts learn the same."""
+    alone, together = experts
+    version, staged = together.staged
+    before = load_file(folder / "experts" / "model.safetensors")
+    assert version == NUM_STEPS and staged.keys() == before.keys()
+    assert sum(".experts." in name for name in staged) == 2 * 4 * 3
+    exported = load_file(together.export / "model.safetensors")
+    for name, weight in exported.items():
+        torch.testing.assert_close(staged[name], weight.bfloat16(), rtol=0, atol=0)
+        assert not torch.equal(weight, before[name]), name
+    assert_nearly_equal(alone, together)
+    checkpoint = CheckpointStore(folder / "checkpoints-experts-2").latest()
+    assert checkpoint is not None
+    export_checkpoint(checkpoint[0], str(folder / "experts"), folder / "experts-exported")
+    assert load_file(folder / "experts-exported" / "model.safetensors").keys() == before.keys()
+    assert_replayed(alone)
+    assert_replayed(together)
+
+
+def assert_replayed(outcome: Outcome) -> None:
+    """Tokens went to the experts of their column, and a step has counted how many would not."""
+    model, row = AutoModelForCausalLM.from_pretrained(outcome.export), head_row(0)
+    send_to(model, random_routes(len(row.tokens)))
+    tokens, mask = torch.from_numpy(row.tokens).long(), torch.from_numpy(row.loss_mask)
+    logprobs = row_logprobs(model, row).gather(1, tokens[1:, None]).squeeze(1)[mask[1:] != 0]
+    assert outcome.results["replayed"] == pytest.approx(logprobs.tolist(), abs=1e-4)
+    step = outcome.results["replaying_step"]
+    assert 0.2 < step["route_drift"] < 1 and 0.8 < step["routes_replayed"] < 1
+    assert "route_drift" not in outcome.results["steps"][-1]
+
+
+def test_load_of_experts_is_balanced_alike_over_ranks_and_counted(
+    experts: tuple[Outcome, Outcome], folder: Path
+) -> None:
+    """Its gradient is that of transformers' own function over all trajectories of the update; its
+    figures are those of the trained tokens of all ranks, whatever passes they make."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "experts")
+    layers: list[list[torch.Tensor]] = []
+    for path in sorted(folder.glob("batch-1-*.group")):
+        for trajectory in decode_group(path.read_bytes()).trajectories:
+            tokens_1T = torch.tensor(trajectory.tokens[None], dtype=torch.int64)
+            output = model(tokens_1T, output_router_logits=True)
+            places = np.flatnonzero(trajectory.loss_mask) - 1
+            layers.append([logits[places] for logits in output.router_logits])
+    logits = [torch.cat(of_layer) for of_layer in zip(*layers, strict=True)]
+    loss = torch.stack([load_balancing_loss_func((one,), 4, 2) for one in logits]).mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    for outcome in experts:
+        gradients = dict(np.load(outcome.export.parent / "gradients.npz"))
+        for name, parameter in model.named_parameters():
+            expected = np.zeros(1) if parameter.grad is None else parameter.grad.numpy()
+            error = np.linalg.norm(gradients[name] - expected)
+            assert error <= 1e-4 * np.linalg.norm(expected) + 1e-7, name
+        off, on = outcome.results["balanced"]
+        counts_GE = [one.topk(2).indices.flatten().bincount(minlength=4) for one in logits]
+        most = max(int(counts_E.max()) for counts_E in counts_GE)
+        for stats in (off, on):
+            assert stats["load_balancing_loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+            assert stats["router_max_load"] == pytest.approx(most / (2 * len(logits[0]) / 4))
+            assert stats["router_dead_experts"] == sum(int((c == 0).sum()) for c in counts_GE)
+        assert on["loss"] - off["loss"] == pytest.approx(10 * float(loss.detach()), rel=1e-4)
+
+
+def assert_nearly_equal(alone: Outcome, together: Outcome) -> None:
+    for one, two in zip(alone.results["steps"], together.results["steps"], strict=True):
+        routers = [name for name in one if name.startswith("router_")]
+        for name in ("loss", "grad_norm", "entropy", *routers):
+            assert one[name] == pytest.approx(two[name], rel=2e-4, abs=2e-6), name
+    for name, weights in alone.weights.items():
+        assert np.abs(weights - together.weights[name]).max() < 1e-5, name
+
+
+@pytest.fixture(scope="module")
+def adapters(ranks: Ranks) -> dict[int, Outcome]:
+    return {num_ranks: ranks.outcome("adapter", num_ranks) for num_ranks in (1, 2)}
+
+
+def two_rows_logprobs(model: Any) -> list[float]:
+    """Log-probabilities of the trained tokens of rows 0 and 1."""
+    found = []
+    for number in (0, 1):
+        row = head_row(number)
+        tokens, mask = torch.from_numpy(row.tokens).long(), torch.from_numpy(row.loss_mask)
+        logprobs = row_logprobs(model, row).gather(1, tokens[1:, None]).squeeze(1)
+        found += logprobs[mask[1:] != 0].tolist()
+    return found
+
+
+def test_adapter_is_trained_saved_and_served_in_place_of_the_weights(
+    adapters: dict[int, Outcome], folder: Path
+) -> None:
+    """Its base is the reference, and stays as it is, bit by bit."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    num_layers, names = 7 * 2, [name for name, _ in base.named_parameters()]
+    for outcome in adapters.values():
+        found = outcome.results
+        assert found["frozen_moved"] == [] and found["num_frozen"] == len(names)
+        served = [name for name, _ in found["served"]]
+        assert len(served) == 2 * num_layers and all(".lora_" in name for name in served)
+        assert len(found["layout"]) == 3 * len(served), "with Adam's moments"
+        assert found["scores_again"] == found["scores"], "after a pass of the reference"
+        np.testing.assert_allclose(
+            found["scores_of_base"], two_rows_logprobs(base), rtol=1e-5, atol=1e-6
+        )
+        assert np.abs(np.subtract(found["scores"], found["scores_of_base"])).max() > 1e-2
+    assert_nearly_equal(adapters[1], adapters[2])
+
+
+def test_exported_adapter_and_the_merged_model_are_what_was_trained(
+    adapters: dict[int, Outcome], folder: Path, tmp_path: Path
+) -> None:
+    """Also those of a checkpoint, which holds the adapter alone."""
+    scores, export = adapters[2].results["scores"], adapters[2].export
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    of_peft = peft.PeftModel.from_pretrained(base, export / ADAPTER_FOLDER)
+    np.testing.assert_allclose(two_rows_logprobs(of_peft), scores, rtol=1e-5, atol=1e-5)
+    merged = AutoModelForCausalLM.from_pretrained(export)
+    np.testing.assert_allclose(two_rows_logprobs(merged), scores, rtol=1e-5, atol=1e-5)
+    for name, weight in of_peft.merge_and_unload().named_parameters():
+        torch.testing.assert_close(merged.get_parameter(name), weight, rtol=0, atol=1e-6)
+    found = CheckpointStore(folder / "checkpoints-adapter-2").latest()
+    assert found is not None
+    base, to = AutoModelForCausalLM.from_pretrained(folder / "model"), tmp_path / "exported"
+    with pytest.raises(ValueError, match=r"is not of .*: it has no model\.embed_tokens"):
+        export_checkpoint(found[0], str(folder / "model"), to)  # as if it were of whole weights
+    export_checkpoint(found[0], str(folder / "model"), to, lora=LORA)
+    of_checkpoint = AutoModelForCausalLM.from_pretrained(to)
+    other = peft.PeftModel.from_pretrained(base, to / ADAPTER_FOLDER).merge_and_unload()
+    for name, weight in other.named_parameters():
+        torch.testing.assert_close(of_checkpoint.get_parameter(name), weight, rtol=0, atol=1e-6)
+
+
+def test_offloaded_and_recomputed_passes_train_the_same_adapter(
+    ranks: Ranks, adapters: dict[int, Outcome]
+) -> None:
+    settings = "offload_optimizer+offload_parameters+gradient_checkpointing+offload_activations"
+    assert_nearly_equal(adapters[2], ranks.outcome(f"adapter+{settings}", 2))
+
+
+def test_resumed_adapter_continues_identically(ranks: Ranks, adapters: dict[int, Outcome]) -> None:
+    again = ranks.outcome("adapter_again", 2)
+    assert again.results["steps"] == adapters[2].results["steps"][SAVE_AFTER:]
+    for name, weights in adapters[2].weights.items():
+        np.testing.assert_array_equal(weights, again.weights[name], err_msg=name)
 
 
 def test_update_over_the_norm_limit_changes_neither_weights_nor_moments(head: Outcome) -> None:
@@ -366,6 +536,57 @@ def test_nan_of_one_ranks_backward_pass_skips_the_update_everywhere_and_names_th
 
 
 @pytest.fixture(scope="module")
+def seeing(ranks: Ranks, folder: Path) -> Outcome:
+    """A model that takes pictures, and its batches, which show some."""
+    build_seeing_model(folder / "seeing")
+    build_seeing_model(folder / "seeing_other", seed=1)
+    processor = PictureProcessor.of(str(folder / "seeing"), trust_remote_code=False)
+    assert processor is not None
+    (folder / "shown").mkdir()
+    for file in folder.glob("batch-*.group"):
+        group = with_pictures(decode_group(file.read_bytes()), processor)
+        (folder / "shown" / file.name).write_bytes(encode_group(group))
+    return ranks.outcome("seeing", 2)
+
+
+def test_policy_and_reference_score_pictures_as_their_own_models(
+    seeing: Outcome, folder: Path
+) -> None:
+    """Before and after training, in which the reference and both towers stay."""
+    processor = PictureProcessor.of(str(folder / "seeing"), trust_remote_code=False)
+    assert processor is not None
+    (batch,) = pack(shown_rows(folder / "seeing"), 400)
+
+    def alone(path: Path) -> list[float]:
+        rows = [shown_rows(folder / "seeing")[number] for number in batch.rows]
+        return torch.cat([plain_logprobs(path, processor, row) for row in rows]).tolist()
+
+    before, after, with_itself = seeing.results["scores"]
+    for found, path in (
+        (before["policy"], folder / "seeing"),
+        (before["reference"], folder / "seeing_other"),
+        (after["reference"], folder / "seeing_other"),
+        (after["policy"], seeing.export),
+    ):
+        np.testing.assert_allclose(found, alone(path), rtol=0, atol=1e-5)
+    assert after["reference"] == before["reference"]
+    assert with_itself["reference"] == with_itself["policy"] == after["policy"]
+    assert np.abs(np.subtract(after["policy"], before["policy"])).max() > 1e-2
+    assert all(0 < step["kl"] < 100 for step in seeing.results["steps"])
+    first = AutoModelForImageTextToText.from_pretrained(folder / "seeing")
+    for name, weight in first.named_parameters():
+        is_same = np.array_equal(weight.detach().numpy(), seeing.weights[name])
+        assert is_same is ("visual" in name), name
+
+
+def test_resumed_policy_with_pictures_continues_identically(ranks: Ranks, seeing: Outcome) -> None:
+    again = ranks.outcome("seeing_again", 2)
+    assert again.results["steps"] == seeing.results["steps"][SAVE_AFTER:]
+    for name, weights in seeing.weights.items():
+        np.testing.assert_array_equal(weights, again.weights[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
 def resumed(ranks: Ranks, one_rank: Outcome, two_ranks: Outcome) -> Outcome:
     return ranks.outcome("resume", 2)
 
@@ -381,7 +602,7 @@ def test_resume_in_fresh_processes_continues_identically(
 def test_updates_too_small_for_bfloat16_add_up_in_float32(ranks: Ranks) -> None:
     found = json.loads((ranks.run("masters", 2) / "results.json").read_text())
     assert found["moved"][0] == 0
-    assert 80 * 1e-4 * 1.5 > found["moved"][1] >= 2**-8
+    assert 8 * 1e-3 * 1.5 > found["moved"][1] >= 2**-8
 
 
 @pytest.mark.parametrize(
@@ -502,6 +723,7 @@ def test_full_disk_of_one_rank_costs_its_checkpoint_and_not_the_run(
 def test_adam_and_recomputed_layers_are_as_the_settings_say(ranks: Ranks) -> None:
     results = json.loads((ranks.run("optimizer", 2) / "results.json").read_text())
     assert max(results["errors"]) < 1e-6
+    assert all(0.01 < fraction < 0.99 for fraction in results["clipped"])
     assert results["forwards"] == 4, "in each of two passes, once forward and once backward"
 
 
@@ -512,9 +734,9 @@ def test_ranks_go_on_from_the_copy_on_the_next_machine_if_one_is_lost(ranks: Ran
     assert results["unsaved"] == [[2, ["a", "b"]]]
 
 
-NUM_KILLS = int(os.environ.get("LEASH_SOAK_CHECKPOINT_KILLS", "3"))
+NUM_KILLS = int(os.environ.get("LEASH_SOAK_CHECKPOINT_KILLS", "2"))
 LAST_MOMENT = 24
-"""Of a rank with a checkpoint after each of 4 steps of two updates; rank 0 has twice as many."""
+"""A rank with a checkpoint after each of 4 steps of two updates; rank 0 has twice as many."""
 
 
 @pytest.mark.parametrize("seed", range(NUM_KILLS))
@@ -533,15 +755,6 @@ def test_ranks_killed_at_any_moment_of_a_step_or_checkpoint_go_on_bitwise_equal(
     assert outcome.results["steps"] == two_ranks.results["steps"][outcome.results["first"] :]
     for name, weights in two_ranks.weights.items():
         np.testing.assert_array_equal(weights, outcome.weights[name], err_msg=name)
-
-
-def test_export_has_hugging_face_names_and_the_trained_weights(two_ranks: Outcome) -> None:
-    model = AutoModelForCausalLM.from_pretrained(two_ranks.export)
-    names = {name for name, _ in model.named_parameters()}
-    assert names == set(two_ranks.weights)
-    for name, parameter in model.named_parameters():
-        np.testing.assert_array_equal(parameter.detach().numpy(), two_ranks.weights[name])
-    assert (two_ranks.export / "tokenizer.json").exists()
 
 
 def test_warm_start_is_the_same_on_one_and_two_ranks_and_leaves_no_momentum(
@@ -587,6 +800,44 @@ def test_gradients_of_several_steps_add_up_to_that_of_all_their_groups(
         assert norm_of_parts == pytest.approx(norm, rel=1e-5) and norm > 0, aggregation
         assert found["difference"] < 1e-5, aggregation
         assert found["updates"] == 1
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_that_split_each_row_have_the_gradients_of_one_that_has_it_whole(
+    ranks: Ranks, num_ranks: int
+) -> None:
+    """Dense with fewer KV heads than ranks, with experts, also those that an engine has chosen, and
+    with an adapter; two groups of two ranks beside one of four."""
+    outputs = [ranks.run("split_rows", number) for number in (1, num_ranks)]
+    gradients, others = (dict(np.load(output / "gradients.npz")) for output in outputs)
+    records = [json.loads((output / "results.json").read_text()) for output in outputs]
+    sizes = {int(name.split(":")[1]) for name in records[1]}
+    assert sizes == {num_ranks, 2} and len(others) == {2: 6, 4: 4 + 6}[num_ranks]
+    for name, gradient in others.items():
+        kind, _, step = name.split(":")
+        expected = gradients[f"{kind}:1:{step}"]
+        error = np.linalg.norm(gradient - expected) / np.linalg.norm(expected)
+        assert error < 1e-5, (name, error)
+    for name, record in records[1].items():
+        expected = records[0][f"{name.split(':')[0]}:1"]
+        assert record.keys() == expected.keys()
+        for key, value in record.items():
+            if isinstance(value, dict):
+                # Groups of ranks that have less work make the others' passes too.
+                skipped = {"padding_fraction"}
+                own, of_one = (
+                    {k: v for k, v in of.items() if k not in skipped and isinstance(v, float | int)}
+                    for of in (value, expected[key])
+                )
+                assert own == pytest.approx(of_one, rel=1e-4, abs=1e-6, nan_ok=True), (name, key)
+                assert own["loss"] == pytest.approx(of_one["loss"], rel=1e-5), (name, key)
+            else:
+                assert value == pytest.approx(expected[key], rel=1e-5, abs=1e-6), (name, key)
+    shared = records[0]["heads:1"]["shared"]["shared_fraction"]
+    assert shared > 0.05 and records[0]["heads:1"]["packed"]["shared_fraction"] == 0
+    assert records[0]["heads:1"]["culprits"]
+    replayed = records[0]["experts:1"]["replayed"]
+    assert 0.2 < replayed["route_drift"] < 1 and 0.8 < replayed["routes_replayed"] < 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
@@ -647,6 +898,39 @@ class LoopOutcome:
         return int(self.ranks[0]["report"]["num_steps"])
 
 
+def play_loop(
+    ranks: Ranks, receiver: Receiver, redis_url: str, before: LoopOutcome | None = None
+) -> Iterator[LoopOutcome]:
+    """The loop of two ranks; after one `before`, resumed with two steps for each version."""
+    settings = loop_spec(ranks.folder, redis_url).buffer
+    buffer = BlockingReplayBuffer(redis_url, RUN, settings)
+    run_state = BlockingRunState(redis_url, RUN, settings)
+    replaced = {} if before is None else {"gradient_accumulation_steps": 2}
+    buffer.open(settings, GROUPS_PER_STEP, replaced=set(replaced), **replaced)
+    name = "first" if before is None else "again"
+    engine, rollouts = FollowingEngine(redis_url, receiver.client), MadeUpRollouts(redis_url, name)
+    try:
+        output = ranks.run("loop" if before is None else "loop_again", 2)
+    finally:
+        rollouts.close()
+        engine.close()
+    run_dir = output if before is None else before.run_dir
+    entries = run_state.read_metrics(STREAM_START, TIMEOUT_S)
+    records = [dict(entry.record) for entry in entries if entry.kind == "step"]
+    published = {int(e.record["version"]) for e in entries if e.kind == "publish"}
+    yield LoopOutcome(
+        run_dir=run_dir,
+        ranks=[json.loads((run_dir / f"{name}-{rank}.json").read_text()) for rank in range(2)],
+        records=records[0 if before is None else len(before.records) :],
+        published=published - (set() if before is None else before.published),
+        waits=run_state.waits(),
+        stats=buffer.stats(),
+        engine_weights=engine.weights,
+    )
+    buffer.close()
+    run_state.close()
+
+
 @pytest.fixture(scope="module")
 def loop(
     ranks: Ranks, folder: Path, two_ranks: Outcome, receiver: Receiver, redis_url: str
@@ -654,28 +938,7 @@ def loop(
     """Warm start, version 0, three steps or more, stop."""
     (folder / "redis.txt").write_text(redis_url)
     receiver.forget()
-    settings = loop_spec(folder, redis_url).buffer
-    buffer = BlockingReplayBuffer(redis_url, RUN, settings)
-    run_state = BlockingRunState(redis_url, RUN, settings)
-    buffer.open(settings, GROUPS_PER_STEP)
-    engine, rollouts = FollowingEngine(redis_url, receiver.client), MadeUpRollouts(redis_url)
-    try:
-        run_dir = ranks.run("loop", 2)
-    finally:
-        rollouts.close()
-        engine.close()
-    entries = run_state.read_metrics(STREAM_START, TIMEOUT_S)
-    yield LoopOutcome(
-        run_dir=run_dir,
-        ranks=[json.loads((run_dir / f"rank-{rank}.json").read_text()) for rank in range(2)],
-        records=[dict(entry.record) for entry in entries if entry.kind == "step"],
-        published={int(e.record["version"]) for e in entries if e.kind == "publish"},
-        waits=run_state.waits(),
-        stats=buffer.stats(),
-        engine_weights=engine.weights,
-    )
-    buffer.close()
-    run_state.close()
+    yield from play_loop(ranks, receiver, redis_url)
 
 
 def test_stop_of_rank_0_ends_all_ranks_after_the_same_step(loop: LoopOutcome) -> None:
@@ -691,8 +954,6 @@ def test_engine_has_the_final_weights(loop: LoopOutcome) -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach(), loop.engine_weights[name]), name
     assert [rank["initial"]["version"] for rank in loop.ranks] == [0, 0]
-    num_bytes = sum(weights.nbytes for weights in loop.engine_weights.values())
-    assert sum(rank["initial"]["num_bytes"] for rank in loop.ranks) == num_bytes
 
 
 def test_trained_groups_are_acked_and_within_max_staleness(loop: LoopOutcome) -> None:
@@ -751,16 +1012,10 @@ def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
     assert {("trainer", "rollout"), ("trainer", "weight_sync")} <= loop.waits.keys()
 
 
-def test_warm_start_of_both_ranks_lowers_the_loss(loop: LoopOutcome) -> None:
-    first, second = (rank["warm_start"] for rank in loop.ranks)
-    assert first["loss_last"] < first["loss_first"] == second["loss_first"]
-    assert first["num_steps"] == 2
-
-
 def publish_to_one_shard(redis_url: str, settings: BufferConfig, version: int) -> None:
     async def publish() -> None:
         shard = ReplayBuffer(await connect(redis_url), RUN, settings, shard=1)
-        await shard.publish_version(version)
+        await shard.announce_version(version)
         await shard.close()
 
     asyncio.run(publish())
@@ -773,36 +1028,13 @@ def loop_again(
     """The same run, resumed from its last checkpoint but one: its last step was undone. Its trainer
     was killed while it published a version, of which only one shard knows, and Redis has lost the
     one that it had published after that. From here on two steps make a version, of which the
-    engines get every other one."""
+    engines get every other one, and both ranks lease the same groups, whose rows they split."""
     settings = loop_spec(loop.run_dir.parent, redis_url).buffer
     publish_to_one_shard(redis_url, settings, loop.num_steps + 1)
     store = CheckpointStore(loop.run_dir / "checkpoints")
     assert store.noted_version() == loop.num_steps
     store.note_version(loop.num_steps + 2)
-    buffer = BlockingReplayBuffer(redis_url, RUN, settings)
-    run_state = BlockingRunState(redis_url, RUN, settings)
-    steps = "gradient_accumulation_steps"
-    buffer.open(settings, GROUPS_PER_STEP, replaced={steps}, **{steps: 2})
-    engine = FollowingEngine(redis_url, receiver.client)
-    rollouts = MadeUpRollouts(redis_url, "again")
-    try:
-        ranks.run("loop_again", 2)
-    finally:
-        rollouts.close()
-        engine.close()
-    entries = run_state.read_metrics(STREAM_START, TIMEOUT_S)
-    yield LoopOutcome(
-        run_dir=loop.run_dir,
-        ranks=[json.loads((loop.run_dir / f"again-{rank}.json").read_text()) for rank in range(2)],
-        records=[dict(e.record) for e in entries if e.kind == "step"][len(loop.records) :],
-        published={int(e.record["version"]) for e in entries if e.kind == "publish"}
-        - loop.published,
-        waits=run_state.waits(),
-        stats=buffer.stats(),
-        engine_weights=engine.weights,
-    )
-    buffer.close()
-    run_state.close()
+    yield from play_loop(ranks, receiver, redis_url, before=loop)
 
 
 def test_resumed_ranks_count_steps_on_and_give_old_weights_a_new_version(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -59,7 +58,7 @@ def test_auto_is_nccl_where_the_process_has_a_gpu() -> None:
     assert resolve_backend(Backend.auto, uses_gpu=True) == "nccl"
     assert resolve_backend(Backend.auto, uses_gpu=False) == "gloo"
     assert resolve_backend(Backend.gloo, uses_gpu=True) == "gloo"
-    with pytest.raises(ValueError, match="no GPU"):
+    with pytest.raises(ValueError, match=r"weight_sync\.backend=nccl: .* no GPU; use gloo"):
         resolve_backend(Backend.nccl, uses_gpu=False)
 
 
@@ -93,7 +92,7 @@ def test_members_exchange_both_ways_at_once(store: TCPStore, pool: ThreadPoolExe
 
 def test_missing_member_is_named(store: TCPStore) -> None:
     with pytest.raises(WeightSyncError, match="receiver node1 did not join"):
-        spec = make_spec(store, num_receivers=2, timeout_s=0.5)
+        spec = make_spec(store, num_receivers=2, timeout_s=2.0)  # within which the others come
         with ThreadPoolExecutor(2) as pool:
             joins = [pool.submit(WeightGroup.join, spec, rank) for rank in (0, 1)]
             for join in joins:
@@ -106,42 +105,15 @@ def test_rendezvous_that_is_gone_is_an_error_of_this_epoch(store: TCPStore) -> N
         WeightGroup.join(spec, 0)
 
 
-def test_failed_walk_leaves_the_group_and_the_peer_notices(
-    store: TCPStore, pool: ThreadPoolExecutor
-) -> None:
-    left, right = meet(pool, make_spec(store))
-
-    def wait_for_ever(group: WeightGroup) -> None:
-        work = group.recv(torch.zeros(8, dtype=torch.uint8), 0, 5)
-        started.set()
-        with group.naming("receiving bucket 5", 0):
-            work.wait(timedelta(seconds=300))  # a closed socket tells sooner
-
-    def fail(group: WeightGroup) -> None:
-        group.recv(torch.zeros(8, dtype=torch.uint8), 1, 6)
-        raise WeightSyncError("lost my way")
-
-    started = threading.Event()
-    waiting = pool.submit(right.walk, wait_for_ever)
-    assert started.wait(60)
-    with pytest.raises(WeightSyncError, match="lost my way"):
-        left.walk(fail)
-    named = "receiving bucket 5 failed between receiver node0 and sender 0 in epoch 1"
-    with pytest.raises(WeightSyncError, match=named):
-        waiting.result(60)
-
-
 def test_silent_peer_is_an_error_when_the_limit_is_over(
     store: TCPStore, pool: ThreadPoolExecutor
 ) -> None:
     left, right = meet(pool, make_spec(store))
-
-    def receive(group: WeightGroup) -> None:
-        with group.naming("receiving bucket 0", 0):
-            group.recv(torch.zeros(8, dtype=torch.uint8), 0, 0).wait(timedelta(seconds=0.2))
-
-    with pytest.raises(WeightSyncError, match="receiving bucket 0 failed"):
-        right.walk(receive)
+    with (
+        pytest.raises(WeightSyncError, match="receiving bucket 0 failed"),
+        right.naming("receiving bucket 0", 0),
+    ):
+        right.recv(torch.zeros(8, dtype=torch.uint8), 0, 0).wait(timedelta(seconds=0.2))
     left.close()
     left.close()
 

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from configs.schema import WeightSyncConfig
+from tensors.layout import Layout
+from tensors.snapshots import Shard, Snapshots
 from tests.support.weights.layouts import full_transfer, random_bytes, spec
+from tests.support.weights.receiver_specs import receiver_spec
 from weight_sync import delta, group
-from weight_sync.errors import TransferFailed
 from weight_sync.group import WeightGroup, open_store
 from weight_sync.group_thread import GroupThread
-from weight_sync.layout import Layout
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.sender.rank import Sender, SendingRank
-from weight_sync.sender.snapshot import Shard, Snapshots
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import GroupSpec, ReceiverSpec, WeightSyncError
+from weight_sync.types import GroupSpec, TransferFailed, WeightSyncError
 
 LIMIT = timedelta(seconds=60)
 LAYOUT = Layout.of([spec("a", 50, 30)], num_ranks=1)
@@ -92,7 +92,7 @@ def send(group: WeightGroup) -> None:
     group.send(bytes_of(7), 1, 0).wait(LIMIT)
 
 
-def test_walk_runs_on_a_thread_that_lasts_until_one_fails(
+def test_steps_run_on_a_thread_that_lasts_until_one_fails(
     scene: Scene, group_thread: GroupThread
 ) -> None:
     threads = []
@@ -106,13 +106,14 @@ def test_walk_runs_on_a_thread_that_lasts_until_one_fails(
 
     peer = scene.peer(scene.spec(1))
     group_thread.join(scene.spec(1), 0)
-    group_thread.walk(note, 60)
+    assert peer.result(60)  # gloo's first member may be through while the others still connect
+    group_thread.run(note, 60)
     with pytest.raises(WeightSyncError, match="lost my way"):
-        group_thread.walk(fail, 60)
-    assert group_thread.spec is None and peer.result(60)
+        group_thread.run(fail, 60)
+    assert group_thread.spec is None
     peer = scene.peer(scene.spec(2))
     group_thread.join(scene.spec(2), 0)
-    group_thread.walk(note, 60)
+    group_thread.run(note, 60)
     first, failed, fresh = threads
     assert first is failed and failed is not fresh
     failed.join(60)
@@ -124,7 +125,7 @@ def test_meeting_that_stands_still_costs_its_epoch_alone(
 ) -> None:
     """As NCCL's, when a member is stopped after all have come."""
     slow = scene.spec(1, timeout_s=2.0)  # within which both come
-    with scene.stands_still_in("_gloo_group"):
+    with scene.stands_still_in("gloo_group"):
         late_peer = scene.peer(slow)
         with pytest.raises(WeightSyncError, match=r"epoch 1 .* did not form: .* one stopped"):
             group_thread.join(slow, 0)
@@ -133,7 +134,7 @@ def test_meeting_that_stands_still_costs_its_epoch_alone(
     group_thread.join(scene.spec(2), 0)
     received = bytes_of(0)
     receiving = peer.result(60).recv(received, 0, 0)
-    group_thread.walk(send, 60)
+    group_thread.run(send, 60)
     receiving.wait(LIMIT)
     assert received.tolist() == [7] * 4
     scene.go_on.set()  # the old epoch forms at last, and this process leaves it at once
@@ -141,7 +142,7 @@ def test_meeting_that_stands_still_costs_its_epoch_alone(
         late_peer.result(60).recv(bytes_of(0), 0, 0).wait(LIMIT)
 
 
-def test_walk_that_stands_still_is_given_up_and_touches_nothing_later(
+def test_run_that_stands_still_is_given_up_and_touches_nothing_later(
     scene: Scene, group_thread: GroupThread
 ) -> None:
     touched: list[str] = []
@@ -157,9 +158,10 @@ def test_walk_that_stands_still_is_given_up_and_touches_nothing_later(
 
     peer = scene.peer(scene.spec(1))
     group_thread.join(scene.spec(1), 0)
+    assert peer.result(60)
     with pytest.raises(WeightSyncError, match=r"epoch 1 .* was given up: .* within 0\.2 s"):
-        group_thread.walk(stand_still, 0.2)
-    assert group_thread.spec is None and peer.result(60)
+        group_thread.run(stand_still, 0.2)
+    assert group_thread.spec is None
     peer = scene.peer(scene.spec(2))
     group_thread.join(scene.spec(2), 0)
     assert peer.result(60)
@@ -167,13 +169,43 @@ def test_walk_that_stands_still_is_given_up_and_touches_nothing_later(
     assert over.wait(60) and not touched
 
 
-def test_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) -> None:
-    peer = scene.peer(scene.spec(1))
+def test_run_that_fails_leaves_the_group_and_the_peer_notices(
+    scene: Scene, group_thread: GroupThread
+) -> None:
+    started = threading.Event()
+
+    def wait_for_ever(group: WeightGroup) -> None:
+        work = group.recv(bytes_of(0), 0, 5)
+        started.set()
+        with group.naming("receiving bucket 5", 0):
+            work.wait(timedelta(seconds=300))  # a closed socket tells sooner
+
+    def fail(group: WeightGroup) -> None:
+        group.recv(bytes_of(0), 1, 6)
+        raise WeightSyncError("lost my way")
+
+    peer = GroupThread("test-peer", 2, torch.device("cpu"))
+    joining = scene.pool.submit(peer.join, scene.spec(1), 1)
     group_thread.join(scene.spec(1), 0)
+    joining.result(60)
+    waiting = scene.pool.submit(peer.run, wait_for_ever, 300)
+    assert started.wait(60)
+    with pytest.raises(WeightSyncError, match="lost my way"):
+        group_thread.run(fail, 60)
+    named = "receiving bucket 5 failed between receiver node0 and sender 0 in epoch 1"
+    with pytest.raises(WeightSyncError, match=named):
+        waiting.result(60)
+    peer.leave()
+
+
+def test_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) -> None:
+    joining = scene.peer(scene.spec(1))
+    group_thread.join(scene.spec(1), 0)
+    peer = joining.result(60)
     group_thread.leave()
     group_thread.leave()
     with pytest.raises(RuntimeError):
-        peer.result(60).recv(bytes_of(0), 0, 0).wait(LIMIT)
+        peer.recv(bytes_of(0), 0, 0).wait(LIMIT)
 
 
 # What uses it ------------------------------------------------------------------------------------
@@ -208,7 +240,7 @@ def two_versions() -> Snapshots:
 
 def test_rank_answers_a_join_that_stands_still(scene: Scene) -> None:
     """Silence would end training; an error is one failed attempt."""
-    with scene.stands_still_in("_gloo_group"):
+    with scene.stands_still_in("gloo_group"):
         slow = scene.spec(1, timeout_s=2.0)  # within which both come
         peer = scene.peer(slow)
         reply = sending_rank().handle({"do": "join", "group": asdict(slow)})
@@ -251,19 +283,7 @@ def test_rank_failures_are_replies(error: Exception) -> None:
 def test_receiver_answers_a_transfer_that_stands_still(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver = Receiver(
-        ReceiverSpec(
-            name="node0",
-            host="127.0.0.1",
-            folder=str(tmp_path),
-            num_slots=2,
-            num_buffers=2,
-            timeout_s=0.2,
-            min_bandwidth=50e6,
-            key="key",
-        ),
-        pid=1,
-    )
+    receiver = Receiver(receiver_spec("node0", tmp_path, timeout_s=0.2), pid=1)
     receiver.set_layout(LAYOUT)
     trainer = scene.pool.submit(WeightGroup.join, scene.spec(1), 0)
     receiver.join(scene.spec(1))

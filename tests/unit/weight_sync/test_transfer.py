@@ -27,12 +27,18 @@ from tests.support.weights.wire_model import (
     wire_stream,
 )
 from weight_sync.buckets import plan_buckets
-from weight_sync.errors import ChecksumMismatch, StoreBusyError, TransferFailed, UnknownVersion
 from weight_sync.group import open_store
 from weight_sync.group_thread import Staging
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.sender.rank import Sender
-from weight_sync.types import GroupSpec, WeightSyncError
+from weight_sync.types import (
+    ChecksumMismatch,
+    GroupSpec,
+    StoreBusyError,
+    TransferFailed,
+    UnknownVersion,
+    WeightSyncError,
+)
 
 CPU = torch.device("cpu")
 
@@ -114,7 +120,7 @@ class Fleet:
 
     def finish(self, version: int, receiver: Receiver) -> None:
         """Then the file is the version, byte by byte."""
-        receiver.finish(make_manifest(self.layout, version))
+        receiver.verify(make_manifest(self.layout, version))
         receiver.store.release(version)
         self.check(version, receiver)
 
@@ -128,7 +134,7 @@ class Fleet:
         assert shapes == {spec.name: spec.shape for spec in self.layout.tensors}
 
     def tamper(self, **at: int) -> TamperedStaging:
-        """With the buckets of the last sender."""
+        """Tamper with the buckets of the last sender."""
         staging = self.senders[-1].group_thread.staging = TamperedStaging(**at)
         return staging
 
@@ -141,7 +147,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """Of two senders, unless the test asks for another number."""
+    """Two senders, unless the test asks for another number."""
     with ThreadPoolExecutor(8) as pool:
         fleet = Fleet(tmp_path, pool, getattr(request, "param", 2))
         yield fleet
@@ -170,7 +176,7 @@ def test_next_epoch_goes_on_from_the_first_bucket_that_did_not_arrive(
     with pytest.raises(TransferFailed):
         receives[victim == "west"].result(CALL_S)
     with pytest.raises(ChecksumMismatch, match="ended after"):
-        lost.finish(make_manifest(fleet.layout, 1))
+        lost.verify(make_manifest(fleet.layout, 1))
     status = lost.status()
     assert (status.newest, status.complete, status.receiving) == (None, (), None)
     status = survivor.status()

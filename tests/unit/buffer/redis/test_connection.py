@@ -84,7 +84,7 @@ async def _address_at_server(client: BufferRedis) -> set[str]:
     reply = await client.execute_command("CLIENT", "INFO")
     command = pack_command(("CLIENT", "INFO"))
     (payload,) = await client.exchange([command], 1, "key")
-    return {re.findall(r" laddr=\[?([^ \]]*)", readable(line))[0] for line in (reply, payload)}
+    return {re.findall(r" laddr=\[?([^ \]]*)", line)[0] for line in (readable(reply), payload)}
 
 
 async def test_server_on_this_machine_is_reached_by_its_socket(start: Start) -> None:
@@ -468,7 +468,7 @@ async def test_tls_server_is_checked_and_shown_our_certificate(
     value = os.urandom(3_000_000)
     head = f"*3\r\n$3\r\nSET\r\n${len(run_name)}\r\n{run_name}\r\n${len(value)}\r\n"
     command = [head.encode(), memoryview(value), b"\r\n"]
-    assert await client.exchange(command, 1, run_name) == [b"OK"]
+    assert await client.exchange(command, 1, run_name) == ["OK"]
     assert await client.get(run_name) == value
     assert await client.receive([run_name] * 3, fresh) == [value] * 3
     await client.aclose()
@@ -521,13 +521,13 @@ def test_write_to_a_closed_connection_is_a_lost_one_under_uvloop(
         await client.connection_pool.release(connection)
         with pytest.raises(exceptions.ConnectionError):
             async with client.payload_connections.one() as ours:
-                assert await ours.exchange([ping], 1) == [b"PONG"]
+                assert await ours.exchange([ping], 1) == ["PONG"]
                 ours.abort()
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 await ours.exchange([ping], 1)
         assert await client.ping()
-        assert await client.exchange([ping], 1, run_name) == [b"PONG"]
+        assert await client.exchange([ping], 1, run_name) == ["PONG"]
         await client.aclose()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -131,7 +131,7 @@ def test_block_is_used_again_only_when_nothing_refers_to_it() -> None:
     held: list[tuple[Any, int]] = []
     places = set()
     for number in range(600):
-        piece = blocks.take(int(dice.integers(1, BLOCK_BYTES // 2)))
+        piece = blocks.allocate(int(dice.integers(1, BLOCK_BYTES // 2)))
         array = np.frombuffer(piece.toreadonly(), np.uint8)
         places.add(array.ctypes.data // BLOCK_BYTES)
         piece[:1], piece[-1:] = bytes([number % 251]), bytes([number % 251])
@@ -147,7 +147,7 @@ def test_block_is_used_again_only_when_nothing_refers_to_it() -> None:
 
 def test_free_blocks_are_kept_in_bounded_number() -> None:
     blocks = Blocks()
-    held = [blocks.take(BLOCK_BYTES // 2) for _ in range(4 * BLOCKS_KEPT)]
+    held = [blocks.allocate(BLOCK_BYTES // 2) for _ in range(4 * BLOCKS_KEPT)]
     held.clear()
     gc.collect()
     assert len(blocks._free) == BLOCKS_KEPT

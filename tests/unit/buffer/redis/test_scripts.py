@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -46,3 +47,27 @@ def test_source_holds_each_library_file_once_before_its_use() -> None:
 def test_library_files_are_all_included_by_a_script() -> None:
     shipped = "\n".join(source(name) for name in script_names())
     assert [name for name in LIBRARY if f"-- @include lib/{name}\n" not in shipped] == ["base"]
+
+
+def _sent() -> dict[str, set[str]]:
+    """By script, the fields of the requests in the package's code."""
+    found: dict[str, set[str]] = {}
+    for path in _FOLDER.parent.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            for name in (a.value for a in call.args if isinstance(a, ast.Constant)):
+                if name in script_names() and isinstance(call.func, ast.Attribute):
+                    fields = {keyword.arg for keyword in call.keywords if keyword.arg}
+                    fields |= {"group_ids"} if call.func.attr == "_sum" else set()
+                    found.setdefault(str(name), set()).update(fields)
+    return found
+
+
+def test_scripts_read_just_the_fields_that_are_sent_and_list_them() -> None:
+    sent = _sent()
+    assert sorted(sent) == list(script_names())
+    for name in script_names():
+        read = set(re.findall(r"\brequest\.(\w+)", code(name)))
+        head = re.split(r"Reply:", (_FOLDER / f"{name}.lua").read_text())[0]
+        assert read == sent[name] <= set(WORD.findall(head)), name

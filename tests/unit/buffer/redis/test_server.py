@@ -19,6 +19,7 @@ from redis import Redis
 from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.choices import AppendFsync
 from configs.schema import BufferConfig
+from tests.support.buffer.blocked import until_written
 
 HOST = "127.0.0.1"
 
@@ -139,6 +140,7 @@ def _fill(server: EmbeddedServer, num_keys: int) -> None:
         for number in range(num_keys):
             pipe.set(f"key-{number}", "value")
         pipe.execute()
+    until_written(server.url)
 
 
 def test_server_that_was_killed_while_it_rewrote_its_log_is_started_again(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from buffer.redis.server import EmbeddedServer
 from buffer.results import PushResult
 from buffer.types import PromptRef
 from configs.schema import BufferConfig
+from tests.support.buffer.blocked import until_written
+from tests.support.buffer.groups import make_group
 from tests.support.invariants import find_violations
 
 HOST = "127.0.0.1"
@@ -70,7 +72,7 @@ async def _begun(buffer: Buffer, name: str) -> str:
 
 @pytest.mark.parametrize(("shards", "ends"), [(1, "expires"), (2, "reclaimed")])
 async def test_prompt_of_a_push_lost_by_the_server_runs_again_without_a_penalty(
-    server: EmbeddedServer, tmp_path: Path, make_group: Any, shards: int, ends: str
+    server: EmbeddedServer, tmp_path: Path, shards: int, ends: str
 ) -> None:
     async with _opened(server, shards=shards, lease_timeout_s=0.2) as buffer:
         for life in range(3):  # two deaths of workers would have put the prompt aside
@@ -102,6 +104,7 @@ async def test_worker_death_after_a_server_restart_counts_against_the_prompt(
 ) -> None:
     async with _opened(server) as buffer:
         group_id = await _begun(buffer, "0-0-a")
+        await asyncio.to_thread(until_written, server.url)
         await asyncio.to_thread(_kill, server)
         await asyncio.to_thread(server.restart)
         await buffer.sweep()  # sees the restart
@@ -112,9 +115,7 @@ async def test_worker_death_after_a_server_restart_counts_against_the_prompt(
         assert prompt is not None and prompt.reruns == 1
 
 
-async def test_killed_server_that_kept_its_log_lost_no_push(
-    server: EmbeddedServer, make_group: Any
-) -> None:
+async def test_killed_server_that_kept_its_log_lost_no_push(server: EmbeddedServer) -> None:
     async with _opened(server) as buffer:
         assert await buffer.flush(0)  # nothing was pushed
         group_id = await _begun(buffer, "0-0-a")
@@ -122,6 +123,7 @@ async def test_killed_server_that_kept_its_log_lost_no_push(
         await buffer.push(make_group(group_id))
         pushes = [buffer.push(make_group(f"g{number}")) for number in range(50)]
         assert await asyncio.gather(*pushes) == [PushResult.stored] * 50
+        await asyncio.to_thread(until_written, server.url)
         await asyncio.to_thread(_kill, server)
         await asyncio.to_thread(server.restart)
         assert not await buffer.flush(60)  # another server: it cannot say so
@@ -131,7 +133,7 @@ async def test_killed_server_that_kept_its_log_lost_no_push(
 
 
 async def test_flush_waits_as_long_as_it_may_for_the_disk(
-    server: EmbeddedServer, make_group: Any, monkeypatch: pytest.MonkeyPatch
+    server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffer.redis.durability._SETTLE_S", 2.0)
     async with _opened(server) as buffer:
@@ -146,7 +148,7 @@ async def test_flush_waits_as_long_as_it_may_for_the_disk(
             os.kill(server.pid, signal.SIGCONT)
 
 
-async def test_close_ends_a_flush(server: EmbeddedServer, make_group: Any) -> None:
+async def test_close_ends_a_flush(server: EmbeddedServer) -> None:
     async with _opened(server) as buffer:
         await buffer.push(make_group("a"))
         os.kill(server.pid, signal.SIGSTOP)
@@ -159,7 +161,7 @@ async def test_close_ends_a_flush(server: EmbeddedServer, make_group: Any) -> No
 
 
 async def test_server_without_a_log_is_warned_of_once(
-    tmp_path: Path, make_group: Any, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = _start(tmp_path, appendonly="no")
     caplog.set_level(logging.WARNING)
@@ -174,7 +176,7 @@ async def test_server_without_a_log_is_warned_of_once(
 
 
 async def test_flush_waits_for_the_replica_where_there_is_one(
-    server: EmbeddedServer, tmp_path: Path, make_group: Any
+    server: EmbeddedServer, tmp_path: Path
 ) -> None:
     url = urlsplit(server.url)
     redis = await connect(server.url)

@@ -11,50 +11,25 @@ import pytest
 from buffer.redis.wakeups import BufferClosedError
 from buffer.run_state import RunState
 from configs.choices import OnStale
-from tests.support.buffer.blocked import until_blocked
-
-STEP: dict[str, Any] = {"share": 0, "num_shares": 1, "version": 0}
-
-
-async def _blocked(task: asyncio.Task[Any]) -> None:
-    """Returns when the task has had time to block at the server, and does."""
-    await asyncio.sleep(0.05)
-    assert not task.done()
+from tests.support.buffer.blocked import still_waits, until_blocked
+from tests.support.buffer.groups import lease_batch, make_group
 
 
 @pytest.mark.machine
-async def test_push_that_completes_a_batch_wakes_the_lease(
-    buffer_factory: Any, make_group: Any
-) -> None:
+async def test_push_that_completes_a_batch_wakes_the_lease(buffer_factory: Any) -> None:
     buffer = await buffer_factory()
-    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=2, timeout_s=300, **STEP))
+    waiting = asyncio.create_task(lease_batch(buffer, 0, 2, timeout_s=300))
     await buffer.push(make_group("a"))
-    await _blocked(waiting)
+    await still_waits(waiting)
     start = time.monotonic()
     await buffer.push(make_group("b"))
     assert (await asyncio.wait_for(waiting, 60)).group_ids == ("a", "b")
     assert time.monotonic() - start < 0.5
 
 
-async def test_event_wakes_all_ranks(buffer_factory: Any, make_group: Any) -> None:
-    clients = [await buffer_factory() for _ in range(3)]
-    waiting = [
-        asyncio.create_task(
-            client.lease(step=0, version=0, num_groups=3, share=i, num_shares=3, timeout_s=300)
-        )
-        for i, client in enumerate(clients)
-    ]
-    await _blocked(waiting[0])
-    for name in "abc":
-        await clients[0].push(make_group(name))
-    leases = await asyncio.wait_for(asyncio.gather(*waiting), 60)
-    assert len({lease.lease_token for lease in leases}) == 1
-    assert sorted(g.group_id for lease in leases for g in lease.groups) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize("shards", [1, 3])
 async def test_ranks_get_the_same_short_batch_when_the_first_has_waited_long_enough(
-    buffer_factory: Any, make_group: Any, shards: int
+    buffer_factory: Any, shards: int
 ) -> None:
     clients = [await buffer_factory(shards=shards) for _ in range(2)]
     for name in "abc":
@@ -74,7 +49,7 @@ async def test_ranks_get_the_same_short_batch_when_the_first_has_waited_long_eno
         )
         for share, (client, batch_timeout_s) in enumerate(zip(clients, (3.0, 200.0), strict=True))
     ]
-    await _blocked(waiting[0])  # still for a full batch
+    await still_waits(waiting[0])  # still for a full batch
     leases = await asyncio.wait_for(asyncio.gather(*waiting), 60)
     assert leases[0].lease_token == leases[1].lease_token
     trained = [[group.group_id for group in lease.groups] for lease in leases]
@@ -85,15 +60,22 @@ async def test_ranks_get_the_same_short_batch_when_the_first_has_waited_long_eno
 
 @pytest.mark.parametrize("shards", [1, 3])
 async def test_short_batch_waits_for_its_smallest_number_and_holds_at_most_a_full_one(
-    buffer_factory: Any, make_group: Any, shards: int
+    buffer_factory: Any, shards: int
 ) -> None:
     buffer = await buffer_factory(shards=shards)
-    request = {**STEP, "num_groups": 4, "min_groups": 2, "batch_timeout_s": 0.001}
+    request = {
+        "version": 0,
+        "share": 0,
+        "num_shares": 1,
+        "num_groups": 4,
+        "min_groups": 2,
+        "batch_timeout_s": 0.001,
+    }
     await buffer.push(make_group("a"))
     with pytest.raises(TimeoutError, match=r"step 0 waited 0.05 s for 2 fresh groups .*: 1 are"):
         await buffer.lease(step=0, timeout_s=0.05, **request)
     waiting = asyncio.create_task(buffer.lease(step=0, timeout_s=300, **request))
-    await _blocked(waiting)
+    await still_waits(waiting)
     await buffer.push(make_group("b"))
     assert set((await asyncio.wait_for(waiting, 60)).group_ids) == {"a", "b"}
     for name in "cdefg":
@@ -105,7 +87,7 @@ async def test_short_batch_waits_for_its_smallest_number_and_holds_at_most_a_ful
 
 @pytest.mark.parametrize("event", ["consume", "abandon", "stale", "publish", "commit", "tune"])
 async def test_admission_is_woken_by_everything_that_makes_room(
-    buffer_factory: Any, redis: Any, run_name: str, make_group: Any, event: str
+    buffer_factory: Any, redis: Any, run_name: str, event: str
 ) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=1)
     state = RunState(redis, run_name)
@@ -113,25 +95,23 @@ async def test_admission_is_woken_by_everything_that_makes_room(
     await buffer.admit("b", 0)
     if event == "commit":
         await state.record_commits({"engine": 0})
-        await buffer.publish_version(1)
-        lease = await buffer.lease(
-            step=0, num_groups=1, timeout_s=0, version=1, share=0, num_shares=1
-        )
+        await buffer.announce_version(1)
+        lease = await lease_batch(buffer, version=1)
         await buffer.consume(lease, lease.group_ids)  # 1 running, limit (1 + 1 - 1) * 1
     else:
-        lease = await buffer.lease(step=0, num_groups=1, timeout_s=0, **STEP)
+        lease = await lease_batch(buffer)
     waiting = asyncio.create_task(buffer.admit("c", 300))
-    await _blocked(waiting)
+    await still_waits(waiting)
     if event == "consume":
         await buffer.consume(lease, ["a"])
     elif event == "abandon":
         await buffer.abandon("b", "test")
     elif event == "stale":
-        await buffer.publish_version(2)
+        await buffer.announce_version(2)
         await buffer.validate(lease, 2)
     elif event == "publish":
         await buffer.nack(lease, "test")
-        await buffer.publish_version(2)
+        await buffer.announce_version(2)
         await buffer.sweep()
     elif event == "commit":
         await state.record_commits({"engine": 1})
@@ -143,18 +123,18 @@ async def test_admission_is_woken_by_everything_that_makes_room(
 @pytest.mark.parametrize("event", ["push", "abandon", "tune"])
 @pytest.mark.parametrize("shards", [1, 3])
 async def test_on_stale_wait_delays_a_lease_until_no_running_group_would_become_too_old(
-    buffer_factory: Any, make_group: Any, shards: int, event: str
+    buffer_factory: Any, shards: int, event: str
 ) -> None:
     buffer = await buffer_factory(max_staleness=1, on_stale=OnStale.wait, shards=shards)
     slow = (await buffer.admit("slow", 0)).group_id
-    await buffer.publish_version(1)
+    await buffer.announce_version(1)
     for name in "ab":
         await buffer.push(make_group(name, 1))
     request = {"step": 0, "num_groups": 2, "share": 0, "num_shares": 1, "version": 1}
     with pytest.raises(TimeoutError, match=f"waited 0 s .* for group {slow}, which started at"):
         await buffer.lease(timeout_s=0, **request)
     waiting = asyncio.create_task(buffer.lease(timeout_s=300, **request))
-    await _blocked(waiting)
+    await still_waits(waiting)
     if event == "push":
         await buffer.push(make_group(slow, 0))
     elif event == "abandon":
@@ -184,38 +164,25 @@ async def test_blocked_workers_never_exceed_the_admission_bound(buffer_factory: 
 async def test_wait_timeout_says_what_was_missing(buffer_factory: Any) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0)
     with pytest.raises(TimeoutError, match=r"step 4 waited 0.05 s for 2 fresh groups .*: 0 are"):
-        await buffer.lease(step=4, num_groups=2, timeout_s=0.05, **STEP)
+        await lease_batch(buffer, 4, 2, timeout_s=0.05)
     await buffer.admit("a", 0)
     with pytest.raises(TimeoutError, match=r"no room for group b within 0.05 s: 1 groups"):
         await buffer.admit("b", 0.05)
 
 
-async def test_close_ends_every_wait(buffer_factory: Any, make_group: Any) -> None:
+async def test_close_ends_every_wait(buffer_factory: Any) -> None:
     buffer = await buffer_factory(groups_per_step=1, max_staleness=0, capacity_groups=1)
     await buffer.push(make_group("a"))
     waiting = [
         asyncio.create_task(buffer.admit("b", 300)),
-        asyncio.create_task(buffer.lease(step=0, num_groups=9, timeout_s=300, **STEP)),
+        asyncio.create_task(lease_batch(buffer, 0, 9, timeout_s=300)),
         *(asyncio.create_task(buffer.push(make_group(name), 300)) for name in "bcd"),
     ]
-    await _blocked(waiting[-1])
+    await still_waits(waiting[-1])
     await buffer.close()
     for task in waiting:
         with pytest.raises(BufferClosedError):
             await asyncio.wait_for(task, 60)
-
-
-async def test_cancelled_wait_leaves_the_client_in_order(
-    buffer_factory: Any, make_group: Any
-) -> None:
-    buffer = await buffer_factory()
-    waiting = asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=300, **STEP))
-    await _blocked(waiting)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    await buffer.push(make_group("a"))
-    assert (await buffer.lease(step=0, num_groups=1, timeout_s=60, **STEP)).group_ids == ("a",)
 
 
 async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis: Any) -> None:
@@ -223,7 +190,7 @@ async def test_blocked_clients_send_no_commands(buffer_factory: Any, redis: Any)
     await buffer.admit("a", 0)
     waiting = [
         asyncio.create_task(buffer.admit("b", 300)),
-        asyncio.create_task(buffer.lease(step=0, num_groups=1, timeout_s=300, **STEP)),
+        asyncio.create_task(lease_batch(buffer, timeout_s=300)),
     ]
     await until_blocked(redis, 2)
     before = (await redis.info("stats"))["total_commands_processed"]

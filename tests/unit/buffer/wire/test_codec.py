@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import FORMAT_VERSION, decode_group, encode_group
 from buffer.wire.header import COLUMN_TYPES
+from tests.support.buffer.groups import make_group
 from tests.support.buffer.random_groups import random_trajectory
 from tests.support.repository import ROOT
 
@@ -93,7 +94,7 @@ def test_group_comes_back_as_it_went(group: TrajectoryGroup, compress: bool) -> 
     assert copy.min_version == group.min_version
 
 
-def test_long_trajectory_takes_eight_bytes_a_token(make_group: Any) -> None:
+def test_long_trajectory_takes_eight_bytes_a_token() -> None:
     group = make_group("long", num_tokens=160_000, prompt_length=1000, size=1)
     data = encode_group(group)
     assert len(data) < 8.003 * 160_000
@@ -142,14 +143,14 @@ def test_group_of_eight_160k_token_trajectories_comes_back_with_its_columns(
     assert copy.min_version == 0
 
 
-def test_compression_makes_real_groups_smaller_and_never_one_larger(make_group: Any) -> None:
+def test_compression_makes_real_groups_smaller_and_never_one_larger() -> None:
     for group in (make_group("g", num_tokens=4), _agentic_group(2, 3000)):
         plain, packed = encode_group(group), encode_group(group, compress=True)
         assert len(packed) <= len(plain)
         assert decode_group(packed).num_tokens == group.num_tokens
 
 
-def test_group_that_compresses_like_a_bomb_is_sent_uncompressed(make_group: Any) -> None:
+def test_group_that_compresses_like_a_bomb_is_sent_uncompressed() -> None:
     group = make_group("g", num_tokens=4, size=1)
     (trajectory,) = group.trajectories
     zeros = np.zeros((4, 2**21), np.uint8)
@@ -172,7 +173,7 @@ def test_tokens_are_counted_by_version() -> None:
     assert (group.min_version, group.num_trainable_tokens) == (2, 6)
 
 
-def test_decoded_arrays_are_aligned_and_cannot_be_written(make_group: Any) -> None:
+def test_decoded_arrays_are_aligned_and_cannot_be_written() -> None:
     copy = decode_group(encode_group(make_group("g", num_tokens=7))).trajectories[1]
     for array in (copy.tokens, copy.loss_mask, copy.rollout_logprobs):
         assert array.flags.aligned and not array.flags.writeable
@@ -293,7 +294,7 @@ def test_sampling_that_is_no_number_is_refused(sampling: SamplingParams, message
 
 
 @pytest.mark.parametrize("version", [3, 9])
-def test_decode_refuses_another_format_by_its_number(make_group: Any, version: int) -> None:
+def test_decode_refuses_another_format_by_its_number(version: int) -> None:
     data = bytearray(encode_group(make_group("g")))
     data[4] = version
     with pytest.raises(ValueError, match=f"format {version}.*reads format 4: use the version"):

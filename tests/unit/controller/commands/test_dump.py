@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from configs.load import load_config, to_yaml
+from configs.load import load_config
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED
 from controller.run_dir import RunDir
 from tests.support.controller.buffers import Command, fill
@@ -16,7 +16,7 @@ from tests.support.controller.buffers import Command, fill
 
 def another_run(runs: Path, redis_url: str) -> RunDir:
     run_dir = RunDir.create(str(runs), f"other-{uuid4().hex[:8]}", "quickstart")
-    (run_dir.path / "config.yaml").write_text(to_yaml(load_config([])))
+    run_dir.write_config(load_config([]))
     run_dir.write_redis_url(redis_url)
     asyncio.run(fill(redis_url, run_dir.name))
     return run_dir
@@ -41,7 +41,7 @@ def test_existing_file_is_not_overwritten(live_run: RunDir, tmp_path: Path, leas
     assert file.read_text() == "x"
 
 
-@pytest.mark.parametrize("content", [b"", b"something else", b"LEASH-DUMP 1 00000000 {}\n", None])
+@pytest.mark.parametrize("content", [b"", b"something else", None])
 def test_missing_file_or_one_that_is_not_a_dump_is_one_line(
     live_run: RunDir, tmp_path: Path, leash: Command, content: bytes | None
 ) -> None:

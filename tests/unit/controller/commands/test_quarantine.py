@@ -11,15 +11,16 @@ from buffer.results import BufferStats, Failure
 from buffer.types import PromptRef
 from controller.main import EXIT_BAD_INPUT, main
 from controller.run_dir import RunDir
-from tests.support.controller.buffers import Command, lease, opened, small_group
+from tests.support.buffer.groups import lease_batch, make_group
+from tests.support.controller.buffers import Command, opened
 
 
 async def poison(url: str, run: str) -> None:
     """Puts a group into quarantine: it is leased twice and given back both times."""
     async with opened(url, run, max_attempts=2) as buffer:
-        await buffer.push(small_group("poison"))
+        await buffer.push(make_group("poison"))
         for step in range(2):
-            await buffer.nack(await lease(buffer, step), "it broke the trainer")
+            await buffer.nack(await lease_batch(buffer, step), "it broke the trainer")
         assert (await buffer.stats()).quarantined == 1
 
 

@@ -1,4 +1,4 @@
-"""What `leash sandbox` refuses to serve, and a launch to start with."""
+"""Sandboxes that `leash sandbox` refuses to serve, and a launch to start with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 
 from configs.load import CONFIG_DIR, load_config
 from controller.commands.sandbox import serve_sandbox
-from controller.start.sandboxes import check_remote_sandboxes
+from controller.start.preflight import check_services
 from rollout_pool.tasks.registry import build_task
+from trainer_pool.model.scratch import byte_tokenizer
 
 OTHER_PYTHON = "task.rewards.more={kind: code_tests, wall_time_s: 3}"
 
@@ -85,4 +86,4 @@ def test_service_that_does_not_answer_is_found_before_a_launch(
 ) -> None:
     config = load_config(overrides, "quickstart").task
     with pytest.raises(ValueError, match=message):
-        check_remote_sandboxes(config, build_task(config))
+        check_services(config, build_task(config), byte_tokenizer())

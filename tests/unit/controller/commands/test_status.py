@@ -14,7 +14,7 @@ from rich.console import Console
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
 from controller.commands.status import command_from_outside, print_status
-from controller.metrics.records import Record, read_metrics
+from controller.metrics.history import Record, read_metrics
 from controller.report.summary import write_summary
 from controller.run_dir import RunDir
 from controller.signals import EXIT_FAILED
@@ -94,7 +94,7 @@ def test_redis_of_a_run_that_does_not_answer_is_named_with_its_log(
 ) -> None:
     run_dir.write_redis_url("redis://127.0.0.1:1/0")
     error = leash("status", exit_code=EXIT_FAILED)
-    assert f"the Redis of {run_dir.name} did not answer" in error
+    assert f"the Redis of {run_dir.name} does not answer" in error
     assert str(run_dir.log_of("redis")) in error and "buffer.url" not in error
 
 

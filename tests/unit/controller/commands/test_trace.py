@@ -9,7 +9,8 @@ from buffer.results import GroupEvent
 from controller.commands.trace import life_lines
 from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
-from tests.support.controller.buffers import Command, fill, lease, opened, small_group
+from tests.support.buffer.groups import lease_batch, make_group
+from tests.support.controller.buffers import Command, fill, opened
 
 
 def event(at: float, name: str, **detail: str) -> GroupEvent:
@@ -54,8 +55,8 @@ def test_life_of_a_waiting_group_extends_until_now() -> None:
 async def train_one(url: str, run: str) -> None:
     async with opened(url, run) as buffer:
         await buffer.admit("mine", timeout_s=60)
-        await buffer.push(small_group("mine"))
-        batch = await lease(buffer)
+        await buffer.push(make_group("mine"))
+        batch = await lease_batch(buffer)
         await buffer.consume(batch, batch.group_ids)
 
 

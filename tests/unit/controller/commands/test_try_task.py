@@ -21,9 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from controller.commands.try_task import _until_signal
+from configs.load import load_config
+from controller.commands.try_task import FOLDER_PREFIX, _until_signal, served_spec
 from controller.main import EXIT_BAD_INPUT, EXIT_FAILED, main
 from controller.signals import Stopped
+from controller.start.preflight import plan_here
 
 FRUIT = '''
 from rollout_pool import Env, Observation, Step
@@ -56,10 +58,9 @@ def brevity(prompt, episode, solution):
 KILLED = """
 import sys, tempfile, time
 from pathlib import Path
-from controller.commands.try_task import _temporary_folder
-from processes.leftovers import list_path, write_list
+from processes.leftovers import list_path, temporary_folder, write_list
 
-with _temporary_folder() as folder:
+with temporary_folder(sys.argv[2]) as folder:
     sockets = tempfile.mkdtemp(dir=sys.argv[1])
     write_list(list_path(folder, "engine"), [sockets])
     print(folder, flush=True)
@@ -235,10 +236,7 @@ def test_prompts_are_those_of_a_launch_and_the_key_is_of_the_environment(
         (["task=capitals", "--key-env=NO_SUCH_KEY_HERE"], "--key-env='NO_SUCH_KEY_HERE': there is"),
         (["task=capitals", "task.agent=asyncio:sleep"], "task.agent='asyncio:sleep': an agent"),
         (["task=verifiers", "task.eval_size=1"], "task.kind=verifiers: an agent calls the model"),
-        (
-            ["--experiment=distill-quickstart"],
-            "task.rewards.teacher.kind=teacher: gives no score",
-        ),
+        (["--experiment=distill-quickstart"], "task.rewards.teacher.kind=teacher: gives no score"),
     ],
 )
 def test_what_cannot_be_tried_is_bad_input(
@@ -268,6 +266,12 @@ def test_model_that_is_only_half_named_is_bad_input(
 ) -> None:
     assert main(["try", "task=capitals", *arguments]) == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err
+
+
+def test_server_takes_the_longest_trajectory_of_a_launch(tmp_path: Path) -> None:
+    """YaRN reaches further than SGLang would take by itself."""
+    plan = plan_here(load_config(["rollout.max_prompt_tokens=100"]))
+    assert served_spec(plan, tmp_path).context_length == 100 + 8
 
 
 async def test_second_signal_does_not_hurry_the_end_of_what_was_started() -> None:
@@ -309,7 +313,7 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_one(
     for path in (tmp_path / "tmp", sockets):
         path.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(sockets)],
+        [sys.executable, "-c", KILLED, str(sockets), FOLDER_PREFIX],
         stdout=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
         text=True,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import shlex
 from dataclasses import replace
 
 import pytest
 
-from configs.load import load_config, to_yaml
+from configs.load import load_config
 from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
 from tests.support.controller.buffers import Command, opened
@@ -45,6 +47,18 @@ def test_settings_change_together_and_later_ones_are_checked_against_them(
     assert "rollout.tail postpone -> interrupt_and_resume" in told
 
 
+def test_suggestion_of_tune_without_a_setting_can_be_pasted(
+    open_run: RunDir, leash: Command
+) -> None:
+    error = leash("tune", exit_code=EXIT_BAD_INPUT)
+    (command,) = re.findall(r"as (make tune .*?)\. What", error)
+    target, words = shlex.split(command)[1:]
+    assert target == "tune" and words.startswith("ARGS=")
+    overrides = words.removeprefix("ARGS=").split()
+    assert load_config(overrides) != load_config([])
+    assert leash("tune", *overrides).count(" -> ") == len(overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
@@ -69,7 +83,7 @@ def test_values_that_the_rules_of_the_run_forbid_are_refused(
     open_run: RunDir, leash: Command
 ) -> None:
     config = load_config(["buffer.on_stale=wait"])
-    (open_run.path / "config.yaml").write_text(to_yaml(config))
+    open_run.write_config(config)
     error = leash("tune", "rollout.tail=postpone", exit_code=EXIT_BAD_INPUT)
     assert "with buffer.on_stale=wait the trainer waits" in error
 
@@ -78,8 +92,8 @@ def test_staleness_that_the_algorithm_does_not_correct_is_refused(
     open_run: RunDir, leash: Command
 ) -> None:
     leash("tune", "buffer.max_staleness=0")
-    config = load_config(["buffer.max_staleness=0", "algorithm.correction.kinds=[]"])
-    (open_run.path / "config.yaml").write_text(to_yaml(config))
+    config = load_config(["buffer.max_staleness=0", "algorithm.correction=[]"])
+    open_run.write_config(config)
     assert "batch_timeout_s 60.0 -> 1.0" in leash("tune", "trainer.batch_timeout_s=1")
     error = leash("tune", "buffer.max_staleness=1", exit_code=EXIT_BAD_INPUT)
     assert "algorithm.loss=ppo would treat tokens of older versions as the trained one's" in error

@@ -1,9 +1,9 @@
-"""What workers counted, as rows, a line and metrics."""
+"""Counters of the workers as rows, a line and metrics."""
 
 from __future__ import annotations
 
-from controller.metrics.counters import panel_line, summary_rows, wasted_share
-from controller.metrics.families import counter_families
+from controller.metrics.counters import panel_line, summary_rows, wasted_fraction
+from controller.metrics.prometheus_metrics import counter_families
 
 COUNTERS = {
     "tokens_generated": 2000.0,
@@ -45,7 +45,7 @@ def test_summary_lists_only_nonzero_counters_and_lengths_shortest_first() -> Non
         ("groups stopped in favour of others", "3"),
         ("groups that the end of the run or of their worker cut short", "5"),
     ]
-    assert not list(summary_rows({}, 0)) and wasted_share({}, 0) is None
+    assert not list(summary_rows({}, 0)) and wasted_fraction({}, 0) is None
 
 
 def test_summary_says_what_filtering_threw_away() -> None:
@@ -55,8 +55,8 @@ def test_summary_says_what_filtering_threw_away() -> None:
 
 
 def test_tokens_that_the_buffer_dropped_are_wasted_too() -> None:
-    assert wasted_share(COUNTERS, 150) == 0.1
-    assert wasted_share(COUNTERS, 9999) == 1.0  # the buffer tells its counts first
+    assert wasted_fraction(COUNTERS, 150) == 0.1
+    assert wasted_fraction(COUNTERS, 9999) == 1.0  # the buffer tells its counts first
     assert "10.0% of tokens wasted" in panel_line(COUNTERS, 150)
 
 

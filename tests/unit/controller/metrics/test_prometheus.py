@@ -23,9 +23,10 @@ from buffer.run_state import MetricsEntry, RunState
 from configs.choices import OnStale
 from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
-from controller.metrics.engines import KEPT_MS, EngineGauges
 from controller.metrics.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
-from tests.support.controller.buffers import fill, lease, opened, small_group
+from controller.metrics.prometheus_metrics import KEPT_MS, EngineGauges
+from tests.support.buffer.groups import lease_batch, make_group
+from tests.support.controller.buffers import fill, opened
 from tests.support.controller.records import event_record, skipped_record, weights_records
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -56,17 +57,17 @@ async def live_then_stats(url: str, run: str) -> BufferStats:
     settings = {"max_staleness": 0, "on_stale": OnStale.drop, "capacity_bytes": 10**6}
     async with opened(url, run, **settings) as buffer:
         for number in range(5):
-            await buffer.push(small_group(f"group-{number}"))
+            await buffer.push(make_group(f"group-{number}"))
         for step in range(2):
-            batch = await lease(buffer, step)
+            batch = await lease_batch(buffer, step)
             await buffer.consume(batch, batch.group_ids)
         await buffer.ack(0)
-        await buffer.publish_version(1)
+        await buffer.announce_version(1)
         await buffer.sweep()
         await buffer.change_settings({"max_staleness": 3})
         await buffer.admit("running-0", timeout_s=60)
         for number in range(2):
-            await buffer.push(small_group(f"fresh-{number}", version=number))
+            await buffer.push(make_group(f"fresh-{number}", version=number))
         return await buffer.stats()
 
 
@@ -115,7 +116,7 @@ async def live_with_weights(url: str, run: str) -> None:
     try:
         await state.register_receiver("receiver-0", "http://127.0.0.1:1")
         await state.record_staged("receiver-0", 1)
-        await state.publish_weights(1)
+        await state.mark_available(1)
         await state.record_commits({"engine-0": 1, "engine-1": 0})
         records = [
             *weights_records(0, 100.0),

@@ -1,4 +1,4 @@
-"""What TensorBoard and Weights & Biases get of a run's records, and that the run needs neither."""
+"""TensorBoard and Weights & Biases get a run's records, and the run needs neither."""
 
 from __future__ import annotations
 
@@ -11,17 +11,10 @@ import pytest
 
 from configs.choices import Logger
 from controller.metrics import sinks
-from controller.metrics.records import MetricsLog, Record
+from controller.metrics.history import MetricsLog, Record
 from controller.metrics.sinks import SinkThread, check_loggers, openers
 from controller.run_dir import RunDir
 from tests.support.event_files import drawn
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.yaml").write_text("trainer: {num_steps: 7}\n")
-    return RunDir(path=tmp_path / "a")
 
 
 class Kept:

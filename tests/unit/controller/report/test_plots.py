@@ -1,4 +1,4 @@
-"""What the pictures of a run show, read from the figures before they become files."""
+"""The plots of a run, read from the figures before they become files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from matplotlib.axes import Axes
 
-from controller.metrics.records import Record
+from controller.metrics.history import Record
 from controller.report.plots import MAX_AREA_SAMPLES, PLOTS, figures
 from tests.support.controller.records import (
     STATS,
@@ -106,8 +106,61 @@ def test_evaluation_is_drawn_over_the_versions_that_answered() -> None:
     records = run_records(8)
     middle = eval_record(2, 1004.0, 0.5)
     records.insert(1, replace(middle, values={**middle.values, "version_max": 6}))
-    (axes,) = figures(records)["learning_by_step.png"].axes
+    _, axes = figures(records)["learning_by_step.png"].axes
     bars = [tuple(x for x, _ in bar) for bar in axes.collections[0].get_segments()]
     assert bars[1] == (2, 6)
-    (points,) = [line for line in axes.lines if line.get_label() == "held-out accuracy"]
+    (points,) = axes.lines
     assert list(points.get_xdata())[1] == 4
+
+
+def test_steps_count_from_one_and_evaluations_are_placed_at_the_steps_that_they_follow() -> None:
+    steps = [step_record(n, 1000.0 + n, version=7 + n // 2) for n in range(6)]
+    evals = [eval_record(version, 1010.0, 0.5) for version in (7, 8, 10)]
+    plots = figures([*steps, *evals])
+    reward, accuracy = plots["learning_by_step.png"].axes
+    assert list(reward.lines[0].get_xdata()) == [1, 2, 3, 4, 5, 6]
+    assert list(accuracy.lines[0].get_xdata()) == [0, 2, 6], "a version of two steps each"
+    for name in ("updates.png", "time_shares.png", "learning_by_step.png"):
+        assert {axes.get_xlabel() for axes in plots[name].axes} <= {"", "training step"}
+    assert list(plots["updates.png"].axes[0].lines[0].get_xdata()) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("length_s", "unit", "end"),
+    [(20.0, "seconds", 20.0), (600.0, "minutes", 10.0), (36000.0, "hours", 10.0)],
+)
+def test_axis_of_time_has_the_unit_that_fits_the_run(
+    length_s: float, unit: str, end: float
+) -> None:
+    steps = [step_record(n, 1000.75 + n * length_s, step_s=0.5) for n in range(2)]
+    buffers = [buffer_record(1000.0 + length_s * n / 2, STATS) for n in range(3)]
+    plots = figures([*steps, *buffers])
+    for name in ("learning_by_time.png", "buffer.png"):
+        assert plots[name].axes[-1].get_xlabel() == f"{unit} since training began"
+    (line, _) = plots["learning_by_time.png"].axes[0].lines
+    assert list(line.get_xdata())[-1] == pytest.approx(end, rel=0.05)
+
+
+def test_values_that_hardly_change_have_whole_numbers_at_their_ticks() -> None:
+    steps = [step_record(n, 1000.0 + n, entropy=6.894 + 1e-5 * n, loss=2e-6) for n in range(9)]
+    figure = figures(steps)["updates.png"]
+    figure.draw_without_rendering()
+    by_title = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    for title, value in (("entropy, nats per token", 6.894), ("loss", 2e-6)):
+        axes = by_title[title]
+        assert axes.yaxis.get_offset_text().get_text() == ""
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(set(labels)) == len(labels) and all(float(label) > 0 for label in labels)
+        low, high = axes.get_ylim()
+        assert low < value < high and high - low > 0.01 * value
+    assert by_title["tokens per answer, mean"].get_ylim()[0] > 0
+
+
+def test_reward_of_any_size_leaves_accuracy_its_own_axis() -> None:
+    records = [step_record(n, 1000.0 + n, reward=40.0 * n - 100) for n in range(5)]
+    plots = figures([*records, eval_record(0, 1000.0, 0.25)])
+    for name in ("learning_by_step.png", "learning_by_time.png"):
+        reward, accuracy = plots[name].axes
+        assert reward.get_ylim()[0] < -90 and accuracy.get_ylim() == (0, 1.12)
+    (only,) = figures(records)["learning_by_step.png"].axes
+    assert only.get_title(loc="left") == "reward of the batch (sampled), mean"

@@ -2,80 +2,53 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
-from dataclasses import replace
+from contextlib import chdir
+from pathlib import Path
 
 import pytest
 
 from configs.load import load_config
-from controller.report.summary import repeat_command, task_label
+from controller.report.result import summarize
+from controller.report.summary import summary_markdown, task_label
+from controller.run_dir import EXPERIMENT_FILE, RunDir
+from tests.support.controller.records import buffer_record, run_records
 from tests.support.repository import ROOT
 
-LAUNCH = ("-m", "controller.main", "launch")
 
-
-def given_to_leash(command: str) -> list[str]:
-    """What `leash launch` gets if `command` is typed into a shell in the project's folder."""
-    if command.startswith("make "):
-        output = subprocess.run(
-            ["bash", "-c", command.replace("make ", "make --no-print-directory -n ", 1)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        command = output.stdout.strip().splitlines()[-1]
-    words = shlex.split(command)
-    return words[words.index("launch") + 1 :]
-
-
-def loaded(arguments: list[str]) -> object:
-    place = arguments.index("--experiment")
-    experiment = arguments[place + 1]
-    return load_config(arguments[:place] + arguments[place + 2 :], experiment)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "experiment"),
-    [
-        ([], "quickstart"),
-        (["trainer.num_steps=7", "run.seed=3", "weight_sync=delta"], "alphabet-sort"),
-        (["model=pretrained", "model.path=Qwen/Qwen3-0.6B", "task=chain_sum"], "quickstart"),
-        (["task.kind=custom", "task.factory=m:make", "task.params={a: [1, 'x y']}"], "quickstart"),
-        (["task.instruction= costs $5 'or' \"so\" ${x} \\d # \\$HOME"], "quickstart"),
-        (["task.instruction=two\nlines", "task.system_prompt='quoted'"], "quickstart"),
-        (["task.rewards={t: {weight: 2.5}, f: {kind: function, function: 'm:f'}}"], "quickstart"),
-        (["rollout.engine.extra_args=[--log-level=error, 'a b']"], "gsm8k-smoke"),
-        (["run.loggers=[tensorboard,wandb]", "run.panel=false"], "quickstart"),
-    ],
-)
-def test_repeat_command_gives_the_same_settings(overrides: list[str], experiment: str) -> None:
-    config = load_config([*overrides, "run.name=first"], experiment)
-    command = repeat_command(config)
-    assert command is not None
-    again = loaded(given_to_leash(command))
-    config.run.name = None  # the new run's folder is its own
-    assert again == config
-
-
-def test_repeat_command_shows_no_password() -> None:
-    command = repeat_command(load_config(["buffer.url=redis://me:secret@host:6379/0"]))
-    assert command is not None and "secret" not in command and "redis://me:***@host" in command
-
-
-def test_repeat_command_hides_only_the_password_of_a_reward() -> None:
-    judge = "{kind: judge, url: 'http://me:secret@judge:1/v1', model: a@b}"
-    command = repeat_command(load_config([f"task.rewards={{task: {{weight: 1.0}}, j: {judge}}}"]))
-    assert command is not None and "secret" not in command
-    assert "http://me:***@judge:1/v1" in command and "a@b" in command
-
-
-def test_settings_that_no_command_reproduces_have_none() -> None:
+def command_of(run_dir: RunDir) -> str:
+    """The command in the summary."""
+    records = [*run_records(), buffer_record(1022.0, tokens_generated=1.0)]
     config = load_config([])
-    assert repeat_command(replace(config, experiment="gone")) is None
-    fewer = replace(config, task=replace(config.task, params={"min_word_len": 3}))
-    assert repeat_command(fewer) is None, "a file's parameter cannot be taken away"
+    result = summarize(run="night", config=config, records=records, wall_s=1.0)
+    found = re.search(r"^    (make .*)$", summary_markdown(run_dir.path, result, config), re.M)
+    return found[1] if found else ""
+
+
+def test_command_of_a_summary_gives_the_same_settings(tmp_path: Path) -> None:
+    config = load_config(["algorithm=gspo", "model=pretrained", "model.path=a/b"], "gsm8k-smoke")
+    run_dir = RunDir.create(str(tmp_path / "my runs"), "night", "gsm8k-smoke")
+    assert command_of(run_dir) == "", "a run of an older version has no such file"
+    run_dir.write_experiment(config)
+    command = command_of(run_dir)
+    told = subprocess.run(
+        ["bash", "-c", command.replace("make ", "make --no-print-directory -n ", 1)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = shlex.split(told.stdout.strip().splitlines()[-1])
+    assert load_config([], words[words.index("--experiment") + 1]) == config
+
+
+def test_command_of_a_summary_is_short_in_the_folder_of_the_runs(tmp_path: Path) -> None:
+    run_dir = RunDir.create(str(tmp_path / "runs"), "night", "quickstart")
+    run_dir.write_experiment(load_config([]))
+    with chdir(tmp_path):
+        assert command_of(run_dir) == f"make launch EXPERIMENT=runs/night/{EXPERIMENT_FILE}"
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 
 from buffer.results import BufferStats
 from configs.load import load_config
-from controller.metrics.records import Record
+from controller.metrics.history import Record
 from controller.report.plots import PLOTS, figures
 from controller.report.result import RunResult, result_line, summarize
 from controller.report.summary import summary_markdown
+from controller.run_dir import EXPERIMENT_FILE
 from tests.support.controller.records import STATS, buffer_record, run_records, step_record
 
 REQUIRED = """
@@ -102,6 +103,20 @@ def test_failed_evaluations_are_counted_and_a_failed_last_one_leaves_no_accuracy
     assert "| evaluations that failed | 1 |" in summary_of(result)
 
 
+def test_share_of_logprobs_that_are_not_finite_is_by_version() -> None:
+    seen = [({"7": 100, "8": 20}, {"7": 1}), ({"8": 30}, {}), ({"8": 50, "9": 4}, {"8": 5, "7": 1})]
+    records = [
+        Record(
+            t=float(at),
+            kind="engine",
+            values={"logprobs": json.dumps(all_of), "logprobs_not_finite": json.dumps(bad)},
+        )
+        for at, (all_of, bad) in enumerate(seen)
+    ]
+    assert result_of(records).logprobs_not_finite == {7: 0.02, 8: 0.05}
+    assert result_of(records[1:2]).logprobs_not_finite == {}
+
+
 def test_run_without_steps_has_a_result_too() -> None:
     result = result_of([])
     fields = json.loads(result_line(result).removeprefix("RESULT "))
@@ -114,7 +129,7 @@ def test_run_without_steps_has_a_result_too() -> None:
 def test_summary_has_the_improvement_the_plots_and_the_command(tmp_path: Path) -> None:
     records = run_records()
     result = result_of(records)
-    for name in PLOTS:
+    for name in (*PLOTS, EXPERIMENT_FILE):
         (tmp_path / name).touch()
     summary = summary_markdown(tmp_path, result, load_config(["run.seed=3"]))
     assert "from 31% to 92% (+61 points) in 20 steps" in summary
@@ -122,7 +137,7 @@ def test_summary_has_the_improvement_the_plots_and_the_command(tmp_path: Path) -
     assert "| trainer waited for rollouts (share of training) | 5.0 s (25%) |" in summary
     assert "| engine pause per commit | 100 ms (median), 700 ms (longest) |" in summary
     assert "| receivers and engines: excluded | 1 |" in summary
-    assert '    make launch EXPERIMENT=quickstart ARGS="run.seed=3"\n' in summary
+    assert f"    make launch EXPERIMENT={tmp_path / EXPERIMENT_FILE}\n" in summary
     assert "task: reasoning_gym, spell_backward" in summary
     assert all(f"]({name})" in summary for name in PLOTS)
     assert "| the sum holds | yes |" in summary
@@ -147,10 +162,3 @@ def test_plots_without_data_are_left_out() -> None:
     assert figures(run_records()).keys() == PLOTS.keys()
     steps = [record for record in run_records() if record.kind == "step"]
     assert figures(steps).keys() == PLOTS.keys() - {"buffer.png", "weights.png"}
-
-
-def test_rewards_beyond_one_are_plotted_as_they_are() -> None:
-    steps = [step_record(step, 1000.0 + step, reward=-5.0 + step) for step in range(12)]
-    (axes,) = figures(steps)["learning_by_step.png"].axes
-    low, high = axes.get_ylim()
-    assert low < -5 and high > 6

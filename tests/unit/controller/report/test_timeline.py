@@ -37,7 +37,7 @@ RECORDS = [
 
 
 def bars_of(timeline: Timeline, row: str) -> dict[str, tuple[float, float]]:
-    """What one row shows, by what it is: start and stop in seconds after the snapshot."""
+    """Bars of one row: start and stop in seconds after the snapshot."""
     return {
         bar.what: (round(bar.start - timeline.start, 3), round(bar.stop - timeline.start, 3))
         for bar in timeline.bars
@@ -88,3 +88,10 @@ def test_command_draws_into_the_folder_and_prints_the_path(run_dir: RunDir, leas
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
     error = leash("timeline", "--version", "9", exit_code=EXIT_BAD_INPUT)
     assert "has no publish of a version 9" in error
+
+
+def test_commit_that_does_not_name_its_engine_is_drawn_too() -> None:
+    records = weights_records(1, 1000.0)
+    values = {name: value for name, value in records[0].values.items() if name != "engine"}
+    timeline = find_timeline([replace(records[0], values=values), *records[1:]])
+    assert timeline is not None and "None" in timeline.rows

@@ -1,4 +1,4 @@
-"""What a run leaves that did not finish: from the files of its folder alone."""
+"""The report of a run that did not finish, from the files of its folder alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from configs.environment import RUN_VARIABLE
 from controller.commands.stop import stop_run
-from controller.metrics.records import Record, read_metrics
+from controller.metrics.history import Record, read_metrics
 from controller.report.summary import write_report, write_summary
 from controller.run_dir import RunDir
 from processes.leftovers import list_path, write_list

@@ -1,4 +1,4 @@
-"""What a machine with GPUs lacks is refused before a launch. No test needs a GPU."""
+"""A machine with GPUs that lacks something is refused before a launch. No test needs a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from configs.load import load_config
 from controller.start import gpu_host
-from controller.start.gpu_host import check_gpus, check_host_memory, check_toolchain
+from controller.start.gpu_host import check_gpus, check_host_memory, check_toolchain, host_memory
 from controller.start.plan import make_plan
 
 GIB = 2**30
@@ -131,19 +131,71 @@ def give_memory(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
 
 
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the control groups; the process is in none of them."""
+    monkeypatch.setattr(gpu_host, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(gpu_host, "OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("")
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "cgroup"
+
+
 def test_host_memory_that_a_run_on_gpus_needs_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = [*SEVEN_B, "trainer.num_ranks=8", "rollout.num_engines=8"]
     plan = make_plan(load_config(settings), 16, 64, 80 * GIB)
-    # 2 x 14 GB to send, 84 GB of states for a checkpoint, 2 x 14 GB staged, and the processes.
+    # 2 x 14 GB to send, 84 GB of states for a checkpoint, 2 x 14 GB staged, 14 GB at the export,
+    # and the processes.
     assert plan.host_bytes is not None
-    assert plan.host_bytes == pytest.approx(140e9, abs=60 * GIB) and plan.host_bytes > 140e9
-    monkeypatch.setattr(gpu_host, "CGROUP_LIMIT", tmp_path / "memory.max")
+    assert plan.host_bytes == pytest.approx(154e9, abs=60 * GIB) and plan.host_bytes > 154e9
     give_memory(plan.host_bytes, monkeypatch)
     check_host_memory(plan)
-    (tmp_path / "memory.max").write_text("max\n")
-    check_host_memory(plan)
-    (tmp_path / "memory.max").write_text(f"{100 * GIB}\n")
+    give_memory(100 * GIB, monkeypatch)
     with pytest.raises(ValueError, match=r"num_ranks=8: .* this machine has 100 GiB; add memory"):
         check_host_memory(plan)
+
+
+def test_host_memory_is_planned_for_copies_in_memory_and_what_is_offloaded() -> None:
+    def per_param(*settings: str) -> float:
+        config = load_config([*SEVEN_B, "trainer.num_ranks=8", "rollout.num_engines=8", *settings])
+        plan = make_plan(config, 16, 64, 80 * GIB)
+        assert plan.host_bytes is not None and plan.model.num_params is not None
+        return plan.host_bytes / plan.model.num_params
+
+    without = per_param()
+    for settings, num_bytes in (
+        (["trainer.memory_copy_every=1"], 2 * 12),
+        (["trainer.offload_optimizer=true"], 12),
+        (["trainer.offload_parameters=true"], 2),
+        (["algorithm.kl.weight=0.1", "algorithm.kl.offload=true"], 2),
+        (["algorithm.kl.weight=0.1"], 0),
+        (["weight_sync.num_staged=3"], 2),
+    ):
+        assert per_param(*settings) - without == pytest.approx(num_bytes, abs=1e-6), settings
+
+
+@pytest.mark.parametrize(
+    ("own", "file"),
+    [
+        ("0::/", "memory.max"),  # a container, version 2
+        ("0::/user.slice/job-7", "user.slice/memory.max"),  # the group above
+        ("0::/user.slice/job-7", "user.slice/job-7/memory.max"),
+        ("9:cpu:/a\n4:memory:/b\n0::/", "memory/b/memory.limit_in_bytes"),  # version 1
+        ("4:hugetlb,memory:/slurm/job-7", "memory/slurm/memory.limit_in_bytes"),
+        ("4:memory:/docker/0123", "memory/memory.limit_in_bytes"),  # in it, by its host's path
+    ],
+)
+def test_memory_is_that_of_the_control_group(
+    groups: Path, monkeypatch: pytest.MonkeyPatch, own: str, file: str
+) -> None:
+    give_memory(64 * GIB, monkeypatch)
+    (groups.parent / "own").write_text(f"{own}\n")
+    limit = groups / file
+    limit.parent.mkdir(parents=True, exist_ok=True)
+    for text, has in ((f"{8 * GIB}\n", 8), ("max\n", 64), ("9223372036854771712\n", 64)):
+        limit.write_text(text)
+        assert host_memory() == has * GIB
+    limit.rename(groups / "elsewhere")
+    assert host_memory() == 64 * GIB

@@ -6,17 +6,38 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from configs.choices import Backend
 from configs.load import load_config
-from configs.schema import ModelConfig, ScratchModelConfig
+from configs.schema import LoraConfig, ModelConfig, ScratchModelConfig
 from controller.main import main
-from controller.start.gpus import GPU_CONTEXT_BYTES, RANK_PROCESS_BYTES, rank_bytes
+from controller.start.gpus import (
+    GPU_CONTEXT_BYTES,
+    RANK_PROCESS_BYTES,
+    activation_bytes,
+    rank_bytes,
+    rank_host_bytes,
+)
 from controller.start.model_size import ModelSize, model_size
-from controller.start.plan import Plan, make_plan, max_logprob_diff
+from controller.start.plan import Plan, explained_diff, make_plan, max_logprob_diff
+from controller.units import format_bytes
+from trainer_pool.data.packing import packed_row
+from trainer_pool.model import attention
+from trainer_pool.model.recomputing import recompute_layers
 
 GIB = 2**30
+QWEN_7B = {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
 
 
 def text_of(plan: Plan) -> str:
@@ -42,16 +63,51 @@ def test_cores_are_divided_without_gpus(settings: list[str], num_cpus: int, thre
 
 
 @pytest.mark.parametrize(
+    ("settings", "num_gpus", "num_cpus", "ranks"),
+    [
+        ([], 0, 4, 2),
+        ([], 0, 3, 1),
+        (["trainer.num_ranks=2"], 0, 2, 2),
+        ([], 3, 2, 2),
+    ],
+)
+def test_two_cores_have_one_rank_unless_asked_for_more(
+    settings: list[str], num_gpus: int, num_cpus: int, ranks: int
+) -> None:
+    plan = make_plan(load_config(settings), num_gpus, num_cpus)
+    assert (plan.devices.num_ranks, plan.config.trainer.num_ranks) == (ranks, ranks)
+
+
+@pytest.mark.parametrize(
     ("settings", "uses_gpu", "most"),
     [
         ([], False, 1e-3),
-        ([], True, 1.0),
-        (["rollout.engine.dtype=bfloat16"], False, 1.0),
-        (["trainer.dtype=bfloat16"], False, 1.0),
+        ([], True, 0.2),
+        (["rollout.engine.dtype=bfloat16"], False, 0.2),
+        (["trainer.dtype=bfloat16"], False, 0.2),
+        (["weight_sync.pause_mode=in_place"], False, 1e-3),
+        (["rollout.engine.extra_args=[--kv-cache-dtype=fp8_e4m3]"], True, 1.0),
+        (["rollout.engine.extra_args=[--dtype, float16]"], True, 1.0),
+    ],
+)
+def test_engines_and_trainer_must_agree_as_closely_as_their_dtypes_explain(
+    settings: list[str], uses_gpu: bool, most: float
+) -> None:
+    assert explained_diff(load_config(settings), uses_gpu) == most
+
+
+@pytest.mark.parametrize(
+    ("settings", "uses_gpu", "most"),
+    [
+        ([], False, 1e-3),
+        ([], True, 0.4),
+        (["rollout.sampling.temperature=1.5"], True, 0.2),
+        (["rollout.sampling.temperature=0.05"], True, 1.0),
+        (["rollout.openai.port=0", "rollout.openai.sampling_overrides=true"], True, 1.0),
         (["weight_sync.pause_mode=in_place"], False, 1.0),
     ],
 )
-def test_engines_and_trainer_must_agree_closely_where_both_compute_in_float32(
+def test_sampled_tokens_may_differ_by_more_at_low_temperatures_and_over_an_old_cache(
     settings: list[str], uses_gpu: bool, most: float
 ) -> None:
     assert max_logprob_diff(load_config(settings), uses_gpu) == most
@@ -105,9 +161,91 @@ def test_memory_of_a_rank_is_that_of_the_step() -> None:
     assert per_param("trainer.dtype=float32") == per_param(uses_gpu=False) == 4 + 4 + 8 + 4
     assert per_param("trainer.offload_optimizer=true") == 22 - 12
     assert per_param("trainer.offload_parameters=true") == 22 - 2
+    assert per_param("algorithm.kl.weight=0.1") == 22 + 2, "the reference"
+    assert per_param("algorithm.kl.weight=0.1", "algorithm.kl.offload=true") == 22
     many = ModelSize(label="m", num_params=3 * 10**9)  # DeepSpeed copies a part at a time
     needed = rank_bytes(load_config([]), many, num_ranks=1, uses_gpu=True)
     assert needed == 18 * 3 * 10**9 + 4 * 10**9 + GPU_CONTEXT_BYTES
+    adapted = ModelSize(label="m", num_params=10**9, num_adapter=10**6)
+    cold = ["trainer.warm_start.num_steps=0"]
+    for kl, reference_bytes in (({}, 0), ({"reference": "org/m"}, 2)):  # its base costs nothing
+        config = load_config(["model.lora={}", "algorithm.kl.weight=0.1", *cold])
+        config.algorithm.kl.reference = kl.get("reference")
+        needed = rank_bytes(config, adapted, num_ranks=1, uses_gpu=True)
+        assert needed == (2 + reference_bytes) * 10**9 + 22 * 10**6 + GPU_CONTEXT_BYTES
+    config = load_config(["model.lora={}", "algorithm.kl={weight: 0.1, offload: true}", *cold])
+    host = {"num_ranks": 1, "served": "bfloat16"}
+    alone = rank_host_bytes(config, adapted, **host)
+    config.trainer.warm_start.num_steps = 5  # now the policy that RL begins with is kept
+    kept = rank_host_bytes(config, adapted, **host)
+    assert kept is not None and alone is not None and kept - alone == 2 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("is_checkpointed", "is_offloaded"), [(False, False), (True, False), (True, True)]
+)
+def test_activations_are_about_those_that_torch_keeps_for_the_backward_pass(
+    is_checkpointed: bool, is_offloaded: bool, tmp_path: Path
+) -> None:
+    """Per token, of a Llama in float32; in a recomputed layer nothing is kept but its input, which
+    a copy on the host replaces."""
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 8}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, **heads, num_hidden_layers=6, vocab_size=128)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.PACKED)
+    if is_checkpointed:
+        recompute_layers(model, offload=is_offloaded)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    row = packed_row([torch.arange(100)])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(
+            input_ids=row.tokens_L[None],
+            position_ids=row.position_ids_L[None],
+            use_cache=False,
+            **attention.arguments(row),
+        )
+    measured = sum(storage.nbytes() for storage in kept.values())
+    assert hidden.last_hidden_state.requires_grad
+    config.save_pretrained(tmp_path)
+    size = model_size(ModelConfig(path=str(tmp_path)))
+    settings = load_config(["trainer.sequence_parallel_size=2", "trainer.num_ranks=2"])
+    settings.trainer.micro_batch_tokens = 200  # of which each rank has half
+    settings.trainer.gradient_checkpointing = is_checkpointed
+    host = rank_host_bytes(settings, size, num_ranks=2, served="float32")
+    settings.trainer.offload_activations = is_offloaded
+    offloaded = rank_host_bytes(settings, size, num_ranks=2, served="float32")
+    counted = activation_bytes(settings, size, uses_gpu=False)
+    assert counted is not None
+    # While it is computed again, from an input that is back on the device.
+    one_layer = (5928 + 4 * 64 * is_offloaded) * 100 if is_checkpointed else 0
+    assert counted == pytest.approx(measured + one_layer, rel=0.05)
+    assert host is not None and offloaded is not None
+    assert offloaded - host == (6 * 64 * 2 * 100 if is_offloaded else 0)  # bfloat16: of a GPU
+
+
+def test_plan_of_long_trajectories_shows_the_tokens_of_a_rank(tmp_path: Path) -> None:
+    """131,072 tokens through a 7B: 16,384 of them on each of eight ranks."""
+    size = ["trainer.num_ranks=8", "trainer.sequence_parallel_size=8"]
+    long = ["trainer.micro_batch_tokens=131072", "trainer.gradient_checkpointing=true"]
+    offloaded = "trainer.offload_activations=true"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    model = ["model=pretrained", f"model.path={tmp_path}"]
+    for split, tokens, gib in (
+        (size, "131,072 tokens at most, 16,384 on each of 8 ranks", "6.94"),
+        ([*size, offloaded], "131,072 tokens at most, 16,384 on each of 8 ranks", "3.98"),
+        (size[:1], "131,072 tokens at most", "55.5"),
+    ):
+        config = load_config([*long, *model, *split])
+        text = " ".join(text_of(make_plan(config, num_gpus=9, num_cpus=64)).split())
+        assert f"passes {tokens}; about {gib} GiB of activations" in text
 
 
 def test_experiment_of_sixteen_gpus_commits_at_once_and_leaves_memory_to_sglang() -> None:
@@ -115,6 +253,7 @@ def test_experiment_of_sixteen_gpus_commits_at_once_and_leaves_memory_to_sglang(
     assert config.weight_sync.max_concurrent_commits == config.rollout.num_engines == 8
     engine = config.rollout.engine
     assert (engine.max_running_requests, engine.mem_fraction) == (256, None)
+    assert 1200 < engine.start_timeout_s < config.cluster.start_timeout_s, "kernels are compiled"
 
 
 def test_too_many_gpus_are_refused_with_the_numbers() -> None:
@@ -139,7 +278,7 @@ def test_own_server_is_named_without_its_password() -> None:
     plan = make_plan(load_config(["buffer.url=redis://me:secret@box:6380/0"]), 0, 2)
     text = text_of(plan)
     assert "at box:6380" in text
-    assert "secret" not in text
+    assert "secret" not in text + repr(plan)
     assert "Redis server" not in text, "it is not started"
 
 
@@ -161,19 +300,78 @@ def test_parameters_of_a_scratch_model_are_counted_by_hand() -> None:
 
 
 def test_folder_is_counted_by_its_config(tmp_path: Path) -> None:
-    fields = {
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     size = model_size(ModelConfig(path=str(tmp_path)))
     assert size.num_params == pytest.approx(7.6e9, rel=0.01), "Qwen2.5-7B"
     assert size.kv_elements == 2 * 28 * 4 * 128
+
+
+def test_text_part_of_a_model_with_pictures_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    plain = model_size(ModelConfig(path=str(tmp_path)))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": QWEN_7B}))
+    size = model_size(ModelConfig(path=str(tmp_path)))
+    assert size.num_params == plain.num_params and size.kv_elements == plain.kv_elements
+    assert size.source == "counted from its config.json, without the tower of pictures"
+
+
+def test_experts_are_counted(tmp_path: Path) -> None:
+    fields = {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    size = model_size(ModelConfig(path=str(tmp_path)))
+    assert size.num_params == pytest.approx(30.5e9, rel=0.01), "Qwen3-30B-A3B"
+
+
+def test_buffer_has_room_for_the_experts_of_tokens_where_they_travel(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 9}
+    fields |= dict.fromkeys(("hidden_size", "num_attention_heads", "intermediate_size"), 16)
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    settings = ["model=pretrained", f"model.path={tmp_path}", "task.chat_template=false"]
+    settings += ["trainer.warm_start.num_steps=0", "rollout.max_response_tokens=16000"]
+
+    def redis_memory(*further: str) -> str:
+        [redis] = [
+            process
+            for process in make_plan(load_config([*settings, *further]), 0, 4).processes
+            if process.what == "Redis server"
+        ]
+        return redis.memory
+
+    config = load_config(settings)
+    num_groups = (config.buffer.max_staleness + 2) * config.trainer.groups_per_version
+    num_tokens = num_groups * config.rollout.group_size * config.rollout.longest_trajectory
+    assert redis_memory() == format_bytes(16 * 2**20 + num_tokens * 8)
+    replayed = redis_memory("rollout.engine.routing_replay=true")
+    assert replayed == format_bytes(16 * 2**20 + num_tokens * 16) != redis_memory()
+
+
+def test_adapter_is_counted_by_its_targets() -> None:
+    scratch, lora = ScratchModelConfig(), LoraConfig(rank=8)
+    hidden, keys, inner = 128, 64, 384
+    size = model_size(ModelConfig(scratch=scratch, lora=lora))
+    shapes = [(hidden, hidden)] * 2 + [(keys, hidden)] * 2 + [(inner, hidden)] * 3
+    assert size.num_adapted == 4 * sum(rows * columns for rows, columns in shapes)
+    assert size.num_adapter == 4 * 8 * sum(rows + columns for rows, columns in shapes)
+    assert size.label.endswith("parameters, of which an adapter of rank 8 is trained")
+    lora.targets = ["q_proj", "down_proj"]
+    size = model_size(ModelConfig(scratch=scratch, lora=lora))
+    assert size.num_adapter == 4 * 8 * (2 * hidden + inner + hidden)
+    named = model_size(ModelConfig(path="org/model-7B", lora=lora))
+    assert (named.num_params, named.num_adapter, named.num_adapted) == (7e9, None, None)
+    named = model_size(ModelConfig(path="org/model-7B", lora=LoraConfig()))
+    assert (named.num_adapter, named.num_adapted) == (None, 7e9), "at most"
+    lora.targets = ["qkv_proj"]  # not as dense layers are counted
+    assert model_size(ModelConfig(scratch=scratch, lora=lora)).num_adapter is None
 
 
 @pytest.mark.parametrize(
@@ -193,6 +391,10 @@ def test_plan_describes_the_transfer_of_weights() -> None:
     text = " ".join(text_of(make_plan(load_config(settings), 0, 2)).split())
     assert "every 8 versions, only changes in between, as bfloat16" in text
     assert "at most 2 engines pause at a time" in text
+    plan = make_plan(load_config(["model.lora={rank: 8, alpha: 16}"]), 0, 2)
+    assert "MiB" not in plan._weights_sentence() and "KiB per version" in plan._weights_sentence()
+    assert plan.staged_bytes is not None and plan.weights_bytes is not None
+    assert plan.staged_bytes > 5 * plan.weights_bytes
 
 
 @pytest.mark.parametrize(
@@ -270,6 +472,12 @@ def test_share_of_an_engine_grows_with_the_model() -> None:
     engine, rank = 2 * 1.7e9 + GIB, 18 * 1.7e9 + 4e9 + GIB
     assert fraction * 80 * GIB > engine, "its weights fit"
     assert fraction * 80 * GIB + rank < 80 * GIB, "and the rank's states beside it"
+
+
+def test_dry_run_names_bounds_that_would_not_act(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["dry-run", "algorithm.loss.clip_low=0.1"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "algorithm.loss.clip_low=0.1 will change no gradient" in output
 
 
 @pytest.mark.parametrize("num_gpus", [1, 16])

@@ -1,4 +1,4 @@
-"""What would end a launch after minutes of start-up is refused before anything is started."""
+"""Mistakes that would end a launch after minutes are refused before anything is started."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import json
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
 
 from configs.load import load_config
 from configs.schema import ScratchModelConfig
 from controller.start.plan import make_plan
-from controller.start.preflight import check_inputs, check_plan, check_shared_memory
+from controller.start.preflight import check_inputs, check_plan, check_shared_memory, probe_text
+from rollout_pool.tasks.task import TaskStream
 from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
 
 TOOLS = ("task.chat_template=true", "task.tools=[python]", "task.max_turns=2")
@@ -37,8 +40,15 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
     ("settings", "message"),
     [
         (["cluster.host=nonsense.invalid"], r"cluster\.host='nonsense\.invalid': is neither an IP"),
-        (["cluster.num_cpus=2"], r"cluster\.num_cpus=2: the run asks for 4 CPUs"),
+        (
+            ["cluster.num_cpus=2", "trainer.num_ranks=2"],
+            r"cluster\.num_cpus=2: the run asks for 4 CPUs",
+        ),
         (["rollout.engine.tp_size=3"], r"tp_size=3: must divide the model's 4 attention heads"),
+        (
+            ["trainer.sequence_parallel_size=3", "trainer.num_ranks=3"],
+            r"trainer\.sequence_parallel_size=3: must divide the model's 4 attention heads",
+        ),
         (["rollout.max_prompt_tokens=4"], r"max_prompt_tokens=4: prompt 0 has 6 tokens"),
         (
             ["rollout.max_prompt_tokens=1", "rollout.on_long_prompt=skip"],
@@ -59,6 +69,12 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
             ["task.env=copy:copy"],
             r"task\.env='copy:copy': is called with \(config, prompt\), .*takes \(x\); change",
         ),
+        (
+            ["model.lora.targets=[q_proj, w1]"],
+            r"model\.lora\.targets=\['q_proj', 'w1'\]: .* has no linear layer w1; it has down_proj",
+        ),
+        (["rollout.engine.routing_replay=true"], r"model\.scratch has no experts; set it to false"),
+        (["model.lora.resume_from=/no/such"], r"model\.lora\.resume_from='/no/such': not a folder"),
         (
             ["rollout.sampling.top_k=9", "task.grammar='start: digits'"],
             r'task\.grammar: no answer can have this form: .*unknown name: "digits"',
@@ -87,9 +103,7 @@ def test_address_for_spans_has_no_secret(url: str) -> None:
         load_config([f"rollout.trace_endpoint='{url}'"])
 
 
-def test_tokenizer_without_a_required_chat_template_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_tokenizer_without_a_required_chat_template_is_refused(tmp_path: Path) -> None:
     short = ["model=pretrained", "rollout.max_prompt_tokens=32", "trainer.warm_start.num_steps=0"]
     bare = save_model(tmp_path / "bare", chat_template=None)
     check_plan(load_config([*short, bare]))
@@ -196,6 +210,8 @@ def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Pat
         check_plan(load_config(["model=pretrained", small, "rollout.max_prompt_tokens=64"]))
 
 
+BY_VERSION = ("model.lora={mode: versions, targets: [q_proj, v_proj]}",)
+BALANCED = ("algorithm.load_balancing_weight=0.01",)
 SMALL: dict[str, Any] = {
     "vocab_size": 264,
     "hidden_size": 32,
@@ -207,6 +223,7 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+REPLAY = ("rollout.engine.routing_replay=true",)
 
 
 def save_small(folder: Path, config: hf.PreTrainedConfig) -> list[str]:
@@ -227,14 +244,66 @@ def save_small(folder: Path, config: hf.PreTrainedConfig) -> list[str]:
             r"sliding_window=39 is shorter .*=40\), and the engines' side, SGLang's Mistral",
         ),
         (hf.MistralConfig(**SMALL, sliding_window=40), (), None),
+        (
+            hf.GemmaConfig(**SMALL),
+            (),
+            r"SGLang's GemmaForCausalLM, ignores hidden_act=\"gelu_pytorch_tanh\" of .* \"gelu\"",
+        ),
+        (
+            hf.Qwen3MoeConfig(**SMALL, num_experts=4, mlp_only_layers=[1]),
+            (),
+            r"SGLang's Qwen3MoeForCausalLM, ignores mlp_only_layers=\[1\]",
+        ),
+        (
+            hf.Qwen3MoeConfig(**SMALL, num_experts=4, tie_word_embeddings=True),
+            (),
+            r"SGLang's Qwen3MoeForCausalLM, ignores tie_word_embeddings=true",
+        ),
+        (hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2), BALANCED, None),
+        (hf.Qwen2MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2), BALANCED, None),
+        (
+            hf.Qwen3Config(**SMALL),
+            BALANCED,
+            r"^algorithm\.load_balancing_weight=0\.01: model\.path='.*' has no router of experts",
+        ),
+        (hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2), REPLAY, None),
+        (hf.Glm4MoeConfig(**SMALL, n_routed_experts=4, num_experts_per_tok=2), REPLAY, None),
+        (
+            hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=1),
+            REPLAY,
+            r"num_experts_per_tok=1; .* it takes at least 2; set it to false",
+        ),
+        (
+            hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
+            (*REPLAY, "rollout.group_size=9999999"),
+            r"9999999 trajectories of up to 40 tokens could take 1\.5 GiB for their experts",
+        ),
+        (
+            hf.MixtralConfig(**SMALL, num_local_experts=4, sliding_window=None),
+            REPLAY,
+            r"SGLang's MixtralForCausalLM does not return .* only Glm4Moe.*, Qwen2Moe.* do; set",
+        ),
+        (hf.Qwen3Config(**SMALL), REPLAY, r"routing_replay=true: model.path=.* has no experts"),
+        (hf.Qwen3Config(**SMALL), BY_VERSION, None),
+        (
+            hf.SmolLM3Config(**SMALL, pad_token_id=0),
+            BY_VERSION,
+            r"versions: model.path=.*: SGLang's SmolLM3ForCausalLM has not been tested with adapt",
+        ),
+        (
+            hf.Qwen3Config(**SMALL),
+            ("model.lora={mode: versions, targets: [k_proj, v_proj]}",),
+            r"^model\.lora\.targets=\['k_proj', 'v_proj'\]: .* not both q_proj and v_proj, as",
+        ),
+        (
+            hf.OlmoeConfig(**{**SMALL, "num_key_value_heads": 4}, num_experts=4, clip_qkv=8.0),
+            (),
+            r"SGLang's OlmoeForCausalLM, ignores clip_qkv=8\.0",
+        ),
         (hf.Gemma2Config(**SMALL), (), r"softcap, which the trainer does not compute"),
         (hf.GPT2Config(vocab_size=264, n_embd=32, n_layer=1, n_head=4, n_positions=39), (), "=40"),
         (hf.Qwen3Config(**SMALL), ("rollout.max_prompt_tokens=57",), "=65: the model takes 64"),
-        (
-            hf.Qwen3Config(**SMALL, rope_parameters=YARN),
-            ("rollout.max_prompt_tokens=248",),
-            None,
-        ),
+        (hf.Qwen3Config(**SMALL, rope_parameters=YARN), ("rollout.max_prompt_tokens=248",), None),
         (
             hf.Qwen3Config(**SMALL, rope_parameters=YARN),
             ("rollout.max_prompt_tokens=249",),
@@ -252,6 +321,22 @@ def test_model_that_engines_and_trainer_compute_in_two_ways_is_refused(
         return
     with pytest.raises(ValueError, match=message):
         check_plan(loaded)
+
+
+def test_load_of_experts_that_the_quickstarts_model_does_not_have_is_not_balanced() -> None:
+    with pytest.raises(ValueError, match=r"_weight=0\.01: model\.scratch has no router of experts"):
+        check_plan(load_config([*BALANCED]))
+
+
+def test_adapter_of_a_model_that_no_receiver_could_merge_into_is_refused(tmp_path: Path) -> None:
+    settings = save_small(tmp_path, hf.Qwen3Config(**SMALL))
+    check_plan(load_config([*settings, "model.lora={}"]))
+    weights = hf.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    check_plan(load_config(settings))
+    with pytest.raises(ValueError, match=r"model\.path=.*save the model again with save_pre"):
+        check_plan(load_config([*settings, "model.lora={}"]))
 
 
 def test_head_beside_tied_embeddings_is_refused(tmp_path: Path) -> None:
@@ -276,21 +361,39 @@ def test_reference_of_another_shape_is_refused(tmp_path: Path) -> None:
     short = ["rollout.max_prompt_tokens=32", "task.chat_template=false"]
     with pytest.raises(
         ValueError,
-        match=r"^algorithm\.kl\.reference='.*narrow': its hidden_size is 64, the policy's 128; "
-        r"choose a model of the same shape as model\.path='.*own'$",
+        match=r"^algorithm\.kl\.reference='.*narrow': its hidden_size is 64, the policy's 128, and "
+        r"a reference is computed as the policy; choose a model whose config\.json agrees",
     ):
         check_plan(load_config([*policy, *short, kl.format(tmp_path / "narrow")]))
     check_plan(load_config([*policy, *short, kl.format(tmp_path / "own")]))
     # A policy from scratch, with more layers.
-    with pytest.raises(
-        ValueError, match=r"its num_hidden_layers is 1, the policy's \d+; .*model\.scratch"
-    ):
+    with pytest.raises(ValueError, match=r"its num_hidden_layers is 1, the policy's \d+, and"):
         check_plan(load_config([kl.format(tmp_path / "own")]))
-    # An older config.json does not have all fields.
-    file = tmp_path / "own" / "config.json"
-    fields = json.loads(file.read_text())
-    file.write_text(json.dumps({**fields, "num_hidden_layers": None}))
-    check_plan(load_config([kl.format(tmp_path / "own")]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters"),
+        ({"rope_parameters": YARN}, "rope_parameters is .*yarn"),
+        ({"sliding_window": 40}, "sliding_window is 40, the policy's None"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps is 0.001"),
+        ({"attention_dropout": 0.1, "eos_token_id": 7, "max_position_embeddings": 128}, None),
+    ],
+)
+def test_reference_that_the_policys_code_would_compute_otherwise_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str | None
+) -> None:
+    settings = save_small(tmp_path / "own", hf.MistralConfig(**SMALL, sliding_window=None))
+    config = hf.MistralConfig(**{**SMALL, "sliding_window": None, **fields})
+    save_small(tmp_path / "other", config)
+    kl = f"algorithm.kl={{weight: 0.1, reference: '{tmp_path}/other'}}"
+    loaded = load_config([*settings, kl])
+    if message is None:
+        check_plan(loaded)
+        return
+    with pytest.raises(ValueError, match=rf"^algorithm\.kl\.reference='.*': its {message}"):
+        check_plan(loaded)
 
 
 def test_dry_run_names_what_it_does_not_check() -> None:
@@ -317,6 +420,19 @@ def test_folder_of_a_data_set_is_checked_and_found_from_other_folders(
     assert config.task.name == str(tmp_path / "rows")
     with pytest.raises(ValueError, match="nothing is left to train on"):
         check_plan(config)
+
+
+def test_text_of_the_comparison_is_prompts_up_to_the_longest_trajectory() -> None:
+    limits = ["rollout.max_prompt_tokens=32", "rollout.max_response_tokens=50"]
+    room = ["trainer.micro_batch_tokens=70000", "model.scratch.max_position_embeddings=70000"]
+    config = load_config([*limits, *room])
+    task = check_inputs(config)
+    text = probe_text(config, task)
+    assert len(text) == 82 and text == probe_text(config, task)
+    first = byte_tokenizer().decode(text[:6])
+    assert first == next(TaskStream(task, 0, 1)).text[:6]
+    longer = replace(config, rollout=replace(config.rollout, max_response_tokens=60_000))
+    assert len(probe_text(longer, task)) == 60_032  # more than 1,024 prompts have
 
 
 def test_port_in_use_and_foreign_address_are_refused_before_the_start() -> None:
@@ -346,3 +462,17 @@ def test_memory_without_room_for_the_staged_weights_is_refused(tmp_path: Path) -
         check_shared_memory(own_folder, make_plan(own_folder, 0, 2))
     quickstart = load_config([])
     check_shared_memory(quickstart, make_plan(quickstart, 0, 2))
+
+
+def test_memory_without_room_for_copies_of_the_training_state_is_refused(tmp_path: Path) -> None:
+    copies = [*HUGE, "trainer.memory_copy_every=7"]
+    for settings, message in (
+        (copies, r"stage_dir: no room in /dev/shm for .* trainer\.memory_copy_every=7 \("),
+        (
+            [*copies, f"weight_sync.stage_dir={tmp_path}"],
+            r"trainer\.memory_copy_every=7: no room in /dev/shm for two copies .* set it to null",
+        ),
+    ):
+        config = load_config(settings)
+        with pytest.raises(ValueError, match=message):
+            check_shared_memory(config, make_plan(config, 0, 2))

@@ -8,7 +8,9 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import Config, ScratchModelConfig
-from controller.start.teacher import check_served_teacher, served_teacher
+from controller.start.gpus import num_servers
+from controller.start.plan import make_plan
+from controller.start.teacher import check_served_teacher, with_url
 from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
 
 STREAM = "algorithm.streams.teacher.loss=teacher_kl"
@@ -31,10 +33,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_model_of_the_same_vocabulary_can_be_served(folder: Path) -> None:
     config = config_with(folder)
-    found = served_teacher(config)
-    assert found is not None and found[0] == "teacher" and found[1].path == str(folder)
-    check_served_teacher(config, uses_gpu=False, student=byte_tokenizer())  # type: ignore[arg-type]
-    assert served_teacher(load_config([])) is None
+    check_served_teacher(config, byte_tokenizer())  # type: ignore[arg-type]
+    served = with_url(config.task, "http://10.0.0.7:1").rewards["teacher"]
+    assert (served.url, served.path) == ("http://10.0.0.7:1", None)
+    assert load_config([]).task.served_teacher is None
+
+
+@pytest.mark.parametrize(("num_gpus", "each"), [(0, 0), (4, 1)])
+def test_teacher_has_the_place_of_one_more_engine(folder: Path, num_gpus: int, each: int) -> None:
+    config = config_with(folder, "trainer.num_ranks=1", "rollout.num_engines=2")
+    plan = make_plan(config, num_gpus, num_cpus=8, gpu_bytes=80 * 2**30)
+    (teacher,) = (process for process in plan.processes if process.what == "teacher")
+    assert (teacher.count, teacher.num_gpus, num_servers(config)) == (1, each, 3)
+    with pytest.raises(
+        ValueError, match=r"num_engines=2 .* and a teacher need 4 GPUs, and Ray has"
+    ):
+        make_plan(config, 2, num_cpus=8, gpu_bytes=80 * 2**30)
 
 
 class OtherTokenizer:
@@ -50,12 +64,11 @@ def test_teacher_that_cannot_be_served_is_refused_with_the_fix(
 ) -> None:
     config, student = config_with(folder), byte_tokenizer()
     named = rf"^task\.rewards\.teacher\.path='{folder}': "
-    with pytest.raises(ValueError, match=named + r"with GPUs .* set task\.rewards\.teacher\.url"):
-        check_served_teacher(config, uses_gpu=True, student=student)  # type: ignore[arg-type]
-    cluster = config_with(folder, "cluster=ray")
-    with pytest.raises(ValueError, match=named + "in a Ray cluster"):
-        check_served_teacher(cluster, uses_gpu=False, student=student)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=named + "its tokenizer is not the student's"):
-        check_served_teacher(config, uses_gpu=False, student=OtherTokenizer())  # type: ignore[arg-type]
+        check_served_teacher(config, OtherTokenizer())  # type: ignore[arg-type]
+    policy = "model.scratch.max_position_embeddings=4096"
+    long = config_with(folder, policy, "rollout.max_prompt_tokens=4000")
+    with pytest.raises(ValueError, match=named + r"it takes 2048 tokens .*=4008; lower them"):
+        check_served_teacher(long, student)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not a folder with a Hugging Face model"):
-        check_served_teacher(config_with(tmp_path), uses_gpu=False, student=student)  # type: ignore[arg-type]
+        check_served_teacher(config_with(tmp_path), student)  # type: ignore[arg-type]

@@ -16,12 +16,12 @@ from configs.schema import ScratchModelConfig
 from controller.start.preflight import check_task
 from controller.start.warm_start import imitate, supervised_examples
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.env import Message, ToolSpec
-from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.conversation import Message, ToolSpec
+from rollout_pool.episodes.episode import EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tokenizer import load_tokenizer
-from rollout_pool.sampling.sample import Sample
-from rollout_pool.tasks.environments import environment_factory
+from rollout_pool.sampling.sample import Clock, Sample
+from rollout_pool.tasks.env_episodes import environment_factory
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
 from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
@@ -85,9 +85,9 @@ class Right:
     """A model that answers as a demonstration does."""
 
     def __init__(self, chat: ChatFormat, messages: tuple[Message, ...]) -> None:
-        self._answers = [chat.answer(m) for m in messages if m.role == "assistant"]
+        self._answers = [chat.demonstration(m) for m in messages if m.role == "assistant"]
 
-    async def complete(self, sample: Sample) -> None:
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         sample.output_ids = self._answers.pop(0)
         sample.logprobs = [-1.0] * len(sample.output_ids)
         sample.version_spans = [VersionSpan(version=0, start=0, end=len(sample.output_ids))]
@@ -154,7 +154,7 @@ def task_config(tmp_path: Path, **changes: object) -> TaskConfig:
     path.write_text(
         "def bad_env(config, prompt): raise KeyError('nothing here')\n"
         "def env(config, prompt):\n"
-        "    from rollout_pool.episodes.env import SingleTurn\n"
+        "    from rollout_pool import SingleTurn\n"
         "    return SingleTurn(prompt.text)\n"
         "def agent(session, prompt): return 0.0\n"
         "async def good_agent(session, prompt): return 0.0\n"
@@ -189,15 +189,9 @@ NO_SHELL = RewardConfig(command=["no-sh", "{file}"], languages=["sh"], **TESTS)
     [
         ({"env": "FILE:no"}, r"task.env='.*:no': .* has nothing named 'no'"),
         ({"env": "FILE:bad_env"}, r"task.env=.*: made no environment of prompt 0: KeyError: 'noth"),
-        (
-            {"env": "FILE:reward"},
-            r"task.env=.*: TypeError: it is a float without reset, step, cl",
-        ),
+        ({"env": "FILE:reward"}, r"task.env=.*: TypeError: it is a float without reset, step, cl"),
         ({"tools": ["FILE:word"], "max_turns": 2}, r"task.tools='.*:word': must be a function or"),
-        (
-            {"tools": ["FILE:Tool"], "max_turns": 2},
-            r"task.tools='.*:Tool': must be a function, n",
-        ),
+        ({"tools": ["FILE:Tool"], "max_turns": 2}, r"task.tools='.*:Tool': must be a function, n"),
         ({"agent": "FILE:no"}, r"task.agent='.*:no': .* has nothing named 'no'"),
         ({"agent": "FILE:agent"}, r"task.agent='.*:agent': must be an async function"),
         ({"function": "FILE:no"}, r"task.rewards.mine.function='.*:no': .* has nothing named"),
@@ -217,7 +211,7 @@ NO_SHELL = RewardConfig(command=["no-sh", "{file}"], languages=["sh"], **TESTS)
         ),
         (
             {"rewards": {"tests": RewardConfig(kind=RewardKind.code_tests)}},
-            r"task.rewards.tests.kind=code_tests: the prompts of task.kind=reasoning_gym have no",
+            r"task.rewards.tests.kind=code_tests: the prompts of chain_sum have no tests",
         ),
         (
             {**PROGRAMS, "rewards": {"tests": RewardConfig(python="/no/python", **TESTS)}},

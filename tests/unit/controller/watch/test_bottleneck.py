@@ -1,17 +1,17 @@
-"""Waits as shares of the time, and the sentence made of them."""
+"""Waits as fractions of the time, and the sentence made of them."""
 
 from __future__ import annotations
 
 import pytest
 
 from controller.metrics.weights import WeightsPace
-from controller.watch.bottleneck import WaitShares, Window, bottleneck_sentence, wait_shares
+from controller.watch.bottleneck import WaitFractions, Window, bottleneck_sentence, wait_fractions
 
 
-def shares(
+def waited(
     rollout: float = 0.0, weights: float = 0.0, trainer: float = 0.0, rewards: float = 0.0
-) -> WaitShares:
-    return WaitShares(
+) -> WaitFractions:
+    return WaitFractions(
         trainer_for_rollout=rollout,
         trainer_for_weights=weights,
         rollout_for_trainer=trainer,
@@ -22,21 +22,21 @@ def shares(
 @pytest.mark.parametrize(
     ("waits", "begins"),
     [
-        (shares(rollout=0.61), "Rollouts are the bottleneck: the trainer waited 61% so far"),
-        (shares(trainer=0.7), "The trainer is the bottleneck: rollouts waited 70% so far"),
-        (shares(rollout=0.4, trainer=0.3), "Rollouts are the bottleneck"),
-        (shares(rollout=0.3, trainer=0.4), "The trainer is the bottleneck"),
-        (shares(weights=0.5, rollout=0.3), "The trainer spent 50% so far on handing over weights"),
-        (shares(rollout=0.1, trainer=0.05), "Well balanced: the trainer waited 10% so far"),
+        (waited(rollout=0.61), "Rollouts are the bottleneck: the trainer waited 61% so far"),
+        (waited(trainer=0.7), "The trainer is the bottleneck: rollouts waited 70% so far"),
+        (waited(rollout=0.4, trainer=0.3), "Rollouts are the bottleneck"),
+        (waited(rollout=0.3, trainer=0.4), "The trainer is the bottleneck"),
+        (waited(weights=0.5, rollout=0.3), "The trainer spent 50% so far on handing over weights"),
+        (waited(rollout=0.1, trainer=0.05), "Well balanced: the trainer waited 10% so far"),
     ],
 )
-def test_largest_wait_is_named(waits: WaitShares, begins: str) -> None:
+def test_largest_wait_is_named(waits: WaitFractions, begins: str) -> None:
     assert bottleneck_sentence(waits, max_staleness=2).startswith(begins)
 
 
 def test_engine_that_is_late_explains_why_rollouts_wait() -> None:
     late = WeightsPace(convergence_s=4.1, seconds_per_publish=2.0, behind={"engine-1": 3})
-    sentence = bottleneck_sentence(shares(trainer=0.4), 2, weights=late)
+    sentence = bottleneck_sentence(waited(trainer=0.4), 2, weights=late)
     assert sentence.startswith("Weights are the bottleneck: rollouts waited 40% so far for room.")
     assert "engine-1 is 3 versions behind" in sentence
     assert (
@@ -44,48 +44,44 @@ def test_engine_that_is_late_explains_why_rollouts_wait() -> None:
         in sentence
     )
     # It explains nothing where it is the trainer that waits.
-    assert bottleneck_sentence(shares(rollout=0.6), 2, weights=late).startswith("Rollouts are")
+    assert bottleneck_sentence(waited(rollout=0.6), 2, weights=late).startswith("Rollouts are")
 
 
 def test_weights_slower_than_steps_are_named_to_the_side_that_waits() -> None:
     slow = WeightsPace(convergence_s=4.1, seconds_per_publish=2.0)
-    assert bottleneck_sentence(shares(trainer=0.4), 2, weights=slow).startswith("Weights are")
-    sentence = bottleneck_sentence(shares(weights=0.4), 2, weights=slow)
+    assert bottleneck_sentence(waited(trainer=0.4), 2, weights=slow).startswith("Weights are")
+    sentence = bottleneck_sentence(waited(weights=0.4), 2, weights=slow)
     assert "handing over weights; weights travel slower than they are made" in sentence
     quick = WeightsPace(convergence_s=1.0, seconds_per_publish=2.0)
-    assert bottleneck_sentence(shares(trainer=0.4), 2, weights=quick).startswith("The trainer is")
+    assert bottleneck_sentence(waited(trainer=0.4), 2, weights=quick).startswith("The trainer is")
 
 
 def test_reward_pool_that_is_too_small_is_named() -> None:
-    sentence = bottleneck_sentence(shares(rollout=0.6, rewards=0.4), 2)
+    sentence = bottleneck_sentence(waited(rollout=0.6, rewards=0.4), 2)
     assert sentence == (
         "The reward pool is too small: episodes waited 40% so far for a scoring process. "
         "Raise rollout.reward_processes or rollout.reward_actors."
     )
-    synchronous = bottleneck_sentence(shares(rollout=0.5, trainer=0.4, rewards=0.3), 0)
+    synchronous = bottleneck_sentence(waited(rollout=0.5, trainer=0.4, rewards=0.3), 0)
     assert synchronous.startswith("The reward pool is too small")
-    assert bottleneck_sentence(shares(rewards=0.3), 2).startswith("The reward pool")
+    assert bottleneck_sentence(waited(rewards=0.3), 2).startswith("The reward pool")
 
 
 def test_rewards_are_no_bottleneck_while_rollouts_wait_for_the_trainer() -> None:
-    assert bottleneck_sentence(shares(trainer=0.7, rewards=0.9), 2).startswith("The trainer is")
-    assert bottleneck_sentence(shares(rollout=0.6, rewards=0.2), 2).startswith("Rollouts are")
+    assert bottleneck_sentence(waited(trainer=0.7, rewards=0.9), 2).startswith("The trainer is")
+    assert bottleneck_sentence(waited(rollout=0.6, rewards=0.2), 2).startswith("Rollouts are")
 
 
 def test_synchronous_run_is_reported_as_taking_turns() -> None:
-    sentence = bottleneck_sentence(shares(rollout=0.5, trainer=0.6), max_staleness=0)
+    sentence = bottleneck_sentence(waited(rollout=0.5, trainer=0.6), max_staleness=0)
     assert "take turns, as max_staleness=0 requires" in sentence
 
 
-def test_shares_are_parts_of_the_time_of_one_process() -> None:
-    waits = {
-        ("trainer", "rollout"): 5.0,
-        ("rollout", "trainer"): 16.0,
-        ("rollout", "rewards"): 8.0,
-    }
-    result = wait_shares(waits, elapsed_s=20.0, num_workers=4)
-    assert result == shares(rollout=0.25, trainer=0.2, rewards=0.1)
-    assert wait_shares(waits, elapsed_s=0.0) == shares()
+def test_fractions_are_parts_of_the_time_of_one_process() -> None:
+    waits = {("trainer", "rollout"): 5.0, ("rollout", "trainer"): 16.0, ("rollout", "rewards"): 8.0}
+    result = wait_fractions(waits, elapsed_s=20.0, num_workers=4)
+    assert result == waited(rollout=0.25, trainer=0.2, rewards=0.1)
+    assert wait_fractions(waits, elapsed_s=0.0) == waited()
 
 
 def test_window_begins_again_where_totals_fall() -> None:

@@ -1,4 +1,4 @@
-"""Which engine an evaluation is given, and that it always gives it back."""
+"""An evaluation gets an engine if it can, and always gives it back."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What becomes of the engines of a run when they are lost, given up, added or removed."""
+"""Engines of a run that are lost, given up, added or removed."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,8 @@ class Pool:
         error = error or RayActorError(error_msg="it died")
         self.refs.pop((call, engine)).result.set_exception(error)
 
-    def given_up(self, engine: str) -> Ref:
-        return self._ref("given_up", engine)
-
-    def lost(self, engine: str) -> Ref:
-        return self._ref("lost", engine)
-
-    def node(self, engine: str) -> Ref:
-        return self._ref("node", engine)
-
-    def noticed(self, name: str) -> Ref:
-        return self._ref("noticed", name)
+    given_up, lost = partialmethod(_ref, "given_up"), partialmethod(_ref, "lost")
+    node, noticed = partialmethod(_ref, "node"), partialmethod(_ref, "noticed")
 
     def notify(self, name: str) -> Ref:
         self.told.append(name)
@@ -122,8 +114,10 @@ class Scene:
             while not holds():
                 await asyncio.sleep(0.01)
 
-    async def events(self) -> list[tuple[str, str]]:
-        entries = await self.state.read_metrics(STREAM_START, block_s=0)
+    async def events(self, at_least: int = 0) -> list[tuple[str, str]]:
+        async with asyncio.timeout(60):
+            while len(entries := await self.state.read_metrics(STREAM_START, 0)) < at_least:
+                await asyncio.sleep(0.01)
         return [(str(e.record["event"]), str(e.record["who"])) for e in entries]
 
 
@@ -177,17 +171,6 @@ async def test_worker_without_a_place_is_reported(
     ]
 
 
-async def test_engine_without_a_place_is_reported_and_the_run_goes_on(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet, "ROOM_S", 0.05)
-    await scene.until(lambda: ("lost", "engine-1") in scene.pool.refs)
-    scene.pool.fail("lost", "engine-1")
-    await scene.until(lambda: len(scene.said) == 2)
-    assert scene.said[1] == "engine-1 waits: Ray has found no room for it so far"
-    assert not scene.running.done()
-
-
 async def test_run_goes_on_without_an_engine_that_is_given_up_and_another_joins_later(
     scene: Scene,
 ) -> None:
@@ -220,19 +203,17 @@ async def test_engines_join_and_leave_as_the_setting_says(scene: Scene) -> None:
         pool.answer("node", name, "b")
         pool.answer("ready", name)
     await scene.state.register_engine("engine-3", "http://127.0.0.1:2")
-    async with asyncio.timeout(60):
-        while len(await scene.events()) < 2:
-            await asyncio.sleep(0.01)
-    assert {*await scene.events()} == {("engine_joined", "engine-2"), ("engine_joined", "engine-3")}
+    assert {*await scene.events(2)} == {
+        ("engine_joined", "engine-2"),
+        ("engine_joined", "engine-3"),
+    }
     await scene.buffer.change_settings({"num_engines": "3"})
     await scene.until(lambda: ("leave", "engine-3") in pool.refs)
     assert pool.engine_names == ["engine-0", "engine-1", "engine-2", "engine-3"]  # it drains
     assert pool.drain_s == 60.0
     pool.answer("leave", "engine-3")
     await scene.until(lambda: pool.removed == ["engine-3"])
-    async with asyncio.timeout(60):
-        while len(await scene.events()) < 3:
-            await asyncio.sleep(0.01)
+    await scene.events(3)
     assert scene.said == [
         "engine-2 joins the run",
         "engine-3 joins the run",
@@ -251,11 +232,8 @@ async def test_engine_that_is_told_to_end_leaves_and_another_joins_at_once(scene
     pool.answer("ready", "engine-2")
     pool.answer("leave", "engine-0")
     await scene.until(lambda: pool.removed == ["engine-0"])
-    async with asyncio.timeout(60):
-        while len(await scene.events()) < 2:
-            await asyncio.sleep(0.01)
     # No loss, and no failure for which a next one would wait.
-    assert {*await scene.events()} == {("engine_joined", "engine-2"), ("engine_left", "engine-0")}
+    assert {*await scene.events(2)} == {("engine_joined", "engine-2"), ("engine_left", "engine-0")}
     assert scene.said == [
         "engine-0 was told to end: it leaves the run, once its requests have ended",
         "engine-2 joins the run",

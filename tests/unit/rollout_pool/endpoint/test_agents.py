@@ -10,11 +10,12 @@ import pytest
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.sessions import SessionLost
-from rollout_pool.episodes.request import EpisodeFailed
+from rollout_pool.episodes.episode import EpisodeFailed
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.agent import load_agent
 from rollout_pool.tasks.task import Prompt
-from tests.support.endpoint_scene import TOKENIZER, Scene, check_branch, eventually, said_in
+from tests.support.endpoint_scene import Scene, check_branch, eventually, said_in
+from tests.support.rollout import RecordingSamples
 
 PROMPT = Prompt(index=3, is_held_out=False, text="hello")
 
@@ -45,8 +46,9 @@ async def test_agents_reward_parts_and_tokens_become_an_episode(scene, play):
         assert await ask(session, "and " + text) == "hello"
         return 0.5, {"speed": 2}
 
-    samples = []
-    episode = await play(agent, order=4, on_sample=samples.append)
+    group = RecordingSamples(order=4)
+    episode = await play(agent, samples=group)
+    samples = group.begun
     assert (episode.end, episode.env_reward, episode.env_parts) == ("done", 0.5, {"speed": 2.0})
     assert episode.num_turns == 2 and len(episode.branches) == 2 and episode.error is None
     for branch, (_, tokens) in zip(episode.branches, scene.author.ended, strict=True):
@@ -66,7 +68,7 @@ async def test_agents_client_has_no_timeout_and_no_retries(scene, play):
     assert (await play(agent)).env_reward == 1.0
 
 
-async def test_blocking_agents_run_in_a_thread(scene, play):
+async def test_blocking_agent_in_a_thread_leaves_the_loop_to_others(scene, play):
     def block(session, prompt):
         with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as client:
             answer = client.chat.completions.create(
@@ -77,7 +79,11 @@ async def test_blocking_agents_run_in_a_thread(scene, play):
     async def agent(session, prompt):
         return await asyncio.to_thread(block, session, prompt)
 
-    assert (await play(agent)).env_reward == 1.0
+    gate = scene.author.gates[3] = asyncio.Event()
+    playing = asyncio.create_task(play(agent))
+    await eventually(lambda: scene.author.samples and scene.author.samples[0].output_ids)
+    gate.set()  # by the loop, while the client waits for its answer
+    assert (await playing).env_reward == 1.0
 
 
 @pytest.mark.parametrize("returned", [None, "good", (1.0, 2.0), float("nan"), (1.0, {"a": "b"})])
@@ -148,30 +154,10 @@ async def test_conversation_without_room_ends_by_length(make_scene, play):
     assert (episode.end, episode.num_turns, episode.error) == ("length", 1, None)
 
 
-async def test_answer_in_progress_at_the_timeout_is_cut_and_counts(make_scene, play):
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=5.0))
-    scene.author.gates = {3: asyncio.Event()}
-    got = []
-
-    async def agent(session, prompt):
-        got.append(await ask(session, prompt.text))
-        got.append(await ask(session, "and then?"))
-
-    episode = await play(agent, scene)
-    assert (episode.end, episode.num_turns) == ("episode_timeout", 1)
-    [branch] = episode.branches
-    check_branch(branch, [scene.author.samples[0].output_ids])
-    assert sum(branch.loss_mask) == 3 and branch.finish_reason == "length"
-    assert TOKENIZER.decode(branch.tokens[-3:]) == "hel" and got in ([], ["hel"])
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_cut_at_the_timeout_count_beside_one_without_a_token(
-    make_scene, play, stream
-):
+async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(make_scene, play, stream):
     scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=5.0))
     scene.author.gates, scene.author.silent = {3: asyncio.Event()}, {0}
-    ended = []
 
     async def agent(session, prompt):
         async with session.client() as client:
@@ -185,10 +171,13 @@ async def test_answers_cut_at_the_timeout_count_beside_one_without_a_token(
                 await said_in(answer)
         await asyncio.Event().wait()
 
-    episode = await play(agent, scene, on_end=ended.append)
+    group = RecordingSamples()
+    episode = await play(agent, scene, samples=group)
     assert (episode.end, episode.num_turns, episode.answer) == ("episode_timeout", 2, "hel")
-    assert [sum(branch.loss_mask) for branch in episode.branches] == [3, 3]
-    assert [len(sample.output_ids) for sample in ended] == [0, 3, 3]
+    for branch, sample in zip(episode.branches, scene.author.samples[1:], strict=True):
+        check_branch(branch, [sample.output_ids])
+        assert sum(branch.loss_mask) == 3 and branch.finish_reason == "length"
+    assert [len(sample.output_ids) for sample in group.ended] == [0, 3, 3]
 
 
 async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(make_scene, play):
@@ -205,27 +194,20 @@ async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(make_scene, 
     assert (await play(agent, scene)).end == "episode_timeout"
 
 
-async def test_on_end_is_called_for_each_answer(scene, play):
-    begun, ended = [], []
-
-    async def agent(session, prompt):
-        await ask(session, prompt.text)
-        return 1.0
-
-    await play(agent, on_sample=begun.append, on_end=ended.append)
-    assert len(begun) == 1 and ended == begun
+async def test_each_answer_ends_at_the_gate(scene, play):
+    group = RecordingSamples()
 
     async def leaves(session, prompt):
         await ask(session, prompt.text)
         scene.author.gates = {3: asyncio.Event()}
         asking = asyncio.create_task(ask(session, "and?"))
-        await eventually(lambda: len(scene.author.samples) == 3)
+        await eventually(lambda: len(scene.author.samples) == 2)
         asking.cancel()
         return 1.0
 
-    await play(leaves, on_sample=begun.append, on_end=ended.append)
-    assert ended == begun and len(begun) == 3
-    assert ended[-1].finish_reason == "dropped" and not ended[-1].output_ids
+    await play(leaves, samples=group)
+    assert group.ended == group.begun and len(group.begun) == 2
+    assert group.ended[-1].finish_reason == "dropped" and not group.ended[-1].output_ids
 
 
 async def test_agent_that_hangs_is_ended(make_scene, play):
@@ -261,23 +243,21 @@ async def test_cancelled_episode_ends_its_agent_and_its_answers(scene, play):
 
 
 async def test_interrupted_answer_continues_when_it_may(scene, play):
-    gate, may, waited = asyncio.Event(), asyncio.Event(), []
-    scene.author.gates = {3: gate}
+    may, group = asyncio.Event(), RecordingSamples()
+    scene.author.gates = {3: may}
+    group.hold(60.0)
 
     async def agent(session, prompt):
         return float(await ask(session, prompt.text) == "hello")
 
-    async def may_go_on(sample):
-        waited.append(len(sample.output_ids))
-        await may.wait()
-
-    playing = asyncio.create_task(play(agent, may_go_on=may_go_on))
+    playing = asyncio.create_task(play(agent, samples=group))
     await eventually(lambda: scene.author.samples and scene.author.samples[0].output_ids)
     scene.author.interrupt(scene.author.samples[0])
-    await eventually(lambda: waited == [3])
+    await eventually(lambda: group.running and not group.to_stop)
+    assert len(group.begun[0].output_ids) == 3
     scene.author.version = 8
-    gate.set()
     may.set()
+    group.release()
     episode = await playing
     assert episode.env_reward == 1.0
     [branch] = episode.branches

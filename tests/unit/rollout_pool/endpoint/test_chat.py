@@ -20,7 +20,9 @@ from tests.support.endpoint_scene import (
     TOKENIZER,
     WEATHER,
     call,
+    chat,
     check_branch,
+    check_session,
     said_in,
     spell,
 )
@@ -40,12 +42,8 @@ async def test_streamed_conversation_with_tools_is_one_trajectory_of_the_tokens_
     client, messages = scene.client(session), [{"role": "system", "content": "Be brief."}, USER]
     for turn in range(3):
         scene.author.version = 7 + turn
-        stream = await client.chat.completions.create(
-            model=MODEL,
-            messages=messages,
-            tools=[WEATHER],
-            stream=True,
-            stream_options={"include_usage": True},
+        stream = await chat(
+            client, messages, tools=[WEATHER], stream=True, stream_options={"include_usage": True}
         )
         text, calls, reason, chunks = await said_in(stream)
         messages.append({"role": "assistant", "content": text})
@@ -103,8 +101,8 @@ async def test_openai_stream_helper_finds_the_calls(scene):
 
 async def test_stream_cut_within_a_call_says_so_and_has_no_call(scene):
     scene.author.says = iter([call("weather", city="Bern")])
-    stream = await scene.client(scene.session()).chat.completions.create(
-        model=MODEL, messages=[USER], tools=[WEATHER], stream=True, max_tokens=20
+    stream = await chat(
+        scene.client(scene.session()), [USER], tools=[WEATHER], stream=True, max_tokens=20
     )
     text, calls, reason, _ = await said_in(stream)
     assert (calls, reason) == ([], "length") and text == call("weather", city="Bern")[:20]
@@ -114,9 +112,7 @@ async def test_unstreamed_answers_are_the_same(scene):
     scene.author.says = iter(["Let me see." + call("weather", city="Bern"), "hello, warm"])
     session = scene.session()
     client, messages = scene.client(session), [USER]
-    answer = await client.chat.completions.create(
-        model=MODEL, messages=messages, tools=[WEATHER], logprobs=True, max_tokens=500
-    )
+    answer = await chat(client, messages, tools=[WEATHER], logprobs=True, max_tokens=500)
     [choice] = answer.choices
     [asked] = choice.message.tool_calls
     written = scene.author.ended[0][1]
@@ -130,11 +126,10 @@ async def test_unstreamed_answers_are_the_same(scene):
         choice.message.model_dump(),  # with all its empty fields, as agents do
         {"role": "tool", "tool_call_id": asked.id, "content": [{"type": "text", "text": "hell"}]},
     ]
-    last = await client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER])
+    last = await chat(client, messages, tools=[WEATHER])
     assert last.choices[0].message.content == "hello, warm"
     assert last.choices[0].finish_reason == "stop"
-    [branch] = session.episode(end="done", outcome=None).branches
-    check_branch(branch, [tokens for _, tokens in scene.author.ended])
+    check_session(session, scene.author.written)
 
 
 CALLED = {
@@ -154,26 +149,12 @@ async def test_tools_that_the_template_does_not_write_are_refused_at_the_first_r
     silent = "{% for m in messages %}{{ m.role + ' ' + m.content }}<|im_end|>{% endfor %}"
     scene = await make_scene(tokenizer=merging_tokenizer(MERGES, SPECIALS, silent, eos_token=END))
     client = scene.client(scene.session())
-    await client.chat.completions.create(model=MODEL, messages=[USER])
+    await chat(client, [USER])
     for more, lost in (({"tools": [WEATHER]}, "the description of a tool"), ({}, "a tool call")):
         result = {"role": "tool", "tool_call_id": "c1", "content": "21"}
         messages = [USER, CALLED, result] if not more else [USER]
         with pytest.raises(BadRequestError, match=f"task.chat_template=true: .* leaves out {lost}"):
-            await client.chat.completions.create(model=MODEL, messages=messages, **more)
-
-
-async def test_history_with_calls_is_written_by_a_template_that_joins_arguments(make_scene):
-    joins = (
-        "{% for m in messages %}{{ m.role }} {{ m.content }}{% for c in m.tool_calls %}"
-        "{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>{% endfor %}"
-    )
-    scene = await make_scene(tokenizer=merging_tokenizer(MERGES, SPECIALS, joins, eos_token=END))
-    result = {"role": "tool", "tool_call_id": "c1", "content": "21"}
-    await scene.client(scene.session()).chat.completions.create(
-        model=MODEL, messages=[USER, CALLED, result]
-    )
-    prompt = TOKENIZER.decode(scene.author.samples[0].prompt)
-    assert 'assistant weather{"city": "Bern"}<|im_end|>tool 21<|im_end|>' in prompt
+            await chat(client, messages, **more)
 
 
 async def test_edited_history_begins_a_branch_and_no_token_is_trained_twice(scene):
@@ -182,7 +163,7 @@ async def test_edited_history_begins_a_branch_and_no_token_is_trained_twice(scen
     client = scene.client(session)
 
     async def say(*messages):
-        answer = await client.chat.completions.create(model=MODEL, messages=list(messages))
+        answer = await chat(client, list(messages))
         return {"role": "assistant", "content": answer.choices[0].message.content}
 
     one = await say(USER)
@@ -191,7 +172,7 @@ async def test_edited_history_begins_a_branch_and_no_token_is_trained_twice(scen
     await say(summary, two, USER)
     await say(USER, one, {"role": "user", "content": "go on otherwise"})
     first, second, third = session.episode(end="done", outcome=None).branches
-    written = [tokens for _, tokens in scene.author.ended]
+    written = scene.author.written
     check_branch(first, written[:2])
     check_branch(second, [written[2]])
     check_branch(third, [written[3]])
@@ -204,11 +185,11 @@ async def test_white_space_that_a_client_strips_is_no_edit_and_other_tools_are_o
     scene.author.says = iter(["  hello\n\n", "too", "at"])
     session = scene.session()
     client, messages = scene.client(session), [USER]
-    answer = await client.chat.completions.create(model=MODEL, messages=messages)
+    answer = await chat(client, messages)
     assert answer.choices[0].message.content == "  hello\n\n"
     messages += [{"role": "assistant", "content": "hello"}, USER]
-    await client.chat.completions.create(model=MODEL, messages=messages)
-    await client.chat.completions.create(model=MODEL, messages=messages, tools=[WEATHER])
+    await chat(client, messages)
+    await chat(client, messages, tools=[WEATHER])
     first, second = session.episode(end="done", outcome=None).branches
     check_branch(first, [tokens for _, tokens in scene.author.ended[:2]])
     check_branch(second, [scene.author.ended[2][1]])
@@ -219,9 +200,7 @@ async def test_requests_of_one_session_may_run_concurrently(scene):
     session = scene.session()
     client = scene.client(session)
     asked = [{"role": "user", "content": f"number {n}"} for n in range(8)]
-    await asyncio.gather(
-        *(client.chat.completions.create(model=MODEL, messages=[one]) for one in asked)
-    )
+    await asyncio.gather(*(chat(client, [one]) for one in asked))
     branches = session.episode(end="done", outcome=None).branches
     assert len(branches) == 8 and sum(len(b.tokens) for b in branches) > 0
 
@@ -231,7 +210,7 @@ async def test_tokens_are_streamed_as_they_come_and_characters_are_whole(scene):
     text = "é🌞 hello é"
     scene.author.says, scene.author.piece, scene.author.gates = iter([text]), 1, {9: gate}
     client = scene.client(scene.session())
-    stream = await client.chat.completions.create(model=MODEL, messages=[USER], stream=True)
+    stream = await chat(client, [USER], stream=True)
     pieces = []
     async for chunk in stream:
         pieces += [choice.delta.content or "" for choice in chunk.choices]
@@ -250,14 +229,11 @@ async def test_invalid_utf8_is_recorded_as_it_is(scene, tools):
     session = scene.session()
     client, messages = scene.client(session), [USER]
     for _ in says:
-        stream = await client.chat.completions.create(
-            model=MODEL, messages=messages, tools=tools, stream=True, max_tokens=60
-        )
+        stream = await chat(client, messages, tools=tools, stream=True, max_tokens=60)
         text, _, reason, _ = await said_in(stream)
         assert reason == "length"
         messages += [{"role": "assistant", "content": text}, USER]
-    [branch] = session.episode(end="done", outcome=None).branches
-    check_branch(branch, says)
+    check_session(session, says)
 
 
 async def test_tool_call_is_never_streamed_as_text_but_similar_text_is(scene):
@@ -265,11 +241,22 @@ async def test_tool_call_is_never_streamed_as_text_but_similar_text_is(scene):
     scene.author.says, scene.author.piece = iter(says), 1
     client = scene.client(scene.session())
     for text, more in zip(says, ({"tools": [WEATHER]}, {"tools": [WEATHER]}, {}), strict=True):
-        stream = await client.chat.completions.create(
-            model=MODEL, messages=[USER], stream=True, **more
-        )
+        stream = await chat(client, [USER], stream=True, **more)
         got, calls, reason, _ = await said_in(stream)
         assert (got, calls, reason) == (text, [], "stop")
+
+
+async def converse(client, *turns):
+    """Each turn is the text and the number of calls that its answer must have."""
+    messages = [USER]
+    for content, num_calls in turns:
+        stream = await chat(client, messages, tools=[WEATHER], stream=True)
+        text, calls, _, _ = await said_in(stream)
+        assert (text, len(calls)) == (content, num_calls)
+        functions = [{k: c[k] for k in ("name", "arguments")} for c in calls]
+        asked = [{"id": "mine", "type": "function", "function": one} for one in functions]
+        messages.append({"role": "assistant", "content": text, "tool_calls": asked})
+        messages += [{"role": "tool", "tool_call_id": "mine", "content": "21"} for _ in calls]
 
 
 async def test_calls_in_llama_format_are_streamed_as_calls(make_scene):
@@ -279,26 +266,11 @@ async def test_calls_in_llama_format_are_streamed_as_calls(make_scene):
     [tag] = TOKENIZER.encode("<|python_tag|>", add_special_tokens=False)
     written = '{"name": "weather", "parameters": {"city": "Bern"}}'
     scene.author.says = iter(
-        [
-            [*spell("Let me see. "), tag, *spell(written), END_TOKEN],
-            written,
-            '{"warm": true}',
-        ]
+        [[*spell("Let me see. "), tag, *spell(written), END_TOKEN], written, '{"warm": true}']
     )
     session = scene.session()
-    client, messages = scene.client(session), [USER]
-    for content, num_calls in (("Let me see.", 1), ("", 1), ('{"warm": true}', 0)):
-        stream = await client.chat.completions.create(
-            model=MODEL, messages=messages, tools=[WEATHER], stream=True
-        )
-        text, calls, _, _ = await said_in(stream)
-        assert (text, len(calls)) == (content, num_calls)
-        functions = [{k: c[k] for k in ("name", "arguments")} for c in calls]
-        asked = [{"id": "mine", "type": "function", "function": one} for one in functions]
-        messages.append({"role": "assistant", "content": text, "tool_calls": asked})
-        messages += [{"role": "tool", "tool_call_id": "mine", "content": "21"} for _ in calls]
-    [branch] = session.episode(end="done", outcome=None).branches
-    check_branch(branch, [tokens for _, tokens in scene.author.ended])
+    await converse(scene.client(session), ("Let me see.", 1), ("", 1), ('{"warm": true}', 0))
+    check_session(session, scene.author.written)
 
 
 async def test_renderers_answers_are_streamed_once_read_and_keep_their_tokens(make_scene):
@@ -311,23 +283,11 @@ async def test_renderers_answers_are_streamed_once_read_and_keep_their_tokens(ma
     thinks = [think, *spell("\nhm\n"), thought, *spell("\n\nIt rains.")]
     scene.author.says = iter([[*spell("Let me see."), *called, END_TOKEN], [*thinks, END_TOKEN]])
     session = scene.session()
-    client, messages = scene.client(session), [USER]
-    for content, num_calls in (("Let me see.", 1), ("<think>\nhm\n</think>\n\nIt rains.", 0)):
-        stream = await client.chat.completions.create(
-            model=MODEL, messages=messages, tools=[WEATHER], stream=True
-        )
-        text, calls, _, _ = await said_in(stream)
-        assert (text, len(calls)) == (content, num_calls)
-        functions = [{k: c[k] for k in ("name", "arguments")} for c in calls]
-        asked = [{"id": "mine", "type": "function", "function": one} for one in functions]
-        messages.append({"role": "assistant", "content": text, "tool_calls": asked})
-        messages += [{"role": "tool", "tool_call_id": "mine", "content": "21"} for _ in calls]
+    client = scene.client(session)
+    await converse(client, ("Let me see.", 1), ("<think>\nhm\n</think>\n\nIt rains.", 0))
     with pytest.raises(BadRequestError, match=r"tool_choice.*this run has a task.renderer"):
-        await client.chat.completions.create(
-            model=MODEL, messages=[USER], tools=[WEATHER], tool_choice="required"
-        )
-    [branch] = session.episode(end="done", outcome=None).branches
-    check_branch(branch, [tokens for _, tokens in scene.author.ended])
+        await chat(client, [USER], tools=[WEATHER], tool_choice="required")
+    check_session(session, scene.author.written)
 
 
 async def test_call_is_text_when_tool_choice_is_none_and_the_prompt_stays(scene):
@@ -335,21 +295,16 @@ async def test_call_is_text_when_tool_choice_is_none_and_the_prompt_stays(scene)
     session = scene.session()
     client, messages = scene.client(session), [USER]
     for choice in ("none", "auto"):
-        answer = await client.chat.completions.create(
-            model=MODEL, messages=messages, tools=[WEATHER], tool_choice=choice
-        )
+        answer = await chat(client, messages, tools=[WEATHER], tool_choice=choice)
         message = answer.choices[0].message
         messages += [message.model_dump(exclude_none=True), USER]
         assert (message.tool_calls is None) == (choice == "none")
-    [branch] = session.episode(end="done", outcome=None).branches
-    check_branch(branch, [tokens for _, tokens in scene.author.ended])
+    check_session(session, scene.author.written)
 
 
 async def test_last_chunk_is_sent_after_the_turn_is_recorded(scene):
     session = scene.session()
-    stream = await scene.client(session).chat.completions.create(
-        model=MODEL, messages=[USER], stream=True
-    )
+    stream = await chat(scene.client(session), [USER], stream=True)
     async for chunk in stream:
         if chunk.choices[0].finish_reason:
             assert session.num_turns == 1
@@ -370,8 +325,6 @@ async def test_quiet_stream_sends_comments_that_clients_ignore(make_scene):
                 gate.set()
     assert lines[-2] == "data: [DONE]" and session.num_turns == 1
     gate.clear()
-    stream = await scene.client(session).chat.completions.create(
-        model=MODEL, messages=[USER], stream=True
-    )
+    stream = await chat(scene.client(session), [USER], stream=True)
     asyncio.get_running_loop().call_later(0.2, gate.set)
     assert (await said_in(stream))[0] == "hello"

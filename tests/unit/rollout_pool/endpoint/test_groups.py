@@ -12,7 +12,7 @@ from openai import APIStatusError
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.groups import MAX_WAITING
 from rollout_pool.endpoint.sessions import SessionLost
-from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.episodes.episode import EpisodeRequest
 from rollout_pool.tasks.task import Prompt
 from tests.support.endpoint_scene import ADMIN_KEY, MODEL, check_branch, eventually
 
@@ -27,7 +27,7 @@ async def next_group(scene):
 
 
 async def serve(scene, group_id="0-1-abc"):
-    """What a worker does with the next group: its episodes."""
+    """Runs the next group's episodes, as a worker does."""
     taken = await next_group(scene)
     requests = [
         EpisodeRequest(session=f"{group_id}.{place}", sampling=scene.sampling) for place in range(2)
@@ -44,18 +44,6 @@ async def open_group(scene, **body):
     return answer.json(), serving
 
 
-async def say(scene, member):
-    client = scene.client_of(member["api_key"], member["base_url"], max_retries=0)
-    return await client.chat.completions.create(
-        model=member["model"], messages=[{"role": "user", "content": "hello"}]
-    )
-
-
-async def post_reward(scene, member, key=None, **outcome):
-    path = f"/sessions/{member['id']}/reward"
-    return await scene.http(key or member["api_key"]).post(path, json=outcome)
-
-
 async def test_external_group_is_complete_when_all_rewards_are_posted(scene):
     group, serving = await open_group(scene)
     assert group["group_id"] == "0-1-abc"
@@ -64,11 +52,11 @@ async def test_external_group_is_complete_when_all_rewards_are_posted(scene):
     first, second = group["sessions"]
     assert first["api_key"] != second["api_key"] and first["model"] == MODEL
     for member in (first, second):
-        await say(scene, member)
-    assert (await post_reward(scene, first, reward=1, parts={"style": 0.5})).status_code == 200
+        await scene.say_hello(member)
+    assert (await scene.post_reward(first, reward=1, parts={"style": 0.5})).status_code == 200
     await eventually(lambda: len(scene.sessions) == 1)
     assert not serving.done()
-    assert (await post_reward(scene, second, ADMIN_KEY, reward=0.25)).status_code == 200
+    assert (await scene.post_reward(second, ADMIN_KEY, reward=0.25)).status_code == 200
     one, two = await serving
     assert (one.end, one.env_reward, one.env_parts) == ("done", 1.0, {"style": 0.5})
     assert (two.env_reward, two.num_turns) == (0.25, 1)
@@ -78,19 +66,19 @@ async def test_external_group_is_complete_when_all_rewards_are_posted(scene):
 async def test_reward_may_be_posted_again_but_not_changed(scene):
     group, serving = await open_group(scene)
     first, second = group["sessions"]
-    await say(scene, first)
+    await scene.say_hello(first)
     for key in (None, None, ADMIN_KEY):
-        assert (await post_reward(scene, first, key, reward=1)).status_code == 200
+        assert (await scene.post_reward(first, key, reward=1)).status_code == 200
         await eventually(lambda: len(scene.sessions) == 1)
     for key in (None, ADMIN_KEY):
-        changed = await post_reward(scene, first, key, reward=0)
+        changed = await scene.post_reward(first, key, reward=0)
         assert changed.status_code == 410 and "posted" in changed.json()["error"]["message"]
-    unasked = await post_reward(scene, second, reward=1)
+    unasked = await scene.post_reward(second, reward=1)
     assert unasked.status_code == 409 and "gave no token" in unasked.json()["error"]["message"]
-    strange = await post_reward(scene, {"id": "nobody"}, ADMIN_KEY, reward=1)
+    strange = await scene.post_reward({"id": "nobody"}, ADMIN_KEY, reward=1)
     assert strange.status_code == 404
     for outcome in ({}, {"reward": "1"}, {"reward": 1, "parts": [1]}, {"reward": 1, "more": 2}):
-        assert (await post_reward(scene, second, **outcome)).status_code == 400, outcome
+        assert (await scene.post_reward(second, **outcome)).status_code == 400, outcome
     await scene.endpoint.close()
     serving.cancel()
     await asyncio.wait([serving])
@@ -103,7 +91,7 @@ async def test_idle_session_is_given_up(make_scene):
     gate = asyncio.Event()
     scene.author.gates = {2: gate}
     group, serving = await open_group(scene)
-    asked = asyncio.create_task(say(scene, group["sessions"][0]))
+    asked = asyncio.create_task(scene.say_hello(group["sessions"][0]))
     await eventually(lambda: len(scene.sessions) == 1)  # the other one; this one is not idle
     assert not serving.done() and not asked.done()
     gate.set()
@@ -111,7 +99,7 @@ async def test_idle_session_is_given_up(make_scene):
     for lost in await serving:
         assert isinstance(lost, SessionLost) and "session_timeout_s" in str(lost)
     for member in group["sessions"]:  # the one that ended it, and the other
-        gone = await post_reward(scene, member, reward=1)
+        gone = await scene.post_reward(member, reward=1)
         message = gone.json()["error"]["message"]
         assert gone.status_code == 410 and "given up: no request came in session" in message
 
@@ -124,7 +112,7 @@ async def test_active_session_still_ends_at_its_timeout(make_scene):
 
     async def keep_asking():
         while True:
-            await say(scene, group["sessions"][0])
+            await scene.say_hello(group["sessions"][0])
 
     asking = asyncio.create_task(keep_asking())
     async with asyncio.timeout(60):
@@ -143,7 +131,7 @@ async def test_requests_in_progress_get_the_reason_when_their_group_is_given_up(
     requests = [EpisodeRequest(session=f"0-1-abc.{n}", sampling=scene.sampling) for n in range(2)]
     members = [asyncio.create_task(taken.run(PROMPT, request)) for request in requests]
     group = (await asking).json()
-    saying = [asyncio.create_task(say(scene, one)) for one in group["sessions"]]
+    saying = [asyncio.create_task(scene.say_hello(one)) for one in group["sessions"]]
     await eventually(lambda: len(scene.author.samples) == 2)
     taken.give_up("its oldest token is too old")
     taken.give_up("a later reason")
@@ -153,7 +141,7 @@ async def test_requests_in_progress_get_the_reason_when_their_group_is_given_up(
     for said in await asyncio.gather(*saying, return_exceptions=True):
         assert isinstance(said, APIStatusError) and said.status_code == 410
         assert "given up: its oldest token is too old" in said.message
-    late = await post_reward(scene, group["sessions"][0], reward=1)
+    late = await scene.post_reward(group["sessions"][0], reward=1)
     assert late.status_code == 410 and "token is too old" in late.json()["error"]["message"]
 
 
@@ -162,9 +150,9 @@ async def test_answer_that_ends_as_its_session_does_is_410(scene):
     scene.author.gates = {0: gate}  # no token is written before the callback is attached
     group, serving = await open_group(scene)
     [session, _] = scene.sessions._open.values()
-    asked = asyncio.create_task(say(scene, group["sessions"][0]))
-    await eventually(lambda: session._answers)
-    [answer] = session._answers
+    asked = asyncio.create_task(scene.say_hello(group["sessions"][0]))
+    await eventually(lambda: session._completions)
+    [answer] = session._completions
     # Runs in the same turn of the event loop as the end, before the request handler goes on.
     answer.task.add_done_callback(lambda _: answer.drop())
     gate.set()
@@ -183,16 +171,6 @@ async def test_waiting_group_request_gets_the_reason_when_refused(scene):
     taken.give_up("the prompts are used up")
     answer = await asking
     assert answer.status_code == 503 and "used up" in answer.json()["error"]["message"]
-
-
-async def test_group_whose_program_left_is_given_up(scene):
-    asking = asyncio.create_task(scene.http(ADMIN_KEY).post("/groups", json={}))
-    taken = await next_group(scene)
-    request = EpisodeRequest(session="0-1-abc.0", sampling=scene.sampling)
-    member = asyncio.create_task(taken.run(PROMPT, request))
-    asking.cancel()
-    with pytest.raises(SessionLost, match="group left"):
-        await member
 
 
 async def test_waiting_group_requests_are_limited_without_those_that_left(scene):
@@ -226,9 +204,7 @@ async def test_waiting_group_requests_are_refused_at_the_end_of_the_run(scene):
         assert answer.status_code == 503 and "ending" in answer.json()["error"]["message"]
 
 
-async def test_group_response_has_the_system_prompt_and_address_file_is_private(
-    make_scene, tmp_path
-):
+async def test_group_has_the_system_prompt_and_address_file_is_private(make_scene, tmp_path):
     scene = await make_scene(task=TaskConfig(chat_template=True, system_prompt="Be brief."))
     group, serving = await open_group(scene)
     assert group["prompt"]["messages"][0] == {"role": "system", "content": "Be brief."}

@@ -27,7 +27,7 @@ def play(scene, tmp_path):
         episode = await runner.run(PROMPT, scene.ask())
         assert episode.end == "done", episode.error
         [branch] = episode.branches
-        check_branch(branch, [tokens for _, tokens in scene.author.ended])
+        check_branch(branch, scene.author.written)
         return episode
 
     return play

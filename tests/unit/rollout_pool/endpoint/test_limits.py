@@ -97,8 +97,8 @@ async def test_limit_of_tokens_counts_answers_that_are_too_old_for_a_retry(limit
     session = scene.session()
     client = scene.client(session)
     await ask(client)
-    await eventually(lambda: session._answers[0].ended_at is not None)
-    assert session.again(b"another request") is None and not session._answers
+    await eventually(lambda: session._completions[0].ended_at is not None)
+    assert session.again(b"another request") is None and not session._completions
     await ask(client)
     with pytest.raises(APIStatusError, match="12 tokens"):
         await ask(client)

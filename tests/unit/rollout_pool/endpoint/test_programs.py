@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from functools import partial
 
 import pytest
 
@@ -15,17 +14,17 @@ from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig
 from rollout_pool.endpoint.groups import ExternalGroup
 from rollout_pool.endpoint.sessions import NUM_REMEMBERED
-from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.environment import SingleTurn
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
-from rollout_pool.tasks.environments import EnvEpisodes
-from rollout_pool.tasks.mixture import task_name
+from rollout_pool.tasks.env_episodes import EnvEpisodes
 from rollout_pool.tasks.source import GroupEnd
 from rollout_pool.tasks.task import Prompt, TaskStream
-from rollout_pool.worker.group_run import Counters
-from rollout_pool.worker.loop import PromptReader, RolloutWorker
-from tests.support.endpoint_scene import ADMIN_KEY, HELLO, eventually
-from tests.support.rollout import FakeCompleter, plain_chat, rollout_spec, until
+from rollout_pool.worker.counters import Counters
+from rollout_pool.worker.loop import RolloutWorker
+from rollout_pool.worker.prompt_filter import PromptFilter
+from tests.support.endpoint_scene import ADMIN_KEY, eventually
+from tests.support.rollout import FakeCompleter, plain_chat, rollout_spec, until, until_read
 
 GROUPS_PER_STEP = 2
 DISCONNECT_S = 60.0
@@ -115,17 +114,18 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
                 run_dir=str(tmp_path),
             ),
             task=task,
-            task_of=partial(task_name, task),
             stream=TaskStream(task, 0, 1, 0),
-            reader=PromptReader(chat, task_config, config),
+            prompt_filter=PromptFilter(chat, task_config, config),
             scorer=RewardOfTheProgram(),
-            source=EnvEpisodes(EpisodeRunner(own, chat, task_config, config), task.environment),
-            external=scene.endpoint.groups,
+            episode_source=EnvEpisodes(
+                EpisodeRunner(own, chat, task_config, config), task.environment
+            ),
+            external_groups=scene.endpoint.groups,
             evaluator=None,
             buffer=scene.buffer,
             state=state,
-            watching=[asyncio.get_running_loop().create_future()],
-            interrupter=scene.author,
+            services=[asyncio.get_running_loop().create_future()],
+            completer=scene.author,
             counters=counters,
         )
 
@@ -168,20 +168,10 @@ async def request_group(scene, num_before):
     return asking
 
 
-async def say(scene, member):
-    client = scene.client_of(member["api_key"], member["base_url"], max_retries=0)
-    return await client.chat.completions.create(model=member["model"], messages=HELLO)
-
-
-async def post_reward(scene, member, reward):
-    path = f"/sessions/{member['id']}/reward"
-    return await scene.http(member["api_key"]).post(path, json={"reward": reward})
-
-
 async def play(scene, group):
     for reward, member in enumerate(group["sessions"]):
-        await say(scene, member)
-        report = (await post_reward(scene, member, reward)).json()["group"]
+        await scene.say_hello(member)
+        report = (await scene.post_reward(member, reward=reward)).json()["group"]
         assert report["group_id"] == group["group_id"] and report["num_rewarded"] == reward + 1
         assert report["state"] == ("open" if reward == 0 else "scoring")
 
@@ -193,11 +183,7 @@ async def status(scene, group):
 
 
 async def ended(scene, group, state):
-    async def has_ended():
-        return (await status(scene, group))["state"] == state
-
-    await until(has_ended)
-    return await status(scene, group)
+    return await until_read(lambda: status(scene, group), lambda report: report["state"] == state)
 
 
 async def consume(buffer, step):
@@ -208,21 +194,19 @@ async def consume(buffer, step):
     return lease
 
 
-async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_not_idle(
-    make_run, state
-):
+async def test_idle_program_yields_to_a_busy_one_and_a_waiting_request_is_not_idle(make_run, state):
     scene = await make_run(idle_timeout_s=3.0)
     gate = asyncio.Event()
     scene.author.gates = {0: gate}
     idle, slow, busy = [await request_group(scene, place) for place in range(3)]
     scene.start()
     idle, slow = (await idle).json(), (await slow).json()
-    saying = [asyncio.create_task(say(scene, member)) for member in slow["sessions"]]
+    saying = [asyncio.create_task(scene.say_hello(member)) for member in slow["sessions"]]
     busy = (await busy).json()  # once the idle one has made way: there are two credits
-    saying += [asyncio.create_task(say(scene, member)) for member in busy["sessions"]]
+    saying += [asyncio.create_task(scene.say_hello(member)) for member in busy["sessions"]]
     report = await ended(scene, idle, "idle")
     assert "rollout.openai.idle_timeout_s" in report["reason"] and report["num_rewarded"] == 0
-    late = await post_reward(scene, idle["sessions"][0], 1)
+    late = await scene.post_reward(idle["sessions"][0], reward=1)
     assert late.status_code == 410 and "groups needed its credit" in late.text
     assert busy["prompt"]["index"] == idle["prompt"]["index"]  # the prompt runs again
     assert (await status(scene, slow))["state"] == "open"  # its requests are in progress
@@ -230,7 +214,7 @@ async def test_idle_program_makes_way_for_a_busy_one_and_a_waiting_request_is_no
     await asyncio.gather(*saying)
     for group in (slow, busy):
         for reward, member in enumerate(group["sessions"]):
-            await post_reward(scene, member, reward)
+            await scene.post_reward(member, reward=reward)
     lease = await consume(scene.buffer, 0)
     assert {group.group_id for group in lease.groups} == {busy["group_id"], slow["group_id"]}
     assert {group.prompt.index for group in lease.groups} == {0, 1}
@@ -262,9 +246,7 @@ async def is_ready(buffer, number):
     return (await buffer.wrapped.stats()).ready == number
 
 
-async def test_killed_program_loses_its_sessions_at_once_and_its_prompt_runs_again(
-    make_run, tmp_path
-):
+async def test_dead_program_loses_its_sessions_at_once_and_its_prompt_is_rerun(make_run, tmp_path):
     scene = await make_run()
     gate = asyncio.Event()
     scene.author.gates = {0: gate}
@@ -293,7 +275,7 @@ async def test_killed_program_loses_its_sessions_at_once_and_its_prompt_runs_aga
     report = await status(scene, group)
     assert report["state"] == "given_up" and "the program that requested" in report["reason"]
     for member in group["sessions"]:
-        late = await post_reward(scene, member, 1)
+        late = await scene.post_reward(member, reward=1)
         assert late.status_code == 410 and "requested the group left" in late.text
     gate.set()
     for one in (second, third):
@@ -338,8 +320,8 @@ async def test_filtered_and_stopped_groups_say_why(make_run):
     scene.start()
     filtered, stopped = (await filtered).json(), (await stopped).json()
     for member in filtered["sessions"]:
-        await say(scene, member)
-        await post_reward(scene, member, 1)
+        await scene.say_hello(member)
+        await scene.post_reward(member, reward=1)
     report = await ended(scene, filtered, "filtered")
     assert "rewards are all equal" in report["reason"]
     await scene.stop()

@@ -7,16 +7,16 @@ import asyncio
 import openai
 import pytest
 
-from rollout_pool.episodes.request import EpisodeFailed
+from rollout_pool.episodes.episode import EpisodeFailed
 from rollout_pool.sampling.sample import SampleFailed
-from tests.support.endpoint_scene import MODEL, check_branch, eventually, said_in
+from tests.support.endpoint_scene import chat, check_session, eventually, said_in
 
 USER = {"role": "user", "content": "hello"}
 AGAIN = {"x-stainless-retry-count": "1"}
 
 
 def asks(client, **more):
-    return asyncio.create_task(client.chat.completions.create(model=MODEL, messages=[USER], **more))
+    return asyncio.create_task(chat(client, [USER], **more))
 
 
 async def test_retry_joins_the_answer_in_progress(make_scene):
@@ -28,8 +28,7 @@ async def test_retry_joins_the_answer_in_progress(make_scene):
     asyncio.get_running_loop().call_later(3.0, gate.set)
     assert (await asked).choices[0].message.content == "hello"
     assert len(scene.author.samples) == 1 and session.num_turns == 1
-    [branch] = session.episode(end="done", outcome=None).branches
-    check_branch(branch, [scene.author.ended[0][1]])
+    check_session(session, [scene.author.ended[0][1]])
 
 
 async def test_retried_stream_is_sent_from_its_beginning(make_scene):
@@ -58,9 +57,7 @@ async def test_identical_request_that_is_no_retry_is_sampled_again(scene):
     client = scene.client(session)
     texts = [(await asks(client)).choices[0].message.content for _ in range(2)]
     assert texts == ["one", "two"]
-    other = await client.chat.completions.create(
-        model=MODEL, messages=[USER, USER], extra_headers=AGAIN
-    )
+    other = await chat(client, [USER, USER], extra_headers=AGAIN)
     assert other.choices[0].message.content == "three"
 
 
@@ -76,9 +73,9 @@ async def test_retry_of_two_like_requests_gets_the_one_that_was_missed(make_scen
     await eventually(lambda: len(scene.author.samples) == 2)
     missed.cancel()
     await asyncio.wait([missed])
-    await eventually(lambda: [a.num_readers for a in session._answers] == [0, 1])
+    await eventually(lambda: [a.num_readers for a in session._completions] == [0, 1])
     again = asks(client, extra_headers=AGAIN)
-    await eventually(lambda: [a.num_readers for a in session._answers] == [1, 1])
+    await eventually(lambda: [a.num_readers for a in session._completions] == [1, 1])
     gate.set()
     texts = [(await task).choices[0].message.content for task in (again, kept)]
     assert texts == ["one", "two"] and session.num_turns == 2
@@ -119,7 +116,7 @@ async def test_answer_that_ended_without_its_client_waits_for_a_retry(make_scene
     await eventually(lambda: scene.author.samples)
     asked.cancel()
     await asyncio.wait([asked])
-    await eventually(lambda: session._answers[0].num_readers == 0)
+    await eventually(lambda: session._completions[0].num_readers == 0)
     gate.set()
     await eventually(lambda: scene.author.ended)
     assert session.num_turns == 0  # no client has seen it yet
@@ -136,7 +133,7 @@ async def test_failed_answer_is_reported_once_and_sampled_again_by_the_next_requ
         await asks(client)
     assert len(scene.author.samples) == 1  # the response said should_retry=False
     assert (await asks(client, extra_headers=AGAIN)).choices[0].message.content == "hello"
-    with pytest.raises(openai.APIError, match="no engine gave an answer"):
+    with pytest.raises(openai.APIError, match="no engine gave a completion"):
         await said_in(await asks(client, stream=True))
 
 

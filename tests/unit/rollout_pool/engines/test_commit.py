@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 
 from configs.choices import CommitStrategy, PauseMode
 from configs.schema import WeightSyncConfig
-from rollout_pool.engines.commit import Committer, TornEngine
-from rollout_pool.engines.strategies import StagedDisk, make_strategy
+from rollout_pool.engines.commit import Committer
+from rollout_pool.engines.engine import TornEngine
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.engines.sglang.strategies import StagedDisk, make_strategy
 from rollout_pool.sampling.engine_client import EngineError
+from rollout_pool.types import AdapterSpec
 from tests.support.rollout import make_sample, until
 
 FOLDER = Path("/dev/shm/of-this-version")
@@ -89,15 +93,15 @@ async def test_drained_engine_is_loaded_without_an_abort(fake, client):
     assert paths(fake)[-1] == "/continue_generation" and len(fake.calls) == 5
 
 
-async def test_request_that_arrives_while_an_engine_is_drained_ends_first(fake, client, make_reply):
+async def test_request_that_arrives_while_an_engine_is_drained_ends_first(fake, client):
     committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.drain)
     may_pause, may_end = threading.Event(), threading.Event()
-    fake.reply = lambda rid: make_reply(may_end=may_end)
+    fake.says(may_end=may_end)
     fake.gates["/pause_generation"] = may_pause
     late = make_sample()
     draining = asyncio.create_task(committer.drain(60.0))
     await until(lambda: PAUSE in fake.calls)
-    asking = asyncio.create_task(client.generate(late, "late!"))
+    asking = asyncio.create_task(client.generate_tokens(late, "late!"))
     await until(lambda: fake.num_running == 1)
     may_pause.set()
     await until(lambda: len(fake.bodies("/flush_cache")) == 3)  # it waits for the late one
@@ -109,13 +113,12 @@ async def test_request_that_arrives_while_an_engine_is_drained_ends_first(fake, 
     assert paths(fake)[-1] == "/continue_generation" and "/abort_request" not in paths(fake)
 
 
-async def test_rest_of_what_does_not_drain_in_time_is_taken_back(fake, client, make_reply):
+async def test_rest_of_what_does_not_drain_in_time_is_taken_back(fake, client):
     committer = Committer(client, StagedDisk(client, timeout_s=60), PauseMode.drain)
-    fake.reply = lambda rid: make_reply(never_ends=rid == "slow!", at_abort=[12])
+    fake.says(never_ends=lambda rid: rid == "slow!", at_abort=[12])
     slow = make_sample()
-    asking = asyncio.create_task(client.generate(slow, "slow!"))
-    while not slow.output_ids:
-        await asyncio.sleep(0.01)
+    asking = asyncio.create_task(client.generate_tokens(slow, "slow!"))
+    await until(lambda: slow.output_ids)
     await committer.drain(0.2)
     assert "/pause_generation" not in paths(fake)
     await committer.commit(1, FOLDER)
@@ -211,22 +214,71 @@ async def test_failed_prepare_does_not_pause_the_engine(fake, client):
     assert fake.calls == []
 
 
-@pytest.mark.parametrize("choice", [CommitStrategy.staged_disk, CommitStrategy.direct])
-async def test_strategy_that_the_server_offers_may_be_used(client, choice):
-    strategy = make_strategy(client, WeightSyncConfig(commit=choice), tp_size=1, host="127.0.0.1")
-    await strategy.check()
-    assert strategy.name == choice.value
+@pytest.fixture
+def staged(tmp_path):
+    folder = tmp_path / "slot-0"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"of version 5")
+    return folder
 
 
-async def test_strategy_that_the_server_does_not_offer_is_bad_input(fake, client):
-    fake.offers = set()
-    strategy = make_strategy(client, WeightSyncConfig(), tp_size=1, host="127.0.0.1")
-    with pytest.raises(ValueError, match=r"weight_sync\.commit=staged_disk.*use .*=direct"):
+@pytest.fixture
+def adapter_committer(client):
+    adapter = AdapterSpec(rank=4, alpha=8, layers=("q_proj", "v_proj"), num_slots=3)
+    strategy = make_strategy(client, WeightSyncConfig(), tp_size=1, adapter=adapter)
+    return Committer(client, strategy, PauseMode.resubmit)
+
+
+async def test_version_of_an_adapter_is_taken_without_a_pause(fake, adapter_committer, staged):
+    fake.gates["/load_lora_adapter"] = may_load = threading.Event()
+    committing = asyncio.create_task(adapter_committer.commit(5, staged))
+    await until(lambda: fake.calls)
+    [load] = fake.bodies("/load_lora_adapter")
+    folder = Path(load["lora_path"])
+    # The receiver writes the next version into its file, which the engine must not see.
+    (staged / "model.safetensors").write_bytes(b"of version 6")
+    assert (folder / "adapter_model.safetensors").read_bytes() == b"of version 5"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert config["target_modules"] == ["q_proj", "v_proj"] and config["peft_type"] == "LORA"
+    may_load.set()
+    report = await committing
+    assert paths(fake) == ["/load_lora_adapter"] and load["lora_name"] == "5"
+    assert (report.version, report.strategy, report.pause_s, report.stop_s) == (5, "adapter", 0, 0)
+    assert report.load_s > 0
+    # Other GPUs of the engine may read it later than the one that has replied.
+    assert {*staged.parent.iterdir()} == {staged, folder}
+    await adapter_committer.commit(6, staged)
+    *_, load = fake.bodies("/load_lora_adapter")
+    assert {*staged.parent.iterdir()} == {staged, Path(load["lora_path"])} != {staged, folder}
+    await adapter_committer._strategy.close()
+    assert [*staged.parent.iterdir()] == [staged]
+
+
+async def test_adapter_that_an_engine_refuses_leaves_it_as_it_was(fake, adapter_committer, staged):
+    fake.refused = {"/load_lora_adapter"}
+    with pytest.raises(EngineError, match="refused /load_lora_adapter") as caught:
+        await adapter_committer.commit(5, staged)
+    assert not isinstance(caught.value, TornEngine)
+    fake.refused = set()
+    (staged / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match="cannot copy its staged adapter"):
+        await adapter_committer.commit(5, staged)
+    (staged / "model.safetensors").write_bytes(b"of version 6")
+    assert (await adapter_committer.commit(6, staged)).version == 6
+    assert paths(fake) == ["/load_lora_adapter"] * 2
+
+
+async def test_server_without_the_route_of_its_strategy_is_bad_input(serve):
+    client = SGLangClient("engine-0", serve([]), key="a-key", request_timeout_s=60.0)
+    strategy = make_strategy(client, WeightSyncConfig(), tp_size=1)
+    with pytest.raises(ValueError, match=r"sync\.commit=staged_disk: engine-0 has no /update_"):
         await strategy.check()
+    await client.close()
 
 
 async def test_ipc_without_a_gpu_is_bad_input(client):
     config = WeightSyncConfig(commit=CommitStrategy.ipc)
-    strategy = make_strategy(client, config, tp_size=64, host="127.0.0.1")
+    strategy = make_strategy(client, config, tp_size=64)
     with pytest.raises(ValueError, match=r"weight_sync\.commit=ipc: .*GPU.*use .*=staged_disk"):
         await strategy.check()

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from buffer.run_state import Routes
+from buffer.probes import Probes
+from buffer.run_state import EngineRoutes
+from configs.rollout_schema import EngineConfig
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import lifecycle
 from rollout_pool.engines.lifecycle import EngineLife
-from tests.support.rollout import records, serves
+from rollout_pool.engines.sglang.strategies import StagedDisk
+from rollout_pool.sampling.engine_client import EngineError
+from tests.support.rollout import engine_spec, records, serves, until
 
-NO_ROUTES = Routes({}, frozenset(), {})
+NO_ROUTES = EngineRoutes({}, frozenset(), {})
 
 
 class ThreadEngine:
-    """Replaces SGLangEngine: its server is the fake, which answers again after a restart."""
+    """An Engine whose server is the fake, which answers again after a restart."""
 
     def __init__(self, fake):
-        config = SimpleNamespace(max_restarts=2, tp_size=1)
-        self.spec = SimpleNamespace(name="engine-0", config=config, host="127.0.0.1")
+        config = EngineConfig(max_restarts=2)
+        self.spec = engine_spec(config=config, uses_gpu=True, context_length=1088)
         self.info = SimpleNamespace(pid=os.getpid(), url="http://127.0.0.1:1")
         self.client = fake.client("engine-0")
-        self.has_server = True
+        self.is_stopped = False
         self.fake = fake
         self._dying = asyncio.Event()
 
@@ -44,19 +49,38 @@ class ThreadEngine:
         await self._dying.wait()
         return SimpleNamespace(exit_code=-9)
 
+    def strategy(self, config):
+        return StagedDisk(self.client, config.commit_timeout_s)
+
     async def stop(self, timeout_s=10.0):
+        self.is_stopped = True
         await self.client.close()
 
 
-async def test_engine_that_stalls_without_a_commit_is_lost_and_restarted(
-    fake, state, receiver, monkeypatch
+@pytest.fixture
+async def begin(fake, state, receiver):
+    """Makes the life of an engine with a receiver; each is stopped."""
+    await state.register_receiver("receiver-0", receiver.url)
+    begun = []
+
+    async def begin(starts=True, config=None, max_restarts=2):
+        engine, config = ThreadEngine(fake), config or WeightSyncConfig()
+        engine.spec = replace(engine.spec, config=EngineConfig(max_restarts=max_restarts))
+        begun.append(EngineLife(engine, config=config, key="a-key", state=state))
+        if starts:
+            await begun[-1].start()
+        return begun[-1]
+
+    yield begin
+    for life in begun:
+        await life.stop()
+
+
+async def test_engine_that_stalls_without_a_commit_is_restarted(
+    fake, begin, state, receiver, monkeypatch
 ):
     monkeypatch.setattr(lifecycle, "SHORTEST_SILENCE_S", 4.0)
-    await state.register_receiver("receiver-0", receiver.url)
-    engine = ThreadEngine(fake)
-    config = WeightSyncConfig(timeout_s=4.0)
-    life = EngineLife(engine, config=config, key="a-key", state=state)
-    await life.start()
+    await begin(config=WeightSyncConfig(timeout_s=4.0))
     receiver.offer(3)
     await serves(state, {"engine-0": 3})
     fake.slow["/update_weights_from_disk"] = 6.0  # busy for long with a load: that is no stall
@@ -73,21 +97,59 @@ async def test_engine_that_stalls_without_a_commit_is_lost_and_restarted(
         ("engine_restarted", "engine-0"),
     ]
     assert all("did not answer for" in str(e["detail"]) for e in noted)
-    await life.stop()
+
+
+@pytest.mark.parametrize(
+    ("uses_gpu", "limits", "what"),
+    [
+        (True, {}, "mem_fraction=null"),
+        (True, {"mem_fraction": 0.2}, "mem_fraction=0.2"),
+        (True, {"max_total_tokens": 2000}, "max_total_tokens=2000"),
+        (False, {}, "max_total_tokens=null"),
+    ],
+)
+async def test_engine_without_room_for_a_trajectory_is_refused(fake, state, uses_gpu, limits, what):
+    engine = ThreadEngine(fake)
+    engine.spec = replace(engine.spec, uses_gpu=uses_gpu, config=EngineConfig(**limits))
+    fake.num_kv_tokens = 1087
+    life = EngineLife(engine, config=WeightSyncConfig(), key="a-key", state=state)
+    words = rf"rollout\.engine\.{what}: the KV cache of engine-0 has room for 1087 .* = 1088;"
+    with pytest.raises(ValueError, match=words):
+        await life.start()
+    assert engine.is_stopped
 
 
 @pytest.fixture
-async def life(fake, state, receiver):
+async def life(begin, state, receiver):
     """An engine that serves version 3 beside another one that serves it too."""
-    await state.register_receiver("receiver-0", receiver.url)
-    config = WeightSyncConfig()
-    life = EngineLife(ThreadEngine(fake), config=config, key="a-key", state=state)
-    await life.start()
+    life = await begin()
     await state.record_commits({"engine-9": 3})
     receiver.offer(3)
     await serves(state, {"engine-0": 3, "engine-9": 3})
-    yield life
-    await life.stop()
+    return life
+
+
+async def test_engine_is_compared_as_soon_as_it_serves_a_version(begin, state, receiver):
+    """Engines commit in turn, and the trainer's first publish ends with the first of them."""
+    life = await begin()
+    await state.leave_probes(Probes(version=3, text=[5] * 9, logprobs=[[-1.0] * 8], most=0.1))
+    await state.record_commits({"engine-9": 3})
+    comparing = asyncio.create_task(life.compare())
+    await asyncio.wait({comparing}, timeout=0.2)
+    assert not comparing.done()
+    receiver.offer(3)
+    async with asyncio.timeout(60):
+        found = await comparing
+    assert (found.engine, found.version, found.problem) == ("engine-0", 3, None)
+
+
+async def test_engine_that_is_given_up_is_not_compared(begin):
+    life = await begin(max_restarts=0)
+    comparing = asyncio.create_task(life.compare())
+    life.engine.die()
+    with pytest.raises(EngineError, match=r"engine-0 died .*max_restarts=0"):
+        async with asyncio.timeout(60):
+            await comparing
 
 
 async def test_held_engine_is_withdrawn_until_it_is_released(life, state, receiver):
@@ -101,7 +163,7 @@ async def test_held_engine_is_withdrawn_until_it_is_released(life, state, receiv
     await serves(state, {"engine-0": 4, "engine-9": 3})
 
 
-async def test_engine_is_held_while_the_other_drains(life, state):
+async def test_engine_is_held_while_the_other_drains(life, fake, state):
     await state.drain_engine("engine-9")
     assert await life.hold(3, wait_s=60.0, limit_s=60.0)
     await state.drain_engine("engine-9")
@@ -109,6 +171,7 @@ async def test_engine_is_held_while_the_other_drains(life, state):
     assert await state.engine_versions() == {"engine-9": 3}
     await life.release()
     await serves(state, {"engine-0": 3, "engine-9": 3})
+    assert len(fake.bodies("/update_weights_from_disk")) == 1, "it has that version already"
 
 
 async def test_only_engine_is_not_held(life, state, receiver):
@@ -152,10 +215,9 @@ async def test_engine_that_does_not_end_its_requests_leaves_nevertheless(life, s
     assert await state.engine_versions() == {"engine-9": 3}
 
 
-async def test_engine_that_lost_its_process_is_started_again_and_catches_up(fake, state, receiver):
-    await state.register_receiver("receiver-0", receiver.url)
+async def test_engine_that_lost_its_process_is_started_again_and_catches_up(begin, state, receiver):
     receiver.offer(5)
-    life = EngineLife(ThreadEngine(fake), config=WeightSyncConfig(), key="a-key", state=state)
+    life = await begin(starts=False)
     life.start_again("lost its process")
     await serves(state, {"engine-0": 5})
     assert (await state.wait_routes_changed(NO_ROUTES, 60)).urls == {
@@ -163,4 +225,20 @@ async def test_engine_that_lost_its_process_is_started_again_and_catches_up(fake
     }
     noted = await records(state, "weights_event")
     assert [(e["event"], e["detail"]) for e in noted] == [("engine_restarted", "lost its process")]
-    await life.stop()
+
+
+async def test_engine_that_takes_no_weights_is_given_up_at_once(
+    fake, begin, state, receiver, tmp_path
+):
+    """Its next server would have the same loader."""
+    fake.held = lambda version: {"norm.weight": "the first"}
+    life = await begin()
+    for version in (3, 4):
+        receiver.offer_weights(tmp_path, version, {"norm.weight": version})
+        await until(lambda: len(fake.bodies("/weights_checker")) == len(receiver.offered))
+    async with asyncio.timeout(60):
+        why = await life.wait_given_up()
+    assert why.startswith("did not take what was published as version 4: since version 3 ")
+    [event] = await records(state, "weights_event")
+    assert (event["event"], event["detail"]) == ("engine_lost", why)
+    assert await state.engine_versions() == {}

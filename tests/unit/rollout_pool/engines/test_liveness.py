@@ -1,8 +1,7 @@
-"""Detection of silent servers whose processes live; real processes and real HTTP."""
+"""Detection of engines that are stopped or silent; real processes and real HTTP."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -12,52 +11,8 @@ import time
 import psutil
 import pytest
 
-from processes.silence import wait_silent
-from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.lifecycle import EnginePulse
-from tests.support.rollout import until
-
-
-async def no(timeout_s):
-    return False
-
-
-async def test_missing_answers_for_the_whole_time_are_silence():
-    async with asyncio.timeout(60):
-        assert await wait_silent(no, 0.2) >= 0.2
-
-
-async def test_single_answer_in_the_time_is_no_silence():
-    number = 0
-
-    async def sometimes(timeout_s):
-        nonlocal number
-        number += 1
-        return number % 2 == 0
-
-    waiting = asyncio.create_task(wait_silent(sometimes, 0.2))
-    while number < 8 and not waiting.done():
-        await asyncio.sleep(0.01)
-    assert not waiting.done()
-    await end_tasks({waiting})
-
-
-async def test_standstill_of_the_polling_process_proves_nothing():
-    number = 0
-
-    async def after_a_standstill(timeout_s):
-        nonlocal number
-        number += 1
-        if number == 1:
-            time.sleep(0.3)  # of the whole process: nothing of this loop runs
-            return False
-        return True
-
-    waiting = asyncio.create_task(wait_silent(after_a_standstill, 0.2))
-    while number < 3 and not waiting.done():
-        await asyncio.sleep(0.01)
-    assert not waiting.done()
-    await end_tasks({waiting})
+from tests.support.rollout import until, until_read
 
 
 @pytest.fixture
@@ -74,40 +29,21 @@ def server():
     process.wait()
 
 
-async def test_engine_is_alive_while_its_scheduler_works_or_waits_and_not_while_it_is_stopped(
-    client, server
-):
+async def test_engine_is_alive_while_its_scheduler_runs_and_not_while_it_is_stopped(client, server):
     pulse = EnginePulse(client, server.pid)
-    assert await pulse.answers(60.0)
+    assert await pulse.responds(60.0)
     (scheduler,) = psutil.Process(server.pid).children()
     scheduler.send_signal(signal.SIGSTOP)
-
-    async def is_silent():
-        return not await pulse.answers(5.0)
-
-    await until(is_silent)  # although the HTTP process answers
-    assert await client.answers(60.0)
+    # Although the HTTP process answers.
+    await until_read(lambda: pulse.responds(5.0), lambda responds: not responds)
+    assert await client.responds(60.0)
     scheduler.send_signal(signal.SIGCONT)
-    await until(lambda: pulse.answers(60.0))
+    await until(lambda: pulse.responds(60.0))
 
 
 async def test_engine_whose_http_process_is_silent_does_not_answer(fake, client, server):
     pulse = EnginePulse(client, server.pid)
     fake.slow["/model_info"] = 60.0
-    assert not await pulse.answers(0.2)
+    assert not await pulse.responds(0.2)
     fake.slow["/model_info"] = 0.3
-    assert await pulse.answers(60.0)  # it is only busy
-
-
-async def test_task_that_swallows_a_cancellation_is_still_ended():
-    async def swallow():
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(swallow())
-    await asyncio.sleep(0)
-    async with asyncio.timeout(60):
-        await end_tasks({task}, again_s=0.05)
-    assert task.cancelled()
+    assert await pulse.responds(60.0)  # it is only busy

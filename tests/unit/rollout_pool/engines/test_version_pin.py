@@ -17,24 +17,38 @@ def pin() -> VersionPin:
     return pin
 
 
-async def test_pin_is_refused_while_another_version_is_being_committed(
-    pin: VersionPin,
-) -> None:
-    assert pin.take(5)
-    assert not await pin.want(4, 60.0)
+async def test_version_is_pinned_once_it_is_served(pin: VersionPin) -> None:
     wanting = asyncio.create_task(pin.want(5, 60.0))
     await asyncio.sleep(0)
+    assert not pin.is_pinned and pin.take(5)
     pin.note_served(5)
-    assert await wanting
+    assert await wanting and not pin.take(6)
 
 
-async def test_version_that_was_passed_can_no_longer_be_pinned(pin: VersionPin) -> None:
+async def test_pin_waits_for_the_end_of_a_commit(pin: VersionPin) -> None:
+    """Also where the version wanted is the one before it."""
+    assert pin.take(5)
+    wanting = asyncio.create_task(pin.want(4, 60.0))
+    await asyncio.sleep(0)
+    assert not pin.is_pinned
+    pin.note_served(5)
+    assert await wanting and not pin.take(6)
+
+
+@pytest.mark.parametrize("served", [6, 7])
+async def test_where_the_version_was_skipped_a_later_one_is_pinned(
+    pin: VersionPin, served: int
+) -> None:
+    """The answers of an evaluation have one version even then."""
+    if served == 7:  # before it was wanted
+        assert pin.take(7)
+        pin.note_served(7)
     wanting = asyncio.create_task(pin.want(5, 60.0))
     await asyncio.sleep(0)
-    assert pin.take(6)
-    assert not await wanting
-    pin.note_served(6)
-    assert not await pin.want(5, 60.0)
+    if served == 6:
+        assert pin.take(6)
+        pin.note_served(6)
+    assert await wanting and not pin.take(8)
 
 
 async def test_commit_that_could_not_begin_leaves_the_version_before(pin: VersionPin) -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.env import SingleTurn
-from rollout_pool.episodes.request import Activity, EpisodeClock, EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.environment import SingleTurn
+from rollout_pool.episodes.episode import EpisodeClock, EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.sampling.group_samples import Activity
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from tests.support.rollout import EOS, plain_chat, write
@@ -29,7 +30,7 @@ class SlowEngine:
     def note_version(self, version):
         return
 
-    async def generate(self, sample, request_id, on_arrival=None):
+    async def generate_tokens(self, sample, request_id, on_arrival=None):
         self.num_asked += 1
         stop = self._stops[request_id] = asyncio.Event()
         try:
@@ -81,12 +82,11 @@ async def test_clock_rings_once_its_own_time_is_over() -> None:
     rung: list[float] = []
     started = loop.time()
     with clock.alarm(lambda: rung.append(loop.time() - started)):
-        clock.note_wait(True)
-        with clock.standing_still():  # two wait at once
-            await asyncio.sleep(0.3)
-        assert clock.left_s == pytest.approx(0.2, abs=0.05)
-        await asyncio.sleep(0.1)
-        clock.note_wait(False)
+        with clock.paused():
+            with clock.paused():  # two wait at once
+                await asyncio.sleep(0.3)
+            assert clock.left_s == pytest.approx(0.2, abs=0.05)
+            await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)
         assert not rung and clock.left_s < 0.12
         await asyncio.sleep(0.3)

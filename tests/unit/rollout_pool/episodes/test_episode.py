@@ -14,13 +14,14 @@ def span(version, start, end):
     return VersionSpan(version=version, start=start, end=end)
 
 
-def add(branches, prompt, output, *, spans=None, logprobs=None, finish_reason="stop"):
+def add(branches, prompt, output, *, spans=None, logprobs=None, finish_reason="stop", pictures=()):
     sample = make_sample(
         prompt=prompt,
         output_ids=output,
         logprobs=logprobs or [-float(token) for token in output],
         version_spans=spans or [span(1, 0, len(output))],
         finish_reason=finish_reason,
+        pictures=pictures,
     )
     add_turn(branches, sample)
 
@@ -35,17 +36,6 @@ def test_turns_that_extend_each_other_are_one_branch():
     assert branch.logprobs == [0, 0, -7, -8, -2, 0, -7]
     assert branch.version_spans == [span(3, 2, 3), span(4, 3, 5), span(4, 6, 7)]
     assert (branch.prompt_length, branch.finish_reason) == (2, "length")
-
-
-def test_rewritten_history_begins_a_branch_with_old_tokens_masked():
-    branches = []
-    add(branches, [5, 6], [7, 8])
-    add(branches, [5, 7, 8], [9])  # the model's own 7 and 8, after an edit
-    first, second = branches
-    assert first.tokens == [5, 6, 7, 8]
-    assert second.tokens == [5, 7, 8, 9]
-    assert second.loss_mask == [0, 0, 0, 1] and second.prompt_length == 3
-    assert second.logprobs == [0, 0, 0, -9]
 
 
 def test_two_answers_to_one_prompt_are_two_branches_and_each_can_go_on():
@@ -65,6 +55,17 @@ def test_prompt_extends_the_longest_matching_branch():
     add(branches, [5, 6, 7, 8, 9], [10])
     lengths = [len(branch.tokens) for branch in branches]
     assert lengths == [6, 2]
+
+
+def test_turn_with_another_picture_of_the_same_tokens_begins_a_branch():
+    branches = []
+    add(branches, [5], [6], pictures=(b"a",))
+    add(branches, [5, 6, 7], [8], pictures=(b"b",))
+    add(branches, [5, 6, 9], [10], pictures=(b"a", b"c"))
+    assert [(branch.tokens, branch.pictures) for branch in branches] == [
+        ([5, 6, 9, 10], (b"a", b"c")),
+        ([5, 6, 7, 8], (b"b",)),
+    ]
 
 
 TOKENS = st.lists(st.integers(0, 2), max_size=3)

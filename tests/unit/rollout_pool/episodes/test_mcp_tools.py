@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 import uvloop
 
 from configs.load import load_config
 from rollout_pool.episodes import mcp_tools as module
-from rollout_pool.episodes.env import ToolError
-from rollout_pool.tasks.environments import load_tools
+from rollout_pool.episodes.conversation import ToolError
+from rollout_pool.tasks.env_episodes import load_tools
 from tests.support.repository import ROOT
 
 SERVER = ROOT / "tests" / "support" / "mcp_server.py"
@@ -66,7 +65,7 @@ async def test_server_that_died_is_started_again_by_the_next_call():
 async def test_server_ends_with_its_worker():
     code = (
         "import asyncio\n"
-        "from rollout_pool.tasks.environments import load_tools\n"
+        "from rollout_pool.tasks.env_episodes import load_tools\n"
         "async def main():\n"
         f"    _, place = load_tools([{COMMAND!r}])\n"
         "    print(await place.run({}), flush=True)\n"
@@ -95,25 +94,16 @@ def test_server_inherits_nothing_that_its_worker_has_open(new_event_loop, tmp_pa
 
 
 async def test_tools_of_a_url_are_called():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, str(SERVER), "http", str(port)])
-    try:
-        url = f"http://127.0.0.1:{port}/mcp"
-        async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False) as http:
-            while True:
-                try:
-                    await http.get(url)
-                    break
-                except httpx.ConnectError:
-                    await asyncio.sleep(0.05)
-        price, place = load_tools([f"mcp:{url}"])
-        assert await price.run({"fruit": "apple"}) == "3"
-        assert int(await place.run({})) == server.pid
-    finally:
-        server.kill()
-        server.wait()
+    command = [sys.executable, str(SERVER), "http"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            said = (re.search(r"running on (http://\S+)", line) for line in server.stderr)
+            url = next(filter(None, said))[1]
+            price, place = load_tools([f"mcp:{url}/mcp"])
+            assert await price.run({"fruit": "apple"}) == "3"
+            assert int(await place.run({})) == server.pid
+        finally:
+            server.kill()
     with pytest.raises(ToolError, match="price: "):
         await price.run({"fruit": "apple"})
 
@@ -204,11 +194,6 @@ async def test_result_that_cannot_be_used_does_not_cost_the_others_their_connect
         with pytest.raises(ToolError, match="place: its server's result cannot be used"):
             await place.run(arguments)
     assert await place.run.func.__self__._connected() is client
-
-
-def test_two_servers_with_the_same_tool_are_refused():
-    with pytest.raises(ValueError, match="there is a tool named 'price' already"):
-        load_tools([COMMAND, f"{COMMAND} stdio"])
 
 
 def test_files_of_a_command_are_made_absolute(tmp_path, monkeypatch):

@@ -9,11 +9,13 @@ import pytest
 from buffer.types import SamplingParams, VersionSpan
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
-from rollout_pool.episodes.request import EpisodeFailed, EpisodeRequest
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.environment import Observation, SingleTurn, Step
+from rollout_pool.episodes.episode import EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.sampling.group_samples import GroupSamples
 from rollout_pool.sampling.sample import Interrupted, Priority, SampleFailed
-from tests.support.rollout import EOS, plain_chat, write
+from tests.support.rollout import EOS, RecordingSamples, plain_chat, until, write
 
 VERSION = 4
 
@@ -29,7 +31,7 @@ class Model:
         self.hangs = asyncio.Event()
         self._interrupted = {}
 
-    async def complete(self, sample):
+    async def complete(self, sample, clock=None):
         self.asked.append(sample)
         stop = self._interrupted.setdefault(sample, asyncio.Event())
         stop.clear()
@@ -110,11 +112,8 @@ def text_of(branch):
 
 
 async def test_question_with_one_answer():
-    model = Model("7")
-    seen = []
-    asked = ask(
-        order=3, priority=Priority.evaluation, min_version=2, engine="e", on_sample=seen.append
-    )
+    model, group = Model("7"), RecordingSamples(order=3)
+    asked = ask(samples=group, priority=Priority.evaluation, min_version=2, engine="e")
     env = SingleTurn("3+4=", "Add. ")
     episode = await runner(model, stop=["; "]).run(env, asked)
     [branch] = episode.branches
@@ -123,7 +122,7 @@ async def test_question_with_one_answer():
     assert (episode.end, branch.finish_reason, episode.num_turns) == ("done", "stop", 1)
     assert episode.answer == "7" and episode.env_reward is None
     [sample] = model.asked
-    assert seen == [sample]
+    assert group.begun == group.ended == [sample]
     assert (sample.order, sample.priority, sample.min_version, sample.engine, sample.session) == (
         (3, Priority.evaluation, 2, "e", "s")
     )
@@ -135,11 +134,7 @@ async def test_turns_follow_each_other_token_by_token_and_rewards_add_up():
     model = Model("a", "b", "c")
     env = Talk(
         "1? ",
-        Step(
-            observation=said(" 2? "),
-            reward=0.5,
-            info={"close": 1.0, "turns": 1.0},
-        ),
+        Step(observation=said(" 2? "), reward=0.5, info={"close": 1.0, "turns": 1.0}),
         " 3? ",
         Step(reward=-0.25, info={"turns": 3.0}),
     )
@@ -318,18 +313,15 @@ async def test_sample_that_ignores_its_interruption_is_cancelled_and_lost():
 
 async def test_interrupted_sample_waits_and_continues_with_its_tokens():
     model = Model("a", "b...", "c", "d")
-    waiting, may = asyncio.Queue(), asyncio.Event()
-
-    async def may_go_on(sample):
-        waiting.put_nowait(sample)
-        await may.wait()
-
-    playing = asyncio.create_task(runner(model).run(Talk("1", "2", "3"), ask(may_go_on=may_go_on)))
+    group = GroupSamples()
+    group.hold(60.0)
+    playing = asyncio.create_task(runner(model).run(Talk("1", "2", "3"), ask(samples=group)))
     async with asyncio.timeout(60):
         await model.hangs.wait()
         model.interrupt(model.asked[1])
-        assert await waiting.get() is model.asked[1] and len(model.asked) == 2
-        may.set()
+        await until(lambda: group.running and not group.to_stop)
+        assert len(model.asked) == 2
+        group.release()
         episode = await playing
     assert model.asked[1] is model.asked[2]
     assert text_of(episode.branches[0]) == "1[a|]2[bc|]3[d|]"
@@ -339,12 +331,10 @@ async def test_interrupted_sample_waits_and_continues_with_its_tokens():
 async def test_clock_is_paused_while_a_sample_may_not_continue():
     model = Model("a...", "b")
     model.delay_s = 0.05
-
-    async def may_go_on(sample):
-        await asyncio.sleep(3.0)
-
+    group = GroupSamples()
+    group.hold(3.0)
     playing = asyncio.create_task(
-        runner(model, episode_timeout_s=2.0).run(Talk("1"), ask(may_go_on=may_go_on))
+        runner(model, episode_timeout_s=2.0).run(Talk("1"), ask(samples=group))
     )
     async with asyncio.timeout(60):
         await model.hangs.wait()
@@ -371,16 +361,6 @@ async def test_cancelled_episode_closes_its_environment():
     with pytest.raises(asyncio.CancelledError):
         await playing
     assert env.num_closed == 1
-
-
-class BreaksAtTheEnd(Talk):
-    async def close(self):
-        raise OSError("disk full")
-
-
-async def test_environment_that_fails_to_close_is_ignored(caplog):
-    episode = await runner(Model("a")).run(BreaksAtTheEnd("1"), ask())
-    assert episode.end == "done" and "disk full" in caplog.text
 
 
 ENDS = [
@@ -417,8 +397,8 @@ async def test_environment_that_exits_or_cancels_itself_ends_only_its_episode(er
         await runner(Model()).run(Ends(error), ask())
 
 
-@pytest.mark.parametrize(("error", "words"), ENDS)
-async def test_environment_that_exits_as_it_closes_is_ignored(error, words, caplog):
+@pytest.mark.parametrize(("error", "words"), [*ENDS, (OSError("disk full"), "disk full")])
+async def test_environment_that_fails_or_exits_as_it_closes_is_ignored(error, words, caplog):
     class Exits(Talk):
         async def close(self):
             raise error

@@ -7,7 +7,7 @@ import json
 import pytest
 from tokenizers import processors
 
-from rollout_pool.episodes.tokenizer import TextTokens, end_tokens, vocab_size
+from rollout_pool.episodes.tokenizer import TextTokens, end_tokens, load_tokenizer, vocab_size
 from tests.support.rollout import spaced_tokenizer
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -78,3 +78,8 @@ def test_opening_has_the_beginning_that_a_tokenizer_adds_and_never_its_end(form,
     )
     for text in ("capital of France =", "a", "0", ""):
         assert TextTokens(made).opening(text) == [*before, *text.encode()]
+
+
+def test_invalid_model_path_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model.path='.*nothing': there is no tokenizer to load"):
+        load_tokenizer(str(tmp_path / "nothing"), trust_remote_code=False)

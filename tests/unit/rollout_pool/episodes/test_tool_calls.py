@@ -116,11 +116,7 @@ def test_answer_without_calls_is_left_as_it_is(parser, text):
             [("f", {"a": ";"}), ("g", {})],
             "",
         ),
-        (
-            '<|python_tag|>{"name": "f"}; <|python_tag|>{"name": "g"}',
-            [("f", {}), ("g", {})],
-            "",
-        ),
+        ('<|python_tag|>{"name": "f"}; <|python_tag|>{"name": "g"}', [("f", {}), ("g", {})], ""),
         (
             '{"name": "f", "parameters": {}}; <|python_tag|>{"name": "g"}',
             [("f", {}), ("g", {})],

@@ -11,9 +11,10 @@ import pytest
 
 from configs.choices import TaskKind
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Completion, Observation, SingleTurn, Step, ToolCall
+from rollout_pool.episodes.conversation import Completion, ToolCall
+from rollout_pool.episodes.environment import Observation, SingleTurn, Step
 from rollout_pool.episodes.tools import MAX_CALLS, ToolEnv, function_tool, python_tool, shorten
-from rollout_pool.tasks.environments import environment_factory, load_tools
+from rollout_pool.tasks.env_episodes import environment_factory, load_tools
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt
 
@@ -255,7 +256,7 @@ def tool_config(tmp_path, tools, **changes):
         "    'Twice x.'\n"
         "    return 2 * x\n"
         "def env(config, prompt):\n"
-        "    from rollout_pool.episodes.env import SingleTurn\n"
+        "    from rollout_pool import SingleTurn\n"
         "    return SingleTurn(f'{config.name}: {prompt.text}')\n"
     )
     names = [name.replace("FILE", str(path)) for name in tools]

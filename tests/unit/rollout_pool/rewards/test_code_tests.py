@@ -44,30 +44,21 @@ def test_program_of_another_language_is_the_last_block_of_it():
 async def test_score_of_a_program_is_the_share_of_its_tests_that_it_passes():
     tests = [ProgramTest(input=str(n), output=f"{2 * n} \n\n") for n in (1, 2, 3)]
     verdict = await judge(DOUBLE, tests)
-    assert (verdict.share, verdict.explanation) == (1.0, "")
+    assert (verdict.fraction, verdict.explanation) == (1.0, "")
     verdict = await judge("print(int(input()) ** 2)", tests)
     assert verdict.num_passed == 1 and verdict.explanation == "test 1: wrong output"
     statements = ProgramTest(statements="assert f(2) == 4\nassert f(0) == 0")
-    assert (await judge("def f(x): return x * x", [statements])).share == 1.0
+    assert (await judge("def f(x): return x * x", [statements])).fraction == 1.0
     wrong = await judge("def f(x): return x + 1", [statements])
-    assert wrong.share == 0.0 and "AssertionError" in wrong.explanation
-
-
-async def test_tests_after_a_failed_one_are_skipped_on_request():
-    tests = [ProgramTest(input=str(n), output="4") for n in (2, 1, 2)]
-    verdict = await judge(DOUBLE, tests)
-    assert (verdict.num_passed, verdict.explanation) == (2, "test 2: wrong output")
-    verdict = await judge(DOUBLE, tests, stops_at_failure=True)
-    assert (verdict.num_passed, verdict.explanation) == (1, "test 2: wrong output")
+    assert wrong.fraction == 0.0 and "AssertionError" in wrong.explanation
 
 
 @pytest.mark.parametrize(
-    "trick",
-    ["import os; os._exit(0)", "exit()", "raise SystemExit", "def f(x: return 4", '"""'],
+    "trick", ["import os; os._exit(0)", "exit()", "raise SystemExit", "def f(x: return 4", '"""']
 )
 async def test_program_that_ends_before_its_test_has_not_passed(trick):
     verdict = await judge(trick, [ProgramTest(statements="assert False")])
-    assert verdict.share == 0.0 and verdict.explanation.startswith("test 1: ")
+    assert verdict.fraction == 0.0 and verdict.explanation.startswith("test 1: ")
 
 
 async def test_endless_program_is_not_given_all_its_tests():
@@ -75,7 +66,7 @@ async def test_endless_program_is_not_given_all_its_tests():
     limits = SandboxLimits(wall_time_s=0.3)
     async with asyncio.timeout(60):
         verdict = await judge("import time\ntime.sleep(60)", tests, limits)
-    assert verdict.share == 0.0 and "it took too long" in verdict.explanation
+    assert verdict.fraction == 0.0 and "it took too long" in verdict.explanation
 
 
 # Programs without a solution ----------------------------------------------------------------------
@@ -140,7 +131,7 @@ async def test_program_does_not_see_its_test_before_it_has_ended():
     finds = "assert any(b'archive' in text for text in found())\n"  # its own text
     right = "def f(x): return x * x"  # rather than all that it found
     verdict = await judge(f"{ALL_IN_REACH}\n{looks}{finds}{right}", [test])
-    assert (verdict.share, verdict.explanation) == (1.0, "")
+    assert (verdict.fraction, verdict.explanation) == (1.0, "")
 
 
 @pytest.mark.parametrize(
@@ -161,23 +152,24 @@ async def test_patched_python_does_not_pass_a_test(trick):
     assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
 
 
-EQUALS_ALL = """
+RIGS = {
+    "equals all": """
 class Equal:
     def __eq__(self, other):
         return True
     __bool__ = __contains__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__
 def f(x):
     return Equal()
-"""
-EQUAL_NUMBER = """
+""",
+    "equal number": """
 class Equal(int):
     def __eq__(self, other):
         return True
     __hash__ = int.__hash__
 def f(x):
     return Equal(0)
-"""
-LOOKS_AT_ITS_CALLERS = """
+""",
+    "callers": """
 import sys
 def f(x):
     frame = sys._getframe(1)
@@ -186,8 +178,8 @@ def f(x):
             if type(value) is int and value > 9000:
                 return value
         frame = frame.f_back
-"""
-LOOKS_AT_ALL_OBJECTS = """
+""",
+    "all objects": """
 import gc, re
 def f(x):
     for thing in gc.get_objects():
@@ -195,8 +187,8 @@ def f(x):
             text = value.decode("utf-8", "replace") if type(value) is bytes else str(value)
             if found := re.search("== ?([0-9]{4})", text):
                 return int(found[1])
-"""
-READS_ALL_PIPES = """
+""",
+    "reads pipes": """
 import os
 for number in range(3, 64):
     try:
@@ -210,8 +202,8 @@ def f(x):
             os.write(number, content)
         except OSError:
             pass
-"""
-ANSWERS_FOR_ITSELF = """
+""",
+    "answers for itself": """
 import os
 for number in range(3, 64):
     for message in (b"ran", b"N", b"tlNTl0:d0:", b"t4:NTl0:d0:", b"0 0.0 1", b"\\xff" * 9):
@@ -221,12 +213,12 @@ for number in range(3, 64):
             pass
 def f(x):
     os._exit(0)
-"""
-STOPS_ITERATION = """
+""",
+    "stops iteration": """
 def f(x):
     raise StopIteration
-"""
-LEAVES_OTHER_MODULES = """
+""",
+    "modules": """
 import math, unittest, sys
 class AllIsWell:
     def __getattr__(self, name):
@@ -237,34 +229,12 @@ sys.modules["math"] = sys.modules["unittest"] = AllIsWell()
 sys.meta_path.insert(0, AllIsWell())
 math = AllIsWell()
 def f(x): return 0
-"""
+""",
+    "signal": "f = lambda x: None\nimport os, signal\nos.kill(os.getpid() + 1, signal.SIGKILL)",
+}
 
 
-@pytest.mark.parametrize(
-    "rig",
-    [
-        EQUALS_ALL,
-        EQUAL_NUMBER,
-        LOOKS_AT_ITS_CALLERS,
-        LOOKS_AT_ALL_OBJECTS,
-        READS_ALL_PIPES,
-        ANSWERS_FOR_ITSELF,
-        STOPS_ITERATION,
-        LEAVES_OTHER_MODULES,
-        "f = lambda x: None\nimport os, signal\nos.kill(os.getpid() + 1, signal.SIGKILL)",
-    ],
-    ids=[
-        "equals all",
-        "equal number",
-        "callers",
-        "all objects",
-        "reads pipes",
-        "answers for itself",
-        "stops iteration",
-        "modules",
-        "signal",
-    ],
-)
+@pytest.mark.parametrize("rig", RIGS.values(), ids=RIGS)
 async def test_rigged_program_does_not_pass_its_statements(rig):
     verdict = await judge(rig, [ProgramTest(statements=ANY_OF_SEVERAL)])
     assert verdict.num_passed == 0 and verdict.explanation.startswith("test 1: ")
@@ -291,8 +261,8 @@ assert num_passed
 
 @pytest.mark.parametrize("without", [(), ("landlock",), ("namespaces",)])
 async def test_each_layer_alone_hides_the_tests_from_the_program(without):
-    for rig in (LOOKS_AT_ALL_OBJECTS, READS_ALL_PIPES, ANSWERS_FOR_ITSELF):
-        result = await run_program(rig, statements="assert f(20) == 9407", without=without)
+    for name in ("all objects", "reads pipes", "answers for itself"):
+        result = await run_program(RIGS[name], statements="assert f(20) == 9407", without=without)
         assert not result.held
     result = await run_program("def f(x): return 9407", statements=STATEMENT, without=without)
     assert result.held and result.reason is None
@@ -395,7 +365,7 @@ async def test_program_exit_cannot_be_caught_by_a_statement():
 
 async def test_correct_program_may_print_anything():
     program = "def f(x):\n    print('f of', x)\n    return {20: 9407, 1: 5}[x]\nprint(0, end='')"
-    assert (await judge(program, [STATEMENTS])).share == 1.0
+    assert (await judge(program, [STATEMENTS])).fraction == 1.0
 
 
 # Statements after a program -----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
 
@@ -10,15 +11,22 @@ import psutil
 import pytest
 import ray
 
-from configs.choices import RewardKind
+from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
-from rollout_pool.episodes.env import Message, ToolCall
-from rollout_pool.episodes.episode import Branch, Episode
-from rollout_pool.rewards.hosts import MAX_BATCH, Answers, RayScorer, RemoteScoring, ScorerActor
-from rollout_pool.rewards.scorer import EpisodeScorer, WaitMeter, needs_processes
+from rollout_pool.episodes.conversation import Message, ToolCall
+from rollout_pool.episodes.episode import Episode
+from rollout_pool.rewards.reward import Reward, class_of, needs_processes
+from rollout_pool.rewards.scorer import EpisodeScorer, WaitMeter
+from rollout_pool.rewards.scorer_actors import (
+    MAX_BATCH,
+    RayScorer,
+    RemoteScoring,
+    Results,
+    ScorerActor,
+)
 from rollout_pool.rewards.types import PartScore, Setup, decode_request, encode_request
 from rollout_pool.tasks.task import Prompt
-from tests.support.rollout import until
+from tests.support.rollout import ended_episode, unmasked_branch, until
 
 PROMPT = Prompt(index=3, is_held_out=False, text="?")
 TASK = RewardConfig()
@@ -26,9 +34,7 @@ ENV = RewardConfig(kind=RewardKind.env)
 
 
 def episode(answer: str = "7", **fields) -> Episode:
-    messages = (Message(role="user", content="?"), Message(role="assistant", content=answer))
-    whole = {"branches": [], "messages": messages, "end": "done", "num_turns": 1}
-    return Episode(**{**whole, **fields})
+    return ended_episode("?", answer, **fields)
 
 
 class Solver:
@@ -41,7 +47,7 @@ class Solver:
 
 
 class Pool:
-    """Answers by the name of the part."""
+    """Results by the name of the part."""
 
     def __init__(self, **values: float | str | None) -> None:
         self.values = values
@@ -55,7 +61,7 @@ class Pool:
         self.most_open = max(self.most_open, self.num_open)
         await asyncio.sleep(0.01)
         self.num_open -= 1
-        value = self.values[asked.part or "task"]
+        value = self.values[asked.part]
         if isinstance(value, str):
             return PartScore(value=0.0, failure=value, waited_s=0.5)
         if value is None:
@@ -92,10 +98,7 @@ async def test_reward_is_the_weighted_sum_of_parts_scored_concurrently(scorer_of
     function = RewardConfig(kind=RewardKind.function, function="a:b", weight=-0.5)
     pool = Pool(right=1.0, short=4.0)
     scorer = scorer_of(
-        pool,
-        right=TASK,
-        short=function,
-        steps=RewardConfig(kind=RewardKind.env, weight=0.1),
+        pool, right=TASK, short=function, steps=RewardConfig(kind=RewardKind.env, weight=0.1)
     )
     score = await scorer.score(PROMPT, episode(env_reward=30.0))
     assert score.reward == pytest.approx(1.0 - 2.0 + 3.0)
@@ -108,18 +111,11 @@ async def test_reward_is_the_weighted_sum_of_parts_scored_concurrently(scorer_of
 @pytest.mark.parametrize("kind", [RewardKind.http, RewardKind.judge, RewardKind.teacher])
 async def test_service_that_is_gone_leaves_the_episode_unscored(scorer_of, kind):
     gone = RewardConfig(kind=kind, url="http://127.0.0.1:9", model="m", max_retries=0)
-    branch = Branch(
-        tokens=[1, 2],
-        loss_mask=[0, 1],
-        logprobs=[0.0, -1.0],
-        candidates=[(), ()],
-        version_spans=[],
-        prompt_length=1,
-        finish_reason="stop",
-    )
+    branch = unmasked_branch([1, 2])
     scorer = scorer_of(Pool(right=1.0), right=TASK, gone=gone)
     score = await scorer.score(PROMPT, episode(branches=[branch]))
-    assert score.is_unscored and score.reasons.startswith("gone: http://127.0.0.1:9")
+    assert score.is_unscored
+    assert re.match("gone: http://127.0.0.1:9.*: ConnectError", score.reasons)
     no_part = {} if kind is RewardKind.teacher else {"gone": 0.0}  # a teacher gives none
     assert (score.reward, dict(score.parts), score.columns) == (1.0, {"right": 1.0, **no_part}, ())
 
@@ -144,21 +140,23 @@ async def test_part_that_does_not_judge_an_answer_leaves_the_episode_open(scorer
 
 async def test_failed_part_counts_zero_and_is_reported(scorer_of):
     scorer = scorer_of(
-        Pool(right="RuntimeError: broken"),
-        right=TASK,
         steps=ENV,
-        gone=RewardConfig(kind=RewardKind.http, url="http://127.0.0.1:9/", max_retries=0),
         judge=RewardConfig(
             kind=RewardKind.judge, url="http://127.0.0.1:9", model="m", prompt="{solution}"
         ),
     )
     score = await scorer.score(PROMPT, episode())
-    assert score.reward == 0.0
-    assert dict(score.parts) == {"right": 0.0, "steps": 0.0, "gone": 0.0, "judge": 0.0}
-    assert score.failures["right"] == "RuntimeError: broken"
-    assert score.failures["steps"] == "the environment gave no reward"
-    assert score.failures["gone"].startswith("http://127.0.0.1:9/: ConnectError")
-    assert score.failures["judge"] == "no solution for the judge: RuntimeError: none here"
+    assert (score.reward, dict(score.parts)) == (0.0, {"steps": 0.0, "judge": 0.0})
+    assert dict(score.failures) == {
+        "steps": "the environment gave no reward",
+        "judge": "no solution for the judge: RuntimeError: none here",
+    }
+
+
+@pytest.mark.parametrize("kind", RewardKind)
+def test_kind_of_reward_has_a_class_in_the_module_of_its_name(kind):
+    config = RewardConfig(kind=kind, url="http://127.0.0.1:9", model="m", function="a:b")
+    assert issubclass(class_of(config), Reward)
 
 
 def test_processes_are_needed_where_the_task_or_code_scores():
@@ -196,14 +194,14 @@ def test_request_arrives_as_it_was_sent():
     view = request.episode
     assert view.messages == messages
     assert (view.answer, view.num_turns, view.env_reward, view.end) == ("12", 2, 0.5, "done")
-    bare = decode_request(encode_request("", PROMPT, episode, with_messages=False).decode())
+    bare = decode_request(encode_request("task", PROMPT, episode, with_messages=False).decode())
     assert bare.episode.messages == () and bare.episode.answer == "12"
 
 
 def test_setup_arrives_as_it_was_sent():
     rewards = {"tests": RewardConfig(kind=RewardKind.code_tests, weight=0.5)}
     config = TaskConfig(rewards=rewards, tools=["python"], params={"a": [1]})
-    setup = Setup(factory="a:b", config=config, data={"": "3 problems"}, timeout_s=1.5)
+    setup = Setup(config=config, data={"": "3 problems"}, timeout_s=1.5)
     assert Setup.decode(setup.encode().decode()) == setup
 
 
@@ -211,7 +209,7 @@ def test_setup_arrives_as_it_was_sent():
 
 
 class Host:
-    """Answers each request with its own number; can be lost and come back."""
+    """Results each request with its own number; can be lost and come back."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -224,7 +222,7 @@ class Host:
         self.leaves_out = 0
         self.error: Exception | None = None
 
-    async def score(self, requests: list[bytes]) -> AsyncIterator[Answers]:
+    async def score(self, requests: list[bytes]) -> AsyncIterator[Results]:
         self.batches.append(requests)
         await self.holds.wait()
         if self.error is not None:
@@ -356,6 +354,7 @@ HERE = Path(__file__).parent
 
 class Task:
     name = "lengths"
+    example = eval_prompts = is_held_out = environment = demonstration = None
 
     def score(self, prompt, completion):
         if completion == "slow":
@@ -388,7 +387,8 @@ async def actors(cluster, tmp_path):
         for _ in range(number):
             path = f"{tmp_path}/rewards-{len(made)}.log"
             factory = f"{tmp_path}/lengths.py:build"
-            made.append(actor.remote(TaskConfig(name=name), 1, 30.0, path, {}, factory))
+            config = TaskConfig(kind=TaskKind.custom, name=name, factory=factory)
+            made.append(actor.remote(config, 1, 30.0, path))
         return made
 
     yield make
@@ -397,7 +397,7 @@ async def actors(cluster, tmp_path):
 
 
 def line(answer: str) -> bytes:
-    return encode_request("", PROMPT, episode(answer), with_messages=False)
+    return encode_request("task", PROMPT, episode(answer), with_messages=False)
 
 
 async def test_actors_score_and_survive_the_kill_of_one(actors, spread, tmp_path):

@@ -63,7 +63,7 @@ class Engine:
 
     def ask(self, sample):
         tokens = list(sample.output_ids)
-        self.num_probes += sample.is_probe
+        self.num_probes += sample.guidance.is_probe
         for _ in range(min(self.most, sample.num_left)):
             logprobs = policy(tokens)
             if sample.has_candidates:
@@ -73,12 +73,12 @@ class Engine:
                 ids, known = np.arange(SIZE), np.array(best_of(logprobs, range(SIZE), ALTERNATIVES))
             shares = np.exp(logprobs[ids] - np.logaddexp.reduce(logprobs[ids]))
             token = int(self.random.choice(ids, p=shares / shares.sum()))
-            if sample.is_probe:
+            if sample.guidance.is_probe:
                 known = np.array(best_of(logprobs, range(SIZE), PROBED))
             write(sample, [token], 3, math.log(shares[list(ids).index(token)]))
             if sample.has_candidates:
                 sample.candidates.append(array("i", ids.tolist()))
-            sample.alternatives.append(Alternatives(known, logprobs[known]))
+            sample.guidance.alternatives.append(Alternatives(known, logprobs[known]))
             tokens.append(token)
             if token == EOS:
                 sample.finish_reason = "stop"
@@ -99,8 +99,16 @@ async def complete(sample, grammars, engine):
     return sample
 
 
+def arrive(sample, tokens):
+    """Each the only one of its candidates."""
+    write(sample, list(tokens), 3, 0.0)
+    for token in tokens:
+        sample.candidates.append(array("i", [token]))
+        sample.guidance.alternatives.append(Alternatives(np.array([token], np.int32), np.zeros(1)))
+
+
 async def follow(guide, sample):
-    while sample.alternatives and sample.ends_at is None:
+    while sample.guidance.alternatives and sample.ends_at is None:
         await guide.follow(sample)
 
 
@@ -197,10 +205,10 @@ async def test_probe_that_finds_no_token_that_is_allowed_takes_the_first(grammar
     Engine(1).ask(sample)
     await follow(guide, sample)
     await correct(guide, sample)
-    assert sample.is_probe
+    assert sample.guidance.is_probe
     write(sample, [97], 3)
     sample.candidates.append(array("i", [97]))
-    sample.alternatives.append(Alternatives(np.zeros(0, np.int32), np.zeros(0)))
+    sample.guidance.alternatives.append(Alternatives(np.zeros(0, np.int32), np.zeros(0)))
     await follow(guide, sample)
     await correct(guide, sample)
     assert sample.output_ids == [ord("q"), EOS] and sample.logprobs == [0.0, 0.0]
@@ -244,13 +252,7 @@ async def test_evaluation_needs_no_candidates_and_takes_the_likeliest_when_greed
 
 @pytest.mark.parametrize(
     "grammar, problem",
-    [
-        ("start: foo", "unknown name"),
-        ('start: f\nf: %json {"type": "object", "if": {}}\n', "Unimplemented keys"),
-        ('start: f\nf: %json {"$ref": "#/no"}\n', "does not exist"),
-        ("start: start", "NoExtension"),
-        ("start: " + 2**18 * "x", "and may have 262144"),
-    ],
+    [("start: start", "NoExtension"), ("start: " + 2**18 * "x", "and may have 262144")],
 )
 async def test_grammar_that_cannot_be_compiled_says_why(grammars, grammar, problem):
     with pytest.raises(ConstraintFailed, match=problem):
@@ -278,10 +280,7 @@ async def test_any_token_that_ends_an_answer_ends_its_form():
     for ends in (other, EOS):
         sample = constrained(Constraint(grammar="start: /[ab]{1,9}/"))
         guide = await Guide.of(sample, own)
-        for token in (97, ends):
-            write(sample, [token], 3, 0.0)
-            sample.candidates.append(array("i", [token]))
-            sample.alternatives.append(Alternatives(np.array([token], np.int32), np.zeros(1)))
+        arrive(sample, [97, ends])
         await follow(guide, sample)
         assert sample.ends_at is None and sample.num_ready == 2
     await own.close()
@@ -290,10 +289,7 @@ async def test_any_token_that_ends_an_answer_ends_its_form():
 async def test_stop_right_before_a_refused_token_ends_the_sample(grammars):
     sample = constrained(Constraint(grammar='start: "ab" "x"'))
     guide = await Guide.of(sample, grammars)
-    for token in b"aba":
-        write(sample, [token], 3, 0.0)
-        sample.candidates.append(array("i", [token]))
-        sample.alternatives.append(Alternatives(np.array([token], np.int32), np.zeros(1)))
+    arrive(sample, b"aba")
     await follow(guide, sample)
     assert sample.ends_at == 2
     guide.forget()  # "ab" is a text of stop

@@ -60,7 +60,7 @@ class Letters:
     def note_version(self, version):
         return
 
-    async def generate(self, sample, request_id, on_arrival=None):
+    async def generate_tokens(self, sample, request_id, on_arrival=None):
         ids = np.arange(SIZE, dtype=np.int32)
         most, self.dies_after = self.dies_after, None
         for number in range(sample.num_asked):
@@ -70,7 +70,7 @@ class Letters:
                 raise EngineError("it died")
             write(sample, [ord("a")], 0, -5.0)
             sample.candidates.append(array("i", ids.tolist()))
-            sample.alternatives.append(Alternatives(ids, np.full(SIZE, -5.0)))
+            sample.guidance.alternatives.append(Alternatives(ids, np.full(SIZE, -5.0)))
             on_arrival()
             await asyncio.sleep(0)
         if sample.num_left <= 0:
@@ -160,9 +160,7 @@ async def test_ambiguous_grammar_is_followed_beside_the_loop(grammars):
 
 
 @pytest.mark.parametrize("grammar", [MULTIPLE, MANY], ids=["multipleOf", "properties"])
-async def test_grammar_that_takes_too_long_to_compile_is_refused(
-    make_grammars, monkeypatch, grammar
-):
+async def test_grammar_that_compiles_too_long_is_refused(make_grammars, monkeypatch, grammar):
     monkeypatch.setattr(limits, "COMPILE_S", 0.2)
     grammars = make_grammars()
     async with free_loop():
@@ -178,9 +176,7 @@ async def test_grammar_that_takes_too_much_memory_is_refused(make_grammars, monk
         await make_grammars().check(Constraint(grammar=MULTIPLE))
 
 
-async def test_answer_whose_next_tokens_take_too_long_fails_and_ends_its_request(
-    make_grammars, monkeypatch
-):
+async def test_answer_that_is_followed_too_long_fails_its_request(make_grammars, monkeypatch):
     monkeypatch.setattr(limits, "STEP_S", 0.001)
     sample = constrained(json_form({"const": LONG}))
     with pytest.raises(ConstraintFailed, match=r"following an answer in it takes more than 0\.001"):
@@ -191,8 +187,7 @@ async def test_answer_whose_next_tokens_take_too_long_fails_and_ends_its_request
 async def test_tokens_are_no_part_of_the_answer_before_the_grammar_has_allowed_them(grammars):
     seen = []
     sample = constrained(
-        'start: "aab"',
-        on_tokens=lambda s: seen.append(s.output_ids[: s.num_ready]),
+        'start: "aab"', on_tokens=lambda s: seen.append(s.output_ids[: s.num_ready])
     )
     assert await complete(sample, grammars) == "aab"
     assert all(one == [*b"aab", EOS][: len(one)] for one in seen), seen
@@ -212,7 +207,7 @@ async def test_cancelled_sample_leaves_its_grammar(grammars):
     await began.wait()
     await end_tasks([working])
     [process] = grammars._processes.values()
-    assert working.cancelled() and process.num_answers == 0
+    assert working.cancelled() and process.num_completions == 0
     await grammars.check(sample.constraint)
 
 
@@ -251,7 +246,7 @@ def test_forced_tokens_are_those_of_which_each_is_the_only_one_allowed(grammar):
             break
         expected += allowed
         matcher.consume_token(allowed[0])
-    assert rules.force(3) + rules.force(100) == expected and len(expected) > 1
+    assert rules.force([], 3) + rules.force([], 100) == expected and len(expected) > 1
 
 
 async def test_grammars_are_forgotten_by_the_sum_of_their_memory(make_grammars, monkeypatch):

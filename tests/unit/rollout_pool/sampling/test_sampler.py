@@ -29,9 +29,9 @@ def rids(fake):
     return [rid for body in fake.bodies("/generate") for rid in body["rid"]]
 
 
-async def test_owner_is_called_at_each_arrival_and_the_end(fake, other_fake, sampler, make_reply):
+async def test_owner_is_called_at_each_arrival_and_the_end(fake, other_fake, sampler):
     fake.version = "41"
-    fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3, 4], parts=[1, 2])
+    fake.says(output_ids=[1, 2, 3, 4], parts=[1, 2])
     seen, arrived = [], []
 
     def note(s):
@@ -48,19 +48,17 @@ async def test_owner_is_called_at_each_arrival_and_the_end(fake, other_fake, sam
     assert rids(fake) == ["g.0.1!"] and rids(other_fake) == []
 
 
-async def test_sample_whose_engine_dies_continues_elsewhere(
-    fake, other_fake, sampler, router, make_reply
-):
+async def test_sample_whose_engine_dies_continues_elsewhere(fake, other_fake, sampler, router):
     fake.version, other_fake.version = "3", "4"
     router.follow({"engine-0": 3, "engine-1": 4}, 4, 1)
-    fake.reply = lambda rid: make_reply(
+    fake.says(
         output_ids=[10, 11, 12, 13, 14],
         logprobs=[-0.1, -0.2, -0.3, -0.4, -0.5],
         parts=[1, 2],
         labels=["3", "3"],
         breaks=True,
     )
-    other_fake.reply = lambda rid: make_reply(output_ids=[23, 24, 2], logprobs=[-1.0, -2.0, -3.0])
+    other_fake.says(output_ids=[23, 24, 2], logprobs=[-1.0, -2.0, -3.0])
     sample = make_sample()
     await sampler.complete(sample)
     assert sample.output_ids == [10, 11, 12, 23, 24, 2]
@@ -80,11 +78,9 @@ async def test_sample_whose_engine_dies_continues_elsewhere(
     assert [engine.num_in_flight for engine in router.engines.values()] == [0, 0]
 
 
-async def test_sample_refused_for_its_logprobs_is_requested_elsewhere_and_counted(
-    fake, other_fake, sampler, make_reply
-):
-    fake.reply = lambda rid: make_reply(logprobs=[None, None, None])
-    other_fake.reply = lambda rid: make_reply(output_ids=[20, 2])
+async def test_sample_refused_for_its_logprobs_goes_elsewhere_and_counts(fake, other_fake, sampler):
+    fake.says(logprobs=[None, None, None])
+    other_fake.says(output_ids=[20, 2])
     sample = make_sample()
     await sampler.complete(sample)
     assert sample.output_ids == [20, 2]
@@ -92,15 +88,12 @@ async def test_sample_refused_for_its_logprobs_is_requested_elsewhere_and_counte
     await until(lambda: sample.num_wasted == 3)  # of the last two it hears when it is elsewhere
 
 
-async def test_sample_that_keeps_failing_fails_with_the_reason_and_keeps_its_tokens(
-    fake, other_fake, sampler, make_reply
-):
-    fake.reply = lambda rid: make_reply(parts=[1], breaks=True)
+async def test_sample_that_fails_at_last_says_why_and_keeps_its_tokens(fake, other_fake, sampler):
+    fake.says(parts=[1], breaks=True)
     other_fake.status = 500
     sample = make_sample()
     with pytest.raises(
-        SampleFailed,
-        match=r"g\.0 failed 2 times \(rollout\.max_request_retries=1\).*out of order",
+        SampleFailed, match=r"g\.0 failed 2 times \(rollout\.max_request_retries=1\).*out of order"
     ):
         await sampler.complete(sample)
     assert sample.output_ids == [11] and sample.finish_reason is None
@@ -109,9 +102,7 @@ async def test_sample_that_keeps_failing_fails_with_the_reason_and_keeps_its_tok
     assert sample.finish_reason == "stop" and sample.output_ids[0] == 11
 
 
-async def test_sample_that_lost_its_only_engine_waits_until_that_one_is_back(
-    fake, sampler, router, monkeypatch
-):
+async def test_sample_that_lost_its_only_engine_waits_for_it(fake, sampler, router, monkeypatch):
     monkeypatch.setattr(engine_state, "FIRST_DELAY_S", 2.0)
     router.follow({"engine-0": 0}, 0, 0)
     fake.status = 500
@@ -127,27 +118,12 @@ async def test_sample_that_lost_its_only_engine_waits_until_that_one_is_back(
     assert sample.finish_reason == "stop"
 
 
-async def test_samples_of_a_dead_engine_all_complete_when_it_recovers(fake, router):
-    sampler = Sampler(router, max_retries=3)
+async def test_interrupted_sample_has_tokens_of_exact_versions_and_continues(fake, sampler, router):
     router.follow({"engine-0": 0}, 0, 0)
-    fake.status = 500
-    samples = [make_sample(i) for i in range(40)]
-    completing = [asyncio.create_task(sampler.complete(sample)) for sample in samples]
-    await until(lambda: any(sample.num_failures for sample in samples))
-    fake.status = 200
-    await asyncio.gather(*completing)
-    assert all(sample.finish_reason == "stop" for sample in samples)
-    assert max(sample.num_failures for sample in samples) <= 2
-
-
-async def test_interrupted_sample_has_its_tokens_with_exact_versions_and_continues_later(
-    fake, sampler, router, make_reply
-):
-    router.follow({"engine-0": 0}, 0, 0)
-    fake.reply = lambda rid: make_reply(
+    fake.says(
         output_ids=[1, 2, 3],
         parts=[1],
-        never_ends=rid.endswith(".1!"),
+        never_ends=lambda rid: rid.endswith(".1!"),
         at_abort=[8, 9],
         versions=[("0", 0, 2), ("1", 2, 3)],
     )
@@ -166,10 +142,8 @@ async def test_interrupted_sample_has_its_tokens_with_exact_versions_and_continu
     assert rids(fake) == ["g.0.1!", "g.0.2!"]
 
 
-async def test_time_in_the_line_and_time_to_the_first_token_are_told_apart(
-    client, fake, make_reply
-):
-    fake.reply = lambda rid: make_reply(says_first_token=False, delay_s=0.15)
+async def test_time_in_the_line_and_time_to_the_first_token_are_told_apart(client, fake):
+    fake.says(says_first_token=False, delay_s=0.15)
     router = Router([client], wait_timeout_s=60.0, max_running_requests=1)
     sampler = Sampler(router, max_retries=1)
     completing = asyncio.create_task(sampler.complete(make_sample()))
@@ -183,25 +157,25 @@ async def test_time_in_the_line_and_time_to_the_first_token_are_told_apart(
     assert not any(sampler.counted[f"first_token_within:{bound}"] for bound in ("0.01", "0.1"))
 
 
-async def test_sample_that_waits_for_room_is_interrupted_at_once(client, fake, make_reply):
+async def test_sample_that_waits_for_room_is_interrupted_at_once(client, fake):
     router = Router([client], 60.0, max_running_requests=1)
     router.follow({"engine-0": 0}, 0, 0)
     sampler = Sampler(router, max_retries=1)
-    fake.reply = lambda rid: make_reply(never_ends=True)
+    fake.says(never_ends=True)
     running, waiting = make_sample(0), make_sample(1)
     tasks = [asyncio.create_task(sampler.complete(sample)) for sample in (running, waiting)]
     await until(lambda: running.output_ids)
     sampler.interrupt(waiting)
     with pytest.raises(Interrupted):
         await tasks[1]
-    assert waiting.num_attempts == 0 and not tasks[0].done()
+    assert waiting.num_attempts == router.num_waiting == 0 and not tasks[0].done()
     tasks[0].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_sample_that_ends_as_it_is_interrupted_has_ended(fake, sampler, make_reply):
+async def test_sample_that_ends_as_it_is_interrupted_has_ended(fake, sampler):
     fake.num_lost_aborts = 99
-    fake.reply = lambda rid: make_reply(delay_s=0.2)
+    fake.says(delay_s=0.2)
     sample = make_sample()
     completing = asyncio.create_task(sampler.complete(sample))
     await until(lambda: sample.output_ids)
@@ -210,10 +184,8 @@ async def test_sample_that_ends_as_it_is_interrupted_has_ended(fake, sampler, ma
     assert sample.finish_reason == "stop"
 
 
-async def test_sample_that_has_reached_its_limit_is_ended_without_another_request(
-    fake, other_fake, sampler, make_reply
-):
-    fake.reply = lambda rid: make_reply(output_ids=[1, 2, 3], parts=[1, 2], breaks=True)
+async def test_sample_that_has_reached_its_limit_ends_without_a_request(fake, other_fake, sampler):
+    fake.says(output_ids=[1, 2, 3], parts=[1, 2], breaks=True)
     seen = []
     sample = make_sample(max_new_tokens=3, on_tokens=lambda s: seen.append(s.finish_reason))
     await sampler.complete(sample)
@@ -222,10 +194,8 @@ async def test_sample_that_has_reached_its_limit_is_ended_without_another_reques
     assert rids(other_fake) == []
 
 
-async def test_cancelled_sample_is_stopped_at_its_engine_and_leaves_its_place(
-    fake, sampler, router, make_reply
-):
-    fake.reply = lambda rid: make_reply(never_ends=True)
+async def test_cancelled_sample_is_stopped_at_its_engine_and_leaves_its_slot(fake, sampler, router):
+    fake.says(never_ends=True)
     sample = make_sample()
     completing = asyncio.create_task(sampler.complete(sample))
     await until(lambda: sample.output_ids)

@@ -70,12 +70,10 @@ def spell(text):
     return list(byte_tokenizer().encode(text))
 
 
-async def test_answer_ends_at_the_text_and_its_request_is_stopped(fake, sampler, make_reply):
+async def test_answer_ends_at_the_text_and_its_request_is_stopped(fake, sampler):
     fake.version = "3"
     said = spell("yes\nno way")
-    fake.reply = lambda rid: make_reply(
-        output_ids=said, logprobs=[-1.0 - i for i in range(len(said))], parts=[1, 2, 4, 3]
-    )
+    fake.says(output_ids=said, logprobs=[-1.0 - i for i in range(len(said))], parts=[1, 2, 4, 3])
     seen = []
     sample = make_sample(
         stop=("\n", "w"), max_new_tokens=20, on_tokens=lambda s: seen.append(s.num_ready)
@@ -90,10 +88,10 @@ async def test_answer_ends_at_the_text_and_its_request_is_stopped(fake, sampler,
     assert "stop" not in body["sampling_params"][0], "engines have no tokenizer"
 
 
-async def test_text_is_found_across_the_loss_of_an_engine(fake, other_fake, sampler, make_reply):
+async def test_text_is_found_across_the_loss_of_an_engine(fake, other_fake, sampler):
     fake.version = other_fake.version = "3"
-    fake.reply = lambda rid: make_reply(output_ids=spell("go st"), parts=[5], breaks=True)
-    other_fake.reply = lambda rid: make_reply(output_ids=spell("op now"), parts=[1])
+    fake.says(output_ids=spell("go st"), parts=[5], breaks=True)
+    other_fake.says(output_ids=spell("op now"), parts=[1])
     sample = make_sample(stop=("stop",), max_new_tokens=20)
     await sampler.complete(sample)
     assert sample.output_ids == spell("go stop") and sample.finish_reason == "stop"

@@ -19,7 +19,7 @@ from tests.support.rollout import make_sample
 
 @pytest.fixture(scope="module")
 def exporter():
-    """Of this process: OpenTelemetry takes one provider, and no other later."""
+    """The process's exporter: OpenTelemetry takes one provider, and no other later."""
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
@@ -43,12 +43,12 @@ def parent_of(span):
 
 
 async def test_request_is_a_span_with_its_parts_below_its_sample_and_episode(
-    fake, other_fake, client, other_client, ended, make_reply
+    fake, other_fake, client, other_client, ended
 ):
     router = Router([client, other_client], wait_timeout_s=60.0)
     router.follow({"engine-0": 3, "engine-1": 4}, 4, 1)
     fake.version, other_fake.version = "3", "4"
-    fake.reply = lambda rid: make_reply(parts=[1], logprobs=[-0.5, None, -0.5], delay_s=0.1)
+    fake.says(parts=[1], logprobs=[-0.5, None, -0.5], delay_s=0.1)
     with tracer.start_as_current_span("episode") as episode:
         context = set_span_in_context(episode)
     sample = make_sample(span_context=context)
@@ -94,9 +94,7 @@ async def test_request_without_a_token_has_no_decode_part(fake, client, ended):
     assert request.status.status_code is StatusCode.ERROR and request.attributes["tokens"] == 0
 
 
-def test_spans_arrive_at_a_collector_with_the_headers_of_the_environment(
-    monkeypatch, capfd, caplog
-):
+def test_spans_reach_a_collector_with_the_headers_of_the_environment(monkeypatch, capfd, caplog):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20s3cret")
     with collecting() as (url, posted):
         provider = open_tracing(url, "night", "worker-2")

@@ -42,7 +42,7 @@ async def test_command_runs_a_program_with_the_tests_input(without):
 async def test_programs_of_a_command_are_judged_by_their_output():
     tests = [ProgramTest(input=str(n), output=str(2 * n)) for n in (1, 4)]
     verdict = await judge("read n; echo $((2 * n))", tests, sandbox=LocalSandbox(SHELL))
-    assert (verdict.share, verdict.explanation) == (1.0, "")
+    assert (verdict.fraction, verdict.explanation) == (1.0, "")
     verdict = await judge("read n; echo 2", tests, sandbox=LocalSandbox(SHELL))
     assert (verdict.num_passed, verdict.explanation) == (1, "test 2: wrong output")
     verdict = await judge("read n; (", tests, sandbox=LocalSandbox(SHELL))
@@ -153,7 +153,7 @@ async def test_compiler_makes_the_executable_that_is_tested(compiler):
     sandbox = compiled(*compiler)
     assert {"own root", "seccomp"} <= {*await sandbox.protections(SandboxLimits())}
     verdict = await judge(TWICE, TESTS, sandbox=sandbox)
-    assert (verdict.share, verdict.explanation) == (1.0, "")
+    assert (verdict.fraction, verdict.explanation) == (1.0, "")
     verdict = await judge(TWICE.replace("2 * n", "2"), TESTS, sandbox=sandbox)
     assert (verdict.num_passed, verdict.explanation) == (1, "test 2: wrong output")
     verdict = await judge(TWICE.replace("int n;", "int n"), TESTS, sandbox=sandbox)

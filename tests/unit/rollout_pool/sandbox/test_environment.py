@@ -12,13 +12,7 @@ import pytest
 
 from rollout_pool.rewards.code_tests import judge
 from rollout_pool.sandbox.environment import ProgramEnvironment, find_python
-from rollout_pool.sandbox.run import (
-    LocalSandbox,
-    SandboxError,
-    SandboxLimits,
-    protections,
-    run_program,
-)
+from rollout_pool.sandbox.run import LocalSandbox, SandboxError, protections, run_program
 from rollout_pool.tasks.programs import ProgramTest
 
 SETTING = "task.rewards.tests.python"
@@ -58,9 +52,7 @@ async def test_package_is_found_only_in_its_environment(run):
     assert "No module named 'doubling'" in (await run(USES, stdin="21")).stderr
 
 
-async def test_only_the_packages_of_an_environment_can_be_read_and_none_written(
-    attempt, python, environment
-):
+async def test_only_the_packages_can_be_read_and_none_written(attempt, python, environment):
     folder, (packages,) = python.parents[1], environment.packages
     codes = [
         f"open({str(folder / 'pyvenv.cfg')!r})",
@@ -79,16 +71,12 @@ async def test_tests_are_judged_in_the_environment(environment):
     tests = [ProgramTest(input="2", output="4"), ProgramTest(statements="assert f(1) == 2")]
     sandbox = LocalSandbox(environment)
     verdict = await judge(USES, tests[:1], sandbox=sandbox)
-    assert verdict.share == 1.0, verdict.explanation
+    assert verdict.fraction == 1.0, verdict.explanation
     verdict = await judge("import doubling\nf = doubling.double", tests[1:], sandbox=sandbox)
-    assert verdict.share == 1.0, verdict.explanation
-    hung = "import doubling, time\ntime.sleep(60)"
-    limits = SandboxLimits(wall_time_s=0.5)
-    verdict = await judge(hung, tests[:1], limits, sandbox)
-    assert verdict.share == 0.0 and "it took too long" in verdict.explanation
+    assert verdict.fraction == 1.0, verdict.explanation
     forks = "import doubling, os\nos.fork()\nprint(4)"
     verdict = await judge(forks, tests[:1], sandbox=sandbox)
-    assert verdict.share == 0.0 and "start or signal a process" in verdict.explanation
+    assert verdict.fraction == 0.0 and "start or signal a process" in verdict.explanation
 
 
 async def test_packages_that_programs_cannot_read_are_reported(environment):

@@ -96,27 +96,6 @@ one.sendto(b"forged", "{path}")
         server.recv(100)
 
 
-async def test_stream_pair_is_allowed_and_isolated(run, mailbox):
-    _, path = mailbox
-    code = f"""
-import asyncio, socket
-async def main():
-    return await asyncio.sleep(0, "ran")
-print(asyncio.run(main()))
-one, other = socket.socketpair()
-one.send(b"x")
-print(other.recv(1))
-for attempt in (lambda: one.connect("{path}"), lambda: one.sendto(b"x", "{path}")):
-    try:
-        attempt()
-        print("sent")
-    except OSError:
-        pass
-"""
-    result = await run(code)
-    assert (result.stdout, result.stderr) == ("ran\nb'x'\n", "")
-
-
 CALLS_ON_A_SOCKET = ("bind", "listen", "accept", "accept4", "connect", "sendmsg", "sendmmsg")
 
 

@@ -100,13 +100,6 @@ async def test_cpu_limit_is_told_on_a_machine_where_ticks_are_not_the_time_that_
     assert (result.reason, result.exit_code) == ("cpu_time", -9)
 
 
-async def test_sleeping_program_ends_at_its_wall_time():
-    limits = SandboxLimits(wall_time_s=3.0)
-    result = await run_program("import time\nprint(1, flush=True)\ntime.sleep(100)", limits=limits)
-    assert (result.reason, result.exit_code, result.stdout) == ("wall_time", -9, "1\n")
-    assert result.seconds < 90
-
-
 @pytest.mark.parametrize("last", [100, 0])
 async def test_program_that_closes_its_outputs_still_ends_at_its_limit(last):
     code = f"import os, time\nprint(1, flush=True)\nos.close(1)\nos.close(2)\ntime.sleep({last})"
@@ -171,11 +164,6 @@ async def test_deep_recursion_is_an_error_of_the_program():
 # Processes ----------------------------------------------------------------------------------------
 
 
-async def test_fork_bomb_cannot_start(run):
-    result = await run("import os\nwhile True:\n    os.fork()")
-    assert (result.exit_code, result.reason, result.tried) == (1, "processes", ("processes",))
-
-
 async def test_persistent_fork_bomb_ends_at_its_limit(quick):
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     result = await run_program(bomb, limits=quick)
@@ -183,6 +171,7 @@ async def test_persistent_fork_bomb_ends_at_its_limit(quick):
 
 
 STARTS = [
+    "import os; os.fork()",
     "import subprocess; subprocess.run(['/bin/sh', '-c', 'sleep 60'])",
     "import os; os.posix_spawn('/bin/sleep', ['sleep', '60'], {})",
     "import os; os.execv('/bin/sh', ['sh', '-c', 'true'])",

@@ -9,8 +9,8 @@ import pytest
 from configs.choices import TaskKind
 from configs.load import load_config
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.env import Completion
-from rollout_pool.tasks.alphabet_sort import FAMILY_NAMES, FIRST_NAMES, share_in_place
+from rollout_pool.episodes.conversation import Completion
+from rollout_pool.tasks.alphabet_sort import FAMILY_NAMES, FIRST_NAMES, fraction_in_place
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
 
@@ -73,7 +73,7 @@ async def test_episode_is_worth_the_mean_over_its_turns():
 
 
 @pytest.mark.parametrize(
-    ("given", "right", "share"),
+    ("given", "right", "fraction"),
     [
         (["Eva", "Bob", "Ida"], ["Bob", "Eva", "Ida"], 1 / 3),
         (["Bob", "Ida"], ["Bob", "Eva", "Ida"], 1 / 3),
@@ -81,8 +81,8 @@ async def test_episode_is_worth_the_mean_over_its_turns():
         ([], ["Bob"], 0.0),
     ],
 )
-def test_share_counts_names_in_their_places(given, right, share):
-    assert share_in_place(given, right) == pytest.approx(share)
+def test_fraction_counts_names_in_their_places(given, right, fraction):
+    assert fraction_in_place(given, right) == pytest.approx(fraction)
 
 
 def test_whole_names_are_sorted_by_either_word_in_a_chat():
@@ -126,7 +126,7 @@ def test_index_always_names_the_same_episode_and_no_held_out_one_is_trained_on()
         ({"params": {**SHORT, "sort_by": "last"}}, r"sort_by='last': names have none with last_na"),
         ({"max_turns": 2}, r"task.max_turns=2: .*num_turns=3 turns; set task.max_turns=3"),
         ({"params": {"num_names_more": 40}}, r"needs 84 names, but there are only 62 to draw"),
-        ({"params": {**SHORT, "num_known": 4}, "eval_size": 99}, r"gave only 24 different episode"),
+        ({"params": {**SHORT, "num_known": 4}, "eval_size": 99}, r"gave only 24 different prompts"),
     ],
 )
 def test_bad_setting_is_named(changes, message):

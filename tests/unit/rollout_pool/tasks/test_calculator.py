@@ -6,34 +6,15 @@ import itertools
 
 import pytest
 
-from buffer.types import SamplingParams, VersionSpan
 from configs.load import load_config
 from controller.start.preflight import check_task
 from controller.start.warm_start import imitate
 from rollout_pool.episodes.chat import ChatFormat
-from rollout_pool.episodes.request import EpisodeRequest
-from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.tasks.environments import environment_factory, load_tools
+from rollout_pool.tasks.env_episodes import load_tools
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream, demonstrations
+from tests.support.rollout import play
 from trainer_pool.model.scratch import byte_tokenizer
-
-
-class Says:
-    """A model that gives these answers one after the other."""
-
-    def __init__(self, *answers):
-        self._answers = [list(answer) for answer in answers]
-
-    async def complete(self, sample):
-        tokens = self._answers.pop(0)
-        sample.output_ids = tokens
-        sample.logprobs = [-1.0] * len(tokens)
-        sample.version_spans = [VersionSpan(version=0, start=0, end=len(tokens))]
-        sample.finish_reason = "stop"
-
-    def interrupt(self, sample):
-        raise AssertionError("unexpected interrupt")
 
 
 @pytest.fixture
@@ -44,15 +25,6 @@ def experiment():
 @pytest.fixture
 def chat(experiment):
     return ChatFormat(byte_tokenizer(), chat_template=True, tool_parser=experiment.task.tool_parser)
-
-
-async def play(experiment, chat, prompt, *answers):
-    """One episode whose answers are these tokens."""
-    task = build_task(experiment.task)
-    runner = EpisodeRunner(Says(*answers), chat, experiment.task, experiment.rollout)
-    environment = environment_factory(experiment.task, task)(prompt)
-    ask = EpisodeRequest(session="s", sampling=SamplingParams())
-    return await runner.run(environment, ask)
 
 
 def test_settings_of_the_experiment_are_a_task(experiment):
@@ -83,7 +55,7 @@ async def test_demonstration_is_an_episode_of_the_experiment_token_for_token(exp
     rollout = experiment.rollout
     for prompt in itertools.islice(TaskStream(task, 0, 1), 10):
         messages = task.demonstration(prompt)
-        answers = [chat.answer(m) for m in messages if m.role == "assistant"]
+        answers = [chat.demonstration(m) for m in messages if m.role == "assistant"]
         episode = await play(experiment, chat, prompt, *answers)
         assert (episode.end, episode.error) == ("done", None)
         assert dict(episode.env_parts) == {"tool_calls": 1, "tool_errors": 0}

@@ -212,14 +212,8 @@ def test_conversations_and_fields_of_columns_are_read_from_files_of_each_kind(tm
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        (
-            [{"role": "system", "content": "Be long."}],
-            "begins with the system message 'Be l",
-        ),
-        (
-            [{"role": "user", "content": "a"}],
-            r"not of the roles \['user', 'user'\]; ",
-        ),
+        ([{"role": "system", "content": "Be long."}], "begins with the system message 'Be l"),
+        ([{"role": "user", "content": "a"}], r"not of the roles \['user', 'user'\]; "),
         (["a"], r"not of the roles \[None, 'user'\]; other openings need a task of your own"),
     ],
 )

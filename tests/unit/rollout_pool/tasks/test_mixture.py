@@ -13,15 +13,15 @@ from configs.load import load_config
 from configs.rollout_schema import MixedTask, RewardConfig, TaskConfig
 from controller.start.preflight import check_first_words, check_plan, check_task
 from controller.start.warm_start import supervised_examples
-from rollout_pool.episodes.env import Message
-from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.pool import RewardPool
-from rollout_pool.rewards.scorer import make_scorer, needs_processes
-from rollout_pool.tasks.environments import environment_factory
-from rollout_pool.tasks.mixture import task_name
+from rollout_pool.rewards.reward import needs_processes
+from rollout_pool.rewards.scorer import EpisodeScorer
+from rollout_pool.tasks.env_episodes import environment_factory
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
-from rollout_pool.worker.curriculum import FEWEST, WINDOW, Curriculum
+from rollout_pool.worker.variance import FEWEST, WINDOW, Curriculum
+from tests.support.pictures import picture
+from tests.support.rollout import ended_episode
 from trainer_pool.model.scratch import byte_tokenizer
 
 
@@ -49,12 +49,12 @@ TWO = mixture(
 
 def test_every_round_has_exactly_the_weights_in_an_order_of_its_own():
     task = build_task(TWO)
-    names = [task_name(task, task.example(index)) for index in range(400)]
+    names = [task.example(index).task for index in range(400)]
     rounds = [tuple(names[i : i + 4]) for i in range(0, 400, 4)]
     assert all(Counter(one) == {"easy": 3, "hard": 1} for one in rounds)
     assert len(set(rounds)) == 4  # any place, so that no number of workers meets one task only
     other = build_task(mixture(seed=1, **TWO.tasks))
-    assert names != [task_name(other, other.example(index)) for index in range(400)]
+    assert names != [other.example(index).task for index in range(400)]
 
 
 def test_workers_together_give_each_task_its_prompts_in_its_own_order():
@@ -64,8 +64,8 @@ def test_workers_together_give_each_task_its_prompts_in_its_own_order():
     streams = [islice(TaskStream(task, worker, 4), 30) for worker in range(4)]
     prompts = sorted((p for stream in streams for p in stream), key=lambda p: p.index)
     found = [task.of(prompt) for prompt in prompts]
-    assert [own.index for member, own in found if member.name == "hard"] == list(range(40))
-    assert [own.index for member, own in found if member.name == "easy"] == list(range(80))
+    assert [own.index for name, own in found if name == "hard"] == list(range(40))
+    assert [own.index for name, own in found if name == "easy"] == list(range(80))
     assert {own.text for _, own in found} == {"say a", "say b", "prove x!", "prove y!"}
 
 
@@ -78,7 +78,7 @@ def test_prompt_is_solved_demonstrated_and_scored_by_its_own_task():
         assert (task.score(prompt, last), task.score(prompt, "nothing")) == (1.0, 0.0)
     assert [prompt.text for prompt in task.eval_prompts()] == ["say c", "prove z!"]
     assert [prompt.index for prompt in task.eval_prompts()] == [0, 1]
-    assert [task_name(task, prompt) for prompt in task.eval_prompts()] == ["easy", "hard"]
+    assert [prompt.task for prompt in task.eval_prompts()] == ["easy", "hard"]
 
 
 def test_prompt_that_any_task_holds_out_is_replaced_by_another_of_the_same_task():
@@ -90,6 +90,32 @@ def test_prompt_that_any_task_holds_out_is_replaced_by_another_of_the_same_task(
     nothing_left = mixture(a=questions("1 1", "2 2"), b=questions("3 3", "1 1"))
     with pytest.raises(ValueError, match=r"^task\.tasks\.a\.eval_size: the held-out prompts of al"):
         check_task(nothing_left)
+
+
+def test_question_of_another_picture_is_another_one(tmp_path):
+    for seed in range(3):
+        (tmp_path / f"{seed}.png").write_bytes(picture(seed))
+    tasks = {}
+    for name, seeds in (("a", (0, 1)), ("b", (1, 2))):  # one trains on what the other holds out
+        lines = [
+            {"question": [{"role": "user", "content": [{"type": "image", "image": f"{seed}.png"}]}]}
+            for seed in seeds
+        ]
+        text = "\n".join(json.dumps({**line, "answer": "a"}) for line in lines)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        (tmp_path / f"{name}-eval.jsonl").write_text(text.splitlines()[0])
+        tasks[name] = MixedTask(
+            kind=TaskKind.questions,
+            path=f"{tmp_path}/{name}.jsonl",
+            eval_path=f"{tmp_path}/{name}-eval.jsonl",
+        )
+    task = build_task(mixture(**tasks))
+    with pytest.raises(ValueError, match=r"task.tasks.a.eval_size"):  # b holds its only one out
+        [task.example(index) for index in range(2)]
+    (tmp_path / "b-eval.jsonl").write_text((tmp_path / "b.jsonl").read_text().splitlines()[1])
+    task = build_task(mixture(**tasks))
+    prompts = {(one.task, one.pictures) for one in map(task.example, range(4))}
+    assert prompts == {(name, (f"{tmp_path}/1.png",)) for name in "ab"}
 
 
 def test_prompts_of_one_text_are_told_apart_by_their_task(tmp_path):
@@ -107,7 +133,7 @@ def test_prompts_of_one_text_are_told_apart_by_their_task(tmp_path):
     )
     game = MixedTask(kind=TaskKind.custom, factory=f"{tmp_path}/game.py:Game")
     task = check_task(mixture(game=game, hard=TWO.tasks["hard"]))
-    prompts = [p for p in map(task.example, range(40)) if task_name(task, p) == "game"]
+    prompts = [p for p in map(task.example, range(40)) if p.task == "game"]
     assert len(prompts) == 20 and {prompt.text for prompt in prompts} == {"Play."}
     solutions = [task.solution(prompt) for prompt in prompts]
     assert len(set(solutions)) == 20 and all(int(one) % 2 for one in solutions)
@@ -135,14 +161,12 @@ async def test_each_task_is_scored_by_its_own_rewards_and_those_of_all(tmp_path)
     assert needs_processes(config)
     task = check_task(config)
     pool = RewardPool(config, num_processes=1, timeout_s=20, log_path=tmp_path / "log")
-    scorer = make_scorer(config, task, pool)
+    scorer = EpisodeScorer(config, task=task, pool=pool)
     try:
         await pool.start()
-        for prompt in task.eval_prompts():
-            said = Message(role="assistant", content=task.solution(prompt))
-            episode = Episode(branches=[], messages=(said,), end="done", num_turns=1)
-            score = await scorer.score(prompt, episode)
-            right = 1.0 if task_name(task, prompt) == "easy" else 10.0
+        for prompt in (*task.eval_prompts(), task.example(0)):
+            score = await scorer.score(prompt, ended_episode(task.solution(prompt)))
+            right = 1.0 if prompt.task == "easy" else 10.0
             assert dict(score.parts) == {"short": -1.0, "right": right}, score.failures
             assert score.reward == right - 0.5
         assert scorer.waited_s >= 0
@@ -159,7 +183,7 @@ async def test_episodes_and_warm_start_have_the_tools_of_their_own_task(tmp_path
     make = environment_factory(config.task, task)
     for prompt in map(task.example, range(4)):
         begun = await make(prompt).reset()
-        assert len(begun.tools) == (task_name(task, prompt) == "tools")
+        assert len(begun.tools) == (prompt.task == "tools")
         assert begun.messages[-1].content == prompt.text
     byte_tokenizer().save_pretrained(tmp_path)
     lengths = [len(e.tokens) for e in supervised_examples(config, str(tmp_path))]
@@ -222,15 +246,21 @@ def test_tasks_that_teach_little_are_passed_over_down_to_the_floor_and_come_back
             curriculum.note(name, teaches=i < teaching)
 
     note("hard", 0, FEWEST - 1)
-    assert (curriculum.share("easy"), curriculum.share("hard")) == (1.0, 1.0)  # not enough seen
+    assert (curriculum.probability("easy"), curriculum.probability("hard")) == (
+        1.0,
+        1.0,
+    )  # not enough seen
     note("hard", 0, WINDOW)
     note("easy", 32, WINDOW)
-    assert (curriculum.share("easy"), curriculum.share("hard")) == (1.0, 0.1)
+    assert (curriculum.probability("easy"), curriculum.probability("hard")) == (1.0, 0.1)
     assert all(curriculum.takes("easy") for _ in range(1000))
     assert 70 <= sum(curriculum.takes("hard") for _ in range(1000)) <= 130
     note("hard", 16, WINDOW)
-    assert curriculum.share("hard") == 0.5
+    assert curriculum.probability("hard") == 0.5
     note("easy", 0, WINDOW)  # solved
-    assert (curriculum.share("easy"), curriculum.share("hard")) == (0.1, 1.0)
+    assert (curriculum.probability("easy"), curriculum.probability("hard")) == (0.1, 1.0)
     note("hard", 0, WINDOW)
-    assert (curriculum.share("easy"), curriculum.share("hard")) == (1.0, 1.0)  # none teaches
+    assert (curriculum.probability("easy"), curriculum.probability("hard")) == (
+        1.0,
+        1.0,
+    )  # none teaches

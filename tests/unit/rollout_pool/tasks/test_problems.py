@@ -10,7 +10,7 @@ from configs.choices import TaskKind
 from configs.load import load_config
 from configs.rollout_schema import TaskConfig
 from rollout_pool.sandbox.run import run_program
-from rollout_pool.tasks.math_problems import is_equal, last_box
+from rollout_pool.tasks.math_problems import is_equal, is_same_number, last_box
 from rollout_pool.tasks.programs import ProgramTest
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt, TaskStream
@@ -69,6 +69,33 @@ def test_boxes_are_compared_as_mathematics(final, completion, is_right):
     assert is_equal(final, completion) is is_right
 
 
+@pytest.mark.parametrize(
+    ("final", "completion", "is_same"),
+    [
+        ("42", "6 * 7 = 42\n#### 42", True),
+        ("42", "#### 42.0", True),
+        ("42", r"so it is \boxed{42}", True),
+        ("42", "The answer is $42$.", True),
+        ("42", "I think 41, no, 42", True),
+        ("1,234", "#### 1234", True),
+        ("1234", "#### 1,234", True),
+        ("0.5", r"\boxed{\frac{1}{2}}", True),
+        ("-3", "#### -3", True),
+        ("42", "#### 43", False),
+        ("42", "the 42 apples and 7 pears\n#### 7", False),
+        ("42", "#### 42 dollars\n", True),
+        ("42", "#### 42 or 43?", False),
+        ("3", "#### -3", False),
+        ("42", "####", False),
+        ("42", "", False),
+        ("42", "no number at all", False),
+        ("42", "\x00\xff{{{", False),
+    ],
+)
+def test_last_number_is_compared_as_mathematics(final, completion, is_same):
+    assert is_same_number(final, completion) is is_same
+
+
 def test_last_whole_box_counts_with_its_inner_braces():
     assert last_box(r"\boxed{1} and \boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
     assert last_box("none") is None
@@ -82,11 +109,7 @@ def test_last_whole_box_counts_with_its_inner_braces():
         (TaskKind.math, "[", r": not JSON: .*each line must be \{\"problem\""),
         (TaskKind.code, {"prompt": "a"}, r": \"tests\" must not be missing or empty"),
         (TaskKind.code, {"prompt": "a", "tests": []}, r"\"tests\" must not be missing or empty"),
-        (
-            TaskKind.code,
-            {"prompt": "a", "tests": [{"input": "1"}]},
-            r", test 1: \"output\" m",
-        ),
+        (TaskKind.code, {"prompt": "a", "tests": [{"input": "1"}]}, r", test 1: \"output\" m"),
         (TaskKind.code, {"prompt": "a", "tests": {"assert": ""}}, r"\"tests\": \"assert\" must be"),
         (TaskKind.code, {"prompt": "a", "tests": ["x"]}, r", test 1: not an object"),
         (
@@ -124,7 +147,9 @@ def test_code_without_a_file_or_a_solution_says_so(tmp_path):
         build_task(TaskConfig(kind=TaskKind.code))
     lines = [{"prompt": p, "tests": {"assert": "True"}} for p in "ab"]
     task = task_of(tmp_path, TaskKind.code, lines)
-    with pytest.raises(ValueError, match=r"has no solution to learn from; give each line a \"sol"):
+    with pytest.raises(
+        ValueError, match=r"task.kind=code: problem 'a' has no solution to learn from; g"
+    ):
         task.demonstration(next(TaskStream(task, 0, 1)))
 
 

@@ -10,24 +10,27 @@ import pytest
 from buffer.types import SamplingParams
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import EvalConfig, RolloutConfig, TaskConfig
-from rollout_pool.episodes.env import SingleTurn
+from rollout_pool.episodes.environment import SingleTurn
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import Priority, SampleFailed
-from rollout_pool.tasks.environments import EnvEpisodes
+from rollout_pool.tasks.env_episodes import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
-from rollout_pool.worker.loop import PromptReader
+from rollout_pool.worker.prompt_filter import PromptFilter
 from tests.support.rollout import FakeCompleter, plain_chat
 
 
 class Questions:
-    """A task of `number` held-out questions, "q0?", "q1?", ..."""
+    """A task of `number` held-out questions, "q0?", "q1?", ...; or a mixture of two such tasks."""
 
     name = "questions"
 
-    def __init__(self, number):
-        self._prompts = [Prompt(index=i, is_held_out=True, text=f"q{i}?") for i in range(number)]
+    def __init__(self, number, mixes=False):
+        self._prompts = [
+            Prompt(index=i, is_held_out=True, text=f"q{i}?", task=("even", "odd")[i % 2] * mixes)
+            for i in range(number)
+        ]
 
     def eval_prompts(self):
         return self._prompts
@@ -59,7 +62,7 @@ def asked(sample) -> int:
 
 @pytest.fixture
 def make():
-    def make(answer: Answer, num_prompts=4, *, max_prompt_tokens=100, **config):
+    def make(answer: Answer, num_prompts=4, *, max_prompt_tokens=100, mixes=False, **config):
         task = TaskConfig()
         rollout = RolloutConfig(
             eval=EvalConfig(**config),
@@ -67,26 +70,25 @@ def make():
             on_long_prompt=OnLongPrompt.skip,
         )
         chat = plain_chat()
-        oracle, reader = FakeCompleter(answer), PromptReader(chat, task, rollout)
+        oracle, prompt_filter = FakeCompleter(answer), PromptFilter(chat, task, rollout)
         oracle.version = 3
         evaluator = Evaluator(
-            source=EnvEpisodes(
+            episode_source=EnvEpisodes(
                 EpisodeRunner(oracle, chat, task, rollout), Questions(num_prompts).environment
             ),
             scorer=Yes(),
-            task_of=lambda prompt: "odd" if make.mixes and prompt.index % 2 else "even",
-            prompts=[p for p in Questions(num_prompts).eval_prompts() if reader.accepts(p)],
+            prompts=[
+                p for p in Questions(num_prompts, mixes).eval_prompts() if prompt_filter.accepts(p)
+            ],
             config=rollout,
         )
         return evaluator, oracle
 
-    make.mixes = False
     return make
 
 
 async def test_accuracy_of_each_task_of_a_mixture_is_reported(make) -> None:
-    make.mixes = True
-    evaluator, _ = make(lambda sample: "yes" if asked(sample) in (0, 1, 2) else "no")
+    evaluator, _ = make(lambda sample: "yes" if asked(sample) in (0, 1, 2) else "no", mixes=True)
     report = await evaluator.run(3)
     assert (report.accuracy, report.accuracy_of) == (0.75, {"even": 1.0, "odd": 0.5})
     assert report.record()["accuracy/odd"] == 0.5

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from buffer.results import PushResult
 from buffer.types import PromptRef, SamplingParams, VersionSpan
 from configs.rollout_schema import RolloutConfig, TaskConfig
-from rollout_pool.episodes.env import Message, Observation, SingleTurn, Step
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.environment import Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
-from rollout_pool.sampling.sample import SampleFailed
-from rollout_pool.tasks.environments import EnvEpisodes
+from rollout_pool.sampling.group_samples import GroupSamples
+from rollout_pool.sampling.sample import Routes, SampleFailed
+from rollout_pool.tasks.env_episodes import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.finish import GroupFailed, generate_group, make_trajectories
-from rollout_pool.worker.group_run import GroupRun, Spent
-from tests.support.rollout import FakeCompleter, place_of, plain_chat, until
+from rollout_pool.worker.group_run import (
+    GroupFailed,
+    GroupRun,
+    GroupRunner,
+    generate_group,
+    make_trajectories,
+)
+from rollout_pool.worker.variance import Verdict
+from tests.support.rollout import FakeCompleter, place_of, plain_chat
 
 SAMPLING = SamplingParams(temperature=0.8)
 
 
-class Words:
-    """A task of questions with one answer."""
-
-    def environment(self, prompt):
-        return SingleTurn(prompt.text)
+def question(prompt):
+    return SingleTurn(prompt.text)
 
 
 class NumberScorer:
@@ -63,6 +70,19 @@ class NumberScorer:
         )
 
 
+class Ledger(Counter):
+    """A buffer and a run's state that take each group, and the worker's counters."""
+
+    async def retry_while_run_moves(self, push):
+        return await push()
+
+    async def push(self, group):
+        return PushResult.stored
+
+    def add(self, name, amount=1):
+        self[name] += amount
+
+
 @pytest.fixture
 def model():
     """Each answer is the episode's place in the group, written by version 6 + that. Places in
@@ -83,23 +103,23 @@ def scorer():
     return NumberScorer()
 
 
-def new_run(**more):
+def new_run(**samples):
     return GroupRun(
         group_id="g",
+        samples=GroupSamples(group="g", **samples),
         ref=PromptRef(task="numbers", index=3),
         prompt=Prompt(index=3, is_held_out=False, text="3?"),
-        source=None,
-        **more,
+        episode_source=None,
     )
 
 
-async def generate(run, model, scorer, env_factory=None, **task):
-    chat = plain_chat()
-    config = TaskConfig(**{"max_turns": 4, **task})
-    run.source = EnvEpisodes(
-        EpisodeRunner(model, chat, config, RolloutConfig()),
-        Words().environment if env_factory is None else env_factory,
-    )
+def give_source(run, model, env_factory):
+    runner = EpisodeRunner(model, plain_chat(), TaskConfig(max_turns=4), RolloutConfig())
+    run.episode_source = EnvEpisodes(runner, env_factory)
+
+
+async def generate(run, model, scorer, env_factory=question):
+    give_source(run, model, env_factory)
     return await generate_group(run, scorer, SAMPLING, 4)
 
 
@@ -127,6 +147,18 @@ def test_candidates_are_a_column_as_wide_as_the_largest_set():
     column = trajectory.columns["candidates"]
     assert column.dtype == np.int32
     assert column.tolist() == [[-1] * 3, [-1] * 3, [6, 4, -1], [7, 5, 6]]
+
+
+@pytest.mark.parametrize(("highest", "kind"), [(255, np.uint8), (256, np.uint16)])
+def test_experts_are_a_column_with_0_where_they_are_not_known(highest, kind):
+    parts = [Routes(0, np.array([[1, 2]], np.uint8)), Routes(2, np.array([[3, highest]], kind))]
+    made = replace(branch([5, 6, 6, 7], [0, 1, 1, 1]), routes=parts)
+    [trajectory] = make_trajectories(episode(made), Score(reward=0.5), 0, 1.0)
+    column = trajectory.columns["routes"]
+    assert column.dtype == kind
+    assert column.tolist() == [[1, 2], [0, 0], [3, highest], [0, 0]]
+    [without] = make_trajectories(episode(replace(made, routes=[])), Score(reward=0.5), 0, 1.0)
+    assert not without.columns
 
 
 def test_temperatures_are_a_column_where_one_is_not_the_usual():
@@ -182,8 +214,12 @@ async def test_group_has_its_episodes_in_order_each_with_its_own_reward(model, s
     assert [bytes(t.tokens[:3].tolist()) for t in group.trajectories] == [
         f"3?{i}".encode() for i in range(4)
     ]
-    assert (current.spent.num_tokens, current.spent.oldest_version, group.min_version) == (8, 6, 6)
-    assert current.running == [] and current.num_unscored == 0
+    assert (
+        current.samples.spent.num_tokens,
+        current.samples.spent.oldest_version,
+        group.min_version,
+    ) == (8, 6, 6)
+    assert current.samples.running == [] and current.num_unscored == 0
 
 
 async def test_all_members_start_in_the_same_turn_of_the_loop(model, scorer):
@@ -203,7 +239,7 @@ async def test_episode_is_scored_while_its_siblings_still_generate(model, scorer
     async with asyncio.timeout(60):
         await scorer.has_scored.wait()
         assert scorer.scored == ["2"]
-        assert len(current.running) == 3 and current.spent.num_tokens == 5
+        assert len(current.samples.running) == 3 and current.samples.spent.num_tokens == 5
         gate.set()
         await running
     assert sorted(scorer.scored) == ["0", "1", "2", "3"]
@@ -253,7 +289,27 @@ async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(mod
     assert [t.finish_reason for t in group.trajectories] == ["stop"] * 4 + ["env_error"] + [
         "stop"
     ] * 2
-    assert current.spent.num_tokens == 14
+    assert current.samples.spent.num_tokens == 14
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict", "mean"), [(None, Verdict.keep, 1.5), ("3", Verdict.leave_out, 3.0)]
+)
+async def test_variance_and_mean_reward_are_of_episodes_and_not_of_branches(
+    model, scorer, answer, verdict, mean
+):
+    model.answer = (lambda sample: answer) if answer else model.answer
+    current, ledger = new_run(), Ledger()
+    give_source(current, model, lambda prompt: Twice(prompt.text))
+    await GroupRunner(
+        config=RolloutConfig(group_size=4, filter_zero_variance=True),
+        scorer=scorer,
+        buffer=ledger,
+        state=ledger,
+        counters=ledger,
+        group_log=None,
+    ).generate_and_push(current)
+    assert (current.verdict, ledger["mean_rewards:numbers"]) == (verdict, mean)
 
 
 async def test_unscored_episodes_are_counted(model, scorer):
@@ -276,46 +332,6 @@ async def test_episode_that_no_service_could_score_fails_its_group(model, scorer
     assert current.num_unscored == 1 and model.cancelled == ["g.3.0"]
 
 
-async def test_run_sums_its_samples_and_keeps_only_sums_of_ended_ones(model, scorer):
-    gate = asyncio.Event()
-    model.gates = {0: gate, 2: gate}
-    current = new_run()
-    assert current.spent == Spent()
-    running = asyncio.create_task(generate(current, model, scorer))
-    await until(lambda: current.spent.num_tokens == 6)
-    assert {sample.sample_id for sample in current.samples} == {"g.0.0", "g.2.0"}
-    for sample in current.running:
-        sample.num_refused, sample.num_wasted, sample.num_failures = 1, 10, 2
-    costs = {"num_refused": 2, "num_wasted": 20, "num_failures": 4, "longest": 2}
-    assert current.spent == Spent(num_tokens=6, oldest_version=6, **costs)
-    gate.set()
-    await running
-    assert current.samples == set()
-    assert current.spent == Spent(num_tokens=8, oldest_version=6, **costs)
-
-
-async def test_interrupted_member_waits_until_its_run_lets_it_continue(model, scorer):
-    model.gates = {2: asyncio.Event()}
-    waiting, may = [], asyncio.Event()
-
-    async def may_go_on(sample):
-        waiting.append(sample)
-        await may.wait()
-
-    current = new_run(may_go_on=may_go_on)
-    running = asyncio.create_task(generate(current, model, scorer))
-    await until(lambda: len(current.running) == 1)
-    [sample] = current.running
-    model.interrupt(sample)
-    await until(lambda: waiting == [sample])
-    assert not running.done() and len(current.running) == 1
-    model.gates.clear()
-    may.set()
-    async with asyncio.timeout(60):
-        group = await running
-    assert group.trajectories[2].rollout_logprobs.tolist() == [0, 0, -0.5, -0.5]
-
-
 async def test_group_given_up_ends_its_episodes_and_its_scoring_first(model, scorer):
     scorer.gate.clear()
     model.gates = {place: asyncio.Event() for place in (1, 2, 3)}
@@ -323,7 +339,7 @@ async def test_group_given_up_ends_its_episodes_and_its_scoring_first(model, sco
     running = asyncio.create_task(generate(current, model, scorer))
     async with asyncio.timeout(60):
         await scorer.has_scored.wait()
-        assert current.spent.oldest_version == 6  # known from the first tokens on
+        assert current.samples.spent.oldest_version == 6  # known from the first tokens on
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running

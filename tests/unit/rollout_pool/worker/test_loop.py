@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from functools import partial
 
 import pytest
 
@@ -15,19 +14,20 @@ from buffer.types import PromptRef, Rerun
 from configs.choices import OnLongPrompt, TailPolicy, TaskKind
 from configs.rollout_schema import MixedTask, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig
-from rollout_pool.episodes.env import SingleTurn
-from rollout_pool.episodes.request import EpisodeFailed
+from rollout_pool.episodes.environment import SingleTurn
+from rollout_pool.episodes.episode import EpisodeFailed
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import SampleFailed
-from rollout_pool.tasks.environments import EnvEpisodes
-from rollout_pool.tasks.mixture import task_name
+from rollout_pool.tasks.env_episodes import EnvEpisodes
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.tasks.verifiers.process import EnvironmentDied
-from rollout_pool.worker.finish import MAX_FAILURES_IN_A_ROW, GroupFailed
-from rollout_pool.worker.loop import PromptReader, RolloutWorker
+from rollout_pool.worker.counters import Counters
+from rollout_pool.worker.group_run import MAX_FAILURES_IN_A_ROW, GroupFailed
+from rollout_pool.worker.loop import RolloutWorker
+from rollout_pool.worker.prompt_filter import PromptFilter
 from tests.support.rollout import FakeCompleter, place_of, plain_chat, rollout_spec, until
 
 GROUPS_PER_STEP = 2
@@ -184,24 +184,23 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
         )
         task = build_task(task_config) if task_config.tasks else Numbers()
         chat = plain_chat()
-        watching = asyncio.get_running_loop().create_future()
         position = (await state.task_positions()).get(0, 0)
         make.source = EnvEpisodes(EpisodeRunner(completer, chat, TASK, config), task.environment)
         worker = RolloutWorker(
             index=0,
             spec=spec,
             task=task,
-            task_of=partial(task_name, task),
             stream=TaskStream(task, 0, 1, position),
-            reader=PromptReader(chat, TASK, config),
+            prompt_filter=PromptFilter(chat, TASK, config),
             scorer=scorer,
-            source=make.source,
-            external=external,
+            episode_source=make.source,
+            external_groups=external,
             evaluator=None,
             buffer=buffer,
             state=state,
-            watching=[watching],
-            interrupter=completer,
+            services=[asyncio.get_running_loop().create_future()],
+            counters=Counters(state),
+            completer=completer,
             group_log=log,
             stop_again_s=stop_again_s,
         )
@@ -229,6 +228,12 @@ async def fill(make_worker, **settings):
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     worker.stop()
     return buffer, await running
+
+
+async def counters_at_end(worker, running, state):
+    worker.stop()
+    await running
+    return await state.counters()
 
 
 def ready(buffer, number):
@@ -262,9 +267,7 @@ async def test_prompts_of_a_mixture_carry_their_tasks_and_the_curriculum_passes_
     for step in range(40):
         lease = await consume(buffer, step)
         trained.update(group.prompt.task for group in lease.groups)
-    worker.stop()
-    await running
-    counters = await state.counters()
+    counters = await counters_at_end(worker, running, state)
     assert trained["open"] > 2 * trained["solved"] > 0
     assert counters["passed_over:solved"] > 10 and "passed_over:open" not in counters
     for task in ("open", "solved"):
@@ -304,9 +307,7 @@ async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state
     assert sorted(text for _, text in written) == ["0", "1", "2", "3", "4", "5"]
 
 
-async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_again(
-    make_worker, state, completer
-):
+async def test_groups_that_became_too_old_are_stopped_and_run_again(make_worker, state, completer):
     completer.held = lambda sample: True
     external = Waiting()
     worker, buffer = await make_worker(max_staleness=0, external=external)
@@ -316,7 +317,7 @@ async def test_groups_that_became_too_old_are_stopped_and_their_prompts_run_agai
     await until(lambda: len(completer.asked) == 2 * GROUPS_PER_STEP)
     completer.held = lambda sample: False
     completer.version = 1
-    await buffer.publish_version(1)
+    await buffer.announce_version(1)
     await asyncio.sleep(0.3)
     assert len(completer.asked) == 2 * GROUPS_PER_STEP  # the engine is still at version 0
     await state.record_commits({"engine-0": 1})
@@ -340,7 +341,7 @@ async def test_group_that_can_still_be_trained_is_not_stopped(make_worker, compl
     completer.held = lambda sample: True
     worker, buffer, running = await make_worker.run(max_staleness=1)
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
-    await buffer.publish_version(1)
+    await buffer.announce_version(1)
     await asyncio.sleep(0.3)
     assert not completer.cancelled
     worker.stop()
@@ -451,7 +452,7 @@ async def test_failed_group_always_gives_its_credit_back(make_worker, completer,
     completer.failing = lambda sample: False
     if ending == "publish":
         completer.version = 1
-        await buffer.publish_version(1)
+        await buffer.announce_version(1)
     else:
         worker.stop()
     await asyncio.sleep(0.2)
@@ -579,7 +580,9 @@ async def test_group_that_ignores_its_cancellation_is_cancelled_again(make_worke
 # External groups ---------------------------------------------------------------------------------
 
 
-async def test_external_group_waits_for_a_credit_like_any_other(make_worker, completer):
+async def test_external_group_waits_for_a_credit_like_any_other_and_is_not_in_the_median(
+    make_worker, completer
+):
     external = Waiting()
     worker, buffer, running = await make_worker.run(external=external)
     await until(ready(buffer, 4))
@@ -592,11 +595,10 @@ async def test_external_group_waits_for_a_credit_like_any_other(make_worker, com
     worker.stop()
     assert (await running).num_groups == 6
     assert group.prompts == [4, 4] and external.is_closed
+    assert len(worker._durations) == 5
 
 
-async def test_prompt_of_a_failed_external_group_runs_again_without_blame(
-    make_worker, completer, state
-):
+async def test_prompt_of_failed_external_group_reruns_without_blame(make_worker, completer, state):
     external = Waiting()
     worker, buffer = await make_worker(external=external, max_group_failures=1)
     external.groups = [External(make_worker.source, fails=True) for _ in range(3)]
@@ -642,15 +644,13 @@ async def test_restarted_worker_runs_its_prompts_again_and_continues_its_stream(
     assert (await state.task_positions())[0] == 4
 
 
-async def test_samples_begin_with_the_tokens_that_a_dead_worker_had_sampled(
-    make_worker, completer, state
-):
+async def test_samples_begin_with_tokens_that_a_dead_worker_sampled(make_worker, completer, state):
     completer.held = lambda sample: place_of(sample) == 1 and sample.prompt == [ord("0")]
     worker, buffer = await make_worker(keep_every_tokens=1)
     running = await make_worker.start(worker)
     await until(ready(buffer, 3))
     prompt = PromptRef(task="numbers", index=0)
-    (group_id,) = {one.group_id for one in worker._runs if one.ref == prompt}
+    (group_id,) = {one.group_id for one in worker._runs.values() if one.ref == prompt}
     await until(lambda: buffer.kept_tokens(group_id, prompt))  # the first token of the one held
     completer.version, num_asked = 1, len(completer.asked)
     completer.held = lambda sample: False
@@ -673,39 +673,31 @@ async def test_samples_begin_with_the_tokens_that_a_dead_worker_had_sampled(
     assert counters["tokens_restored"] == 3 + 1
 
 
-async def test_worker_that_stops_keeps_what_it_has(make_worker, completer, state):
+@pytest.mark.parametrize(("keep_every", "num_kept"), [(1024, 1), (0, 0)])
+async def test_worker_that_stops_keeps_what_it_has_unless_the_setting_forbids_it(
+    make_worker, completer, state, keep_every, num_kept
+):
     completer.held = lambda sample: True
-    worker, buffer, running = await make_worker.run()
+    worker, buffer, running = await make_worker.run(keep_every_tokens=keep_every)
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
     worker.stop()
     await running
     completer.held = lambda sample: False
     completer.version = 1
-    buffer, _ = await fill(make_worker)
+    buffer, _ = await fill(make_worker, keep_every_tokens=keep_every)
     lease = await consume(buffer, 0, num_groups=4)
-    assert all(group.tokens_by_version == {0: 2, 1: 4} for group in lease.groups)
+    by_version = {0: 2, 1: 4} if num_kept else {1: 6}
+    assert all(group.tokens_by_version == by_version for group in lease.groups)
     counters = await state.counters()
-    assert counters["tokens_restored"] == 8 and counters["tokens_generated"] == 8 * 3
-
-
-async def test_nothing_is_kept_if_the_setting_says_so(make_worker, completer, state):
-    completer.held = lambda sample: True
-    worker, buffer, running = await make_worker.run(keep_every_tokens=0)
-    await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
-    worker.stop()
-    await running
-    completer.held = lambda sample: False
-    completer.version = 1
-    buffer, _ = await fill(make_worker, keep_every_tokens=0)
-    lease = await consume(buffer, 0, num_groups=4)
-    assert all(group.tokens_by_version == {1: 6} for group in lease.groups)
+    assert counters.get("tokens_restored", 0) == 8 * num_kept
+    assert counters["tokens_generated"] == 8 * (4 - num_kept)
 
 
 async def test_prompt_with_which_two_workers_died_runs_alone(make_worker, completer):
     gates = {text: asyncio.Event() for text in ("0", "1", "7")}
     completer.hold = lambda sample: gates.get("".join(map(chr, sample.prompt)))
     worker, buffer = await make_worker(max_groups_in_flight=2)
-    worker._spec.buffer.lease_timeout_s = 0.3
+    worker.spec.buffer.lease_timeout_s = 0.3
     renewed = []
     renew = buffer.renew_credits
     buffer.renew_credits = lambda ids: (renewed.append(list(ids)), renew(ids))[1]
@@ -732,9 +724,7 @@ async def test_prompt_with_which_two_workers_died_runs_alone(make_worker, comple
     assert stats.prompts_quarantined == 0
 
 
-async def test_death_of_a_worker_at_which_a_suspect_waits_does_not_count_against_it(
-    make_worker, completer
-):
+async def test_death_of_a_worker_at_which_a_suspect_waits_is_not_its_fault(make_worker, completer):
     gates = {"0": asyncio.Event(), "7": asyncio.Event()}
     completer.hold = lambda sample: gates.get("".join(map(chr, sample.prompt)))
     worker, buffer = await make_worker(max_groups_in_flight=2)
@@ -745,7 +735,7 @@ async def test_death_of_a_worker_at_which_a_suspect_waits_does_not_count_against
     await until(lambda: "0" in completer.prompts)
     await buffer.abandon("9-9-dead", "stopped", Rerun.always)
     await until(lambda: worker._waiting is not None)
-    await buffer.reclaim(worker._index)  # as the worker that replaces it does
+    await buffer.reclaim(worker.index)  # as the worker that replaces it does
     assert (await buffer.stats()).prompts_quarantined == 0
     gates["0"].set()
     gates["7"].set()
@@ -770,14 +760,12 @@ async def test_interrupted_groups_end_with_tokens_of_the_next_version_and_keep_e
     await until(lambda: len(completer.asked) == 4 * GROUPS_PER_STEP)
     completer.held = lambda sample: False
     completer.version = 1
-    await buffer.publish_version(1)
+    await buffer.announce_version(1)
     await asyncio.sleep(0.2)
     assert (await buffer.stats()).ready == 0  # they wait for the engine
     await state.record_commits({"engine-0": 1})
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
-    counters = await state.counters()
+    counters = await counters_at_end(worker, running, state)
     assert counters["samples_interrupted"] == counters["samples_resumed"] == 8
     assert counters.get("tokens_wasted") == num_wasted
     assert counters["tokens_generated"] == 8 * 3 + (num_wasted or 0)
@@ -808,9 +796,7 @@ async def test_postponed_group_is_finished_with_its_earlier_tokens_or_from_its_p
     await asyncio.sleep(1.0)
     completer.go.set()
     await until(ready(buffer, 8))
-    worker.stop()
-    await running
-    counters = await state.counters()
+    counters = await counters_at_end(worker, running, state)
     assert counters["groups_postponed"] == 1
     assert counters["samples_resumed"] == counters["samples_interrupted"] == 2
     assert counters.get("tokens_wasted") == num_wasted
@@ -827,15 +813,13 @@ async def test_live_policy_takes_over_the_groups_in_flight_and_the_next_releases
     version = 0
     while not (await state.counters()).get("samples_interrupted"):
         version += 1  # until one comes after the change
-        await buffer.publish_version(version)
+        await buffer.announce_version(version)
         await asyncio.sleep(0.1)
     await asyncio.sleep(1.2)  # as long as counts may take
     assert "samples_resumed" not in await state.counters()  # they wait for the engine
     await buffer.change_settings({"tail": "continue_across_versions"})
     await until(ready(buffer, 61 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
-    counters = await state.counters()
+    counters = await counters_at_end(worker, running, state)
     assert counters["samples_interrupted"] == counters["samples_resumed"] == 2
 
 
@@ -855,26 +839,16 @@ async def test_groups_without_variance_are_left_out_and_others_run(make_worker, 
     assert counters["groups_filtered"] == 3 and counters["tokens_filtered"] == 3 * 2 * 3
 
 
-async def test_groups_without_variance_are_kept_beyond_the_budget(make_worker, completer, state):
-    completer.said = lambda sample: "00"
-    await fill(make_worker, filter_zero_variance=True, max_filtered_ratio=0.5)
-    assert (await state.counters())["zero_variance_kept"] == 4
-
-
-async def test_filter_that_is_set_during_the_run_leaves_groups_out_from_then_on(
-    make_worker, completer, state
-):
+async def test_filter_that_is_set_during_the_run_works_from_then_on(make_worker, completer, state):
     completer.said = lambda sample: "00"
     worker, buffer, running = await make_worker.run()
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
     assert "groups_filtered" not in await state.counters()
     await buffer.change_settings({"filter_zero_variance": "True", "max_filtered_ratio": "2.0"})
-    await until(lambda: worker._finisher._filter is not None)
+    await until(lambda: worker._group_runner._filter is not None)
     await consume(buffer, 0)
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    worker.stop()
-    await running
-    counters = await state.counters()
+    counters = await counters_at_end(worker, running, state)
     assert counters["groups_filtered"] == 2 * 2 and counters["zero_variance_kept"] == 2
 
 
@@ -885,9 +859,7 @@ async def test_setting_that_cannot_be_read_ends_the_worker_and_is_named(make_wor
         await asyncio.wait_for(running, 60)
 
 
-async def test_equal_rewards_of_a_broken_scorer_do_not_leave_groups_out(
-    make_worker, completer, scorer, state
-):
+async def test_rewards_of_a_broken_scorer_leave_no_group_out(make_worker, completer, scorer, state):
     completer.said = lambda sample: "00"
     scorer.failures = {"judge": "no answer"}
     await fill(make_worker, filter_zero_variance=True)

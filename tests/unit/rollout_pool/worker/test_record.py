@@ -13,6 +13,7 @@ import pytest
 
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from rollout_pool.worker.record import RolloutLog, read_recorded
+from tests.support.repository import ROOT
 
 
 def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
@@ -22,7 +23,7 @@ def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
         loss_mask=mask,
         rollout_logprobs=(mask * -0.123456789).astype(np.float32),
         version_spans=(
-            VersionSpan(version=7, start=1, end=3),
+            VersionSpan(version=7, start=0, end=3),
             VersionSpan(version=8, start=3, end=num_tokens),
         ),
         prompt_length=1,
@@ -32,6 +33,7 @@ def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
         columns={
             "teacher_logprobs": (mask * -0.987654321).astype(np.float32),
             "choices": np.arange(2 * num_tokens, dtype=np.int32).reshape(num_tokens, 2),
+            "experts": np.arange(2 * num_tokens, dtype=np.uint8).reshape(num_tokens, 2),
         },
     )
     return TrajectoryGroup(
@@ -53,6 +55,17 @@ def assert_same(one: Trajectory, other: Trajectory) -> None:
         np.testing.assert_array_equal(other.columns[name], column)
 
 
+async def test_every_field_of_a_line_is_on_the_page(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    await log.write(make_group("w0-1"), "3 + 4 =")
+    line = json.loads(log.path.read_text())
+    [first, *_] = line["trajectories"]
+    page = (ROOT / "docs/rollouts.md").read_text()
+    table = page.partition("## Inspecting groups")[2].partition("\n## ")[0]
+    names = [*line, *line["prompt"], *line["sampling"], *first, *first["columns"]["choices"]]
+    assert [name for name in names if f"`{name}`" not in table] == []
+
+
 @pytest.mark.parametrize("num_tokens", [6, 10_001], ids=["short", "long"])
 async def test_group_is_read_as_it_was_written(tmp_path: Path, num_tokens: int) -> None:
     log, group = RolloutLog(tmp_path, "worker-0", 1.0, 0), make_group('w0-"17"', num_tokens)
@@ -71,7 +84,7 @@ async def test_group_is_read_as_it_was_written(tmp_path: Path, num_tokens: int) 
 @pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
 async def test_numbers_are_read_exactly_as_they_were(tmp_path: Path, kind: str) -> None:
     group = make_group("exact", 6)
-    numbers = np.array([-1e-7, -1 / 3, -17.25, 0.0, np.nan, -np.inf], kind)
+    numbers = np.array([-1e-7, -1 / 3, -17.25, 0.0, 65504, -2e-5], kind)
     logprobs = np.array([0, -1e-7, -1 / 3, -2e-5, 0, -103.97208], np.float32)
     one = replace(group.trajectories[0], rollout_logprobs=logprobs, columns={"numbers": numbers})
     await RolloutLog(tmp_path, "worker-0", 1.0, 0).write(replace(group, trajectories=(one,)), "")
@@ -99,12 +112,6 @@ async def test_rate_chooses_by_id_and_seed_alone(tmp_path: Path) -> None:
     assert all(more.wants(group_id) for group_id in kept[0])
     assert not any(RolloutLog(tmp_path, "worker-0", 0.0, 1).wants(i) for i in ids)
     assert all(RolloutLog(tmp_path, "worker-0", 1.0, 1).wants(i) for i in ids)
-
-
-async def test_group_that_is_not_chosen_is_not_written(tmp_path: Path) -> None:
-    log = RolloutLog(tmp_path, "worker-0", 0.0, 1)
-    await log.write(make_group("a"), "")
-    assert not log.path.exists()
 
 
 async def test_files_are_bounded_and_the_oldest_is_removed(tmp_path: Path) -> None:
@@ -153,6 +160,52 @@ async def test_truncated_line_is_skipped(tmp_path: Path) -> None:
     await RolloutLog(tmp_path, "worker-0", 1.0, 0).write(make_group("c"), "")  # a later life
     found = read_recorded(tmp_path, None)
     assert found is not None and found.group.group_id == "c"
+
+
+LINE = "rollouts/worker-0.jsonl:1 is damaged"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('{"group_id":"a"', '{"group_ix":"a"'),
+        ('{"group_id":"a"', '\0\xff{"group_id":"a"'),
+        ('"group_id":"a"', '"group_id":"a","at":' + 100_000 * "["),
+        ('"reward":0.5', '"reward":"much"'),
+        ('"reward":0.5', '"reward":1e999'),
+        ('"reward":0.5', '"reward":NaN'),
+        ('"episode":0', '"episode":%s' % ("9" * 5000)),
+        ('"version_spans":[[7', '"version_spans":[[-7'),
+        ('"version_spans":[[7,0,3]', '"version_spans":[[7,3,0]'),
+        ('"loss_mask_runs":[1', '"loss_mask_runs":[1000000000000'),
+        ('"prompt_length":1', '"prompt_length":7'),
+        ('"tokens":[0,', '"tokens":[4294967295,'),
+        ('"tokens":[0,', '"tokens":[0.5,'),
+        ('"logprobs":[', '"logprobs":[0,'),
+        ('"dtype":"float32"', '"dtype":"S1000000000"'),
+        ('"shape":[6]', '"shape":[4294967295,4294967295]'),
+        ('"trajectories":[', '"trajectories":[[],'),
+    ],
+    ids=range(17),
+)
+async def test_damaged_line_is_named_by_file_and_number(tmp_path: Path, old: str, new: str) -> None:
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    await log.write(make_group("a"), "")
+    whole = log.path.read_text()
+    assert old in whole
+    log.path.write_text(whole.replace(old, new, 1), encoding="latin-1")
+    with pytest.raises(ValueError, match=LINE):
+        read_recorded(tmp_path, "a")
+
+
+async def test_noise_in_another_line_is_named_too(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    log.path.parent.mkdir()
+    log.path.write_bytes(b"\0" * 64 + b"\n")
+    await log.write(make_group("a"), "")
+    for group_id in ("a", None):
+        with pytest.raises(ValueError, match=LINE):
+            read_recorded(tmp_path, group_id)
 
 
 async def test_lines_are_complete_again_after_a_full_disk(tmp_path: Path) -> None:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
-from buffer.types import PromptRef
 from configs.choices import TailPolicy
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.episode import Episode
-from rollout_pool.episodes.request import EpisodeRequest
+from rollout_pool.sampling.group_samples import GroupSamples
 from rollout_pool.sampling.sample import Sample
-from rollout_pool.tasks.source import EpisodeSource
-from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker import stragglers
-from rollout_pool.worker.group_run import Counters, GroupRun, length_bucket
-from rollout_pool.worker.stragglers import (
-    MIN_RECENT,
-    RECENT,
-    TAILS,
-    Lap,
-    Pace,
-    Postpone,
-    Tail,
-    WaitingRoom,
-)
-from tests.support.rollout import make_sample, spans, until, write
+from rollout_pool.worker.counters import Counters, length_bucket
+from rollout_pool.worker.stragglers import MIN_RECENT, RECENT, TAILS, Tail
+from tests.support.rollout import make_sample, until
 
 
 @pytest.fixture(autouse=True)
@@ -38,19 +27,19 @@ def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CountStore:
-    """Counts as RunState does, each only when it is let through."""
+    """Counts as RunState does, but only when it is let through."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.is_open = asyncio.Event()
         self.is_open.set()
-        self.breaks = ""
+        self.is_broken = False
 
-    async def count(self, name: str, amount: float = 1) -> None:
+    async def count_all(self, amounts: Mapping[str, float]) -> None:
         await self.is_open.wait()
-        if name == self.breaks:
+        if self.is_broken:
             raise ConnectionError("no server")
-        self.counts[name] += amount  # type: ignore[assignment]
+        self.counts.update(amounts)  # type: ignore[arg-type]
 
 
 class Versions:
@@ -85,22 +74,24 @@ class Versions:
 class Scene:
     """One tail with what it may see of a worker."""
 
-    def __init__(
-        self, policy: TailPolicy, max_postponements: int = 2, keep_partial: bool = True
-    ) -> None:
+    def __init__(self, policy: TailPolicy, max_postponements: int = 2) -> None:
         self.versions, self.store = Versions(), CountStore()
         self.counters = Counters(self.store)
         self.interrupted: list[Sample] = []
         self.on_interrupt: list[Callable[[Sample], None]] = []
         self.is_full, self.order = False, 100
+        self.groups: list[GroupSamples] = []
+        self.durations: deque[float] = deque(maxlen=RECENT)
         self.tail: Tail = TAILS[policy](
+            groups=self.groups,
+            durations=self.durations,
             interrupt=self._interrupt,
             versions=self.versions,
             counters=self.counters,
             is_batch_ready=self._is_batch_ready,
             next_order=lambda: self.order,
             max_postponements=max_postponements,
-            keep_partial=keep_partial,
+            keep_partial=True,
         )
 
     def _interrupt(self, sample: Sample) -> None:
@@ -110,43 +101,28 @@ class Scene:
 
     def lets_groups_wait_for_long(self) -> None:
         """From the first interruption on a postponed group has not waited for long enough."""
-        self.on_interrupt.append(lambda _: self.note_times(60.0))
+        self.on_interrupt.append(lambda _: self.durations.extend([60.0] * RECENT))
 
-    def stops_at_once(self, run: GroupRun) -> list[asyncio.Task[None]]:
-        """What the episode runners do with a sample of the group as soon as it is interrupted."""
+    def stops_at_once(self, group: GroupSamples) -> list[asyncio.Task[None]]:
+        """Plays the episode runners with a sample of the group as soon as it is interrupted."""
         waiting: list[asyncio.Task[None]] = []
 
         def stop(sample: Sample) -> None:
-            if sample in run.samples:
-                waiting.append(asyncio.create_task(run.may_go_on(sample)))
+            if sample in group.in_progress:
+                waiting.append(asyncio.create_task(group.wait_released(sample)))
 
         self.on_interrupt.append(stop)
         return waiting
 
-    def note_times(self, seconds: float) -> None:
-        """As if so many groups had taken so long that no others count."""
-        assert isinstance(self.tail, Postpone)
-        for _ in range(RECENT):
-            self.tail._pace.note(seconds)
-
     async def _is_batch_ready(self) -> bool:
         return self.is_full
 
-    def start(
-        self, order: int, num_samples: int = 2, source: EpisodeSource | None = None
-    ) -> GroupRun:
-        prompt = Prompt(index=order, is_held_out=False, text="?")
-        run = GroupRun(
-            group_id=f"0-{order}",
-            ref=PromptRef(task="sums", index=order),
-            prompt=prompt,
-            order=order,
-            source=source or Unasked(),
-        )
-        for n in range(num_samples):
-            run.note_sample(make_sample(n, prompt=[1]))
-        self.tail.begin(run)
-        return run
+    def start(self, order: int, **fields: Any) -> GroupSamples:
+        group = GroupSamples(order=order, **fields)
+        for n in range(2):
+            group.begin(make_sample(n, prompt=[1]))
+        self.groups.append(group)
+        return group
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -162,32 +138,19 @@ class Scene:
         return self.store.counts
 
 
-class Unasked(EpisodeSource):
-    """A worker's own source, which runs nothing here."""
-
-    async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
-        raise AssertionError("not run here")
-
-
-class Stranger(Unasked):
-    """An external program that never ends."""
-
-    is_external = True
-
-
-def _stopped(run: GroupRun) -> list[asyncio.Task[None]]:
-    """What the episode runners do with samples that were interrupted."""
-    return [asyncio.create_task(run.may_go_on(sample)) for sample in run.samples]
+def _stopped(group: GroupSamples) -> list[asyncio.Task[None]]:
+    """Plays the episode runners with samples that were interrupted."""
+    return [asyncio.create_task(group.wait_released(sample)) for sample in group.in_progress]
 
 
 async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> None:
     scene, order = Scene(TailPolicy.interrupt_and_resume), list[int]()
-    runs = [scene.start(order) for order in (5, 2, 9)]
-    ended = next(iter(runs[0].samples))
+    groups = [scene.start(order) for order in (5, 2, 9)]
+    ended = next(iter(groups[0].in_progress))
     ended.finish_reason = "stop"
 
-    async def go_on(run: GroupRun, sample: Sample) -> None:
-        await run.may_go_on(sample)
+    async def go_on(group: GroupSamples, sample: Sample) -> None:
+        await group.wait_released(sample)
         order.append(sample.order)
 
     async with scene.running():
@@ -195,133 +158,93 @@ async def test_samples_wait_for_the_new_version_and_the_stalest_goes_first() -> 
         scene.versions.tell(trainer=1)
         await until(lambda: len(scene.interrupted) == 5)
         assert ended not in scene.interrupted
-        resumed = [asyncio.create_task(go_on(f, s)) for f in runs for s in f.samples - {ended}]
+        resumed = [
+            asyncio.create_task(go_on(f, s)) for f in groups for s in f.in_progress - {ended}
+        ]
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in resumed)
         scene.versions.tell(engines=1)
         await asyncio.wait_for(asyncio.gather(*resumed), 60)
     assert order == [2, 2, 5, 9, 9]
-    assert await scene.counted() == {"samples_interrupted": 5, "samples_resumed": 5}
-
-
-async def test_sample_interrupted_late_does_not_wait_for_the_next_version() -> None:
-    scene = Scene(TailPolicy.interrupt_and_resume)
-    run = scene.start(1)
-    async with scene.running():
-        await asyncio.sleep(0)
-        scene.versions.tell(trainer=1, engines=1)
-        await until(lambda: len(scene.interrupted) == 2)
-        await asyncio.sleep(0.05)
-        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 60)
-
-
-async def test_stopped_samples_lose_their_tokens_before_they_wait_except_what_a_client_reads() -> (
-    None
-):
-    scene = Scene(TailPolicy.interrupt_and_resume, keep_partial=False)
-    run = scene.start(1)
-    read, unread = run.samples
-    read.on_tokens = lambda sample: None
-    for sample in (read, unread):
-        write(sample, [7, 8, 9], version=0)
-    async with scene.running():
-        await asyncio.sleep(0)
-        scene.versions.tell(trainer=1)
-        await until(lambda: len(scene.interrupted) == 2)
-        waiting = _stopped(run)
-        await asyncio.sleep(0.05)
-        assert not any(task.done() for task in waiting)
-        assert (unread.output_ids, unread.logprobs, spans(unread)) == ([], [], [])
-        assert (unread.num_wasted, unread.num_left) == (3, unread.max_new_tokens)
-        assert (read.output_ids, read.num_wasted) == ([7, 8, 9], 0)
-        scene.versions.tell(engines=1)
-        await asyncio.wait_for(asyncio.gather(*waiting), 60)
-
-
-async def test_waiting_room_releases_after_its_limit() -> None:
-    room, scene = WaitingRoom(), Scene(TailPolicy.continue_across_versions)
-    room.close()
-    (sample,) = scene.start(1, num_samples=1).samples
-    await asyncio.wait_for(room.pass_through(sample, 0.05), 60)
+    assert await scene.counted() == {"samples_interrupted": 5}
+    assert sum(group.num_resumed for group in groups) == 5
 
 
 async def test_groups_continue_across_versions() -> None:
     scene = Scene(TailPolicy.continue_across_versions)
-    run = scene.start(1)
+    group = scene.start(1)
     async with scene.running():
         scene.versions.tell(trainer=1)
         scene.is_full = True
         await asyncio.sleep(0.05)
-        await asyncio.wait_for(asyncio.gather(*_stopped(run)), 60)
+        await asyncio.wait_for(asyncio.gather(*_stopped(group)), 60)
     assert not scene.interrupted
-
-
-async def _land_quick_groups(scene: Scene, number: int = MIN_RECENT) -> None:
-    for order in range(number):
-        run = scene.start(order)
-        await asyncio.sleep(0.02)
-        scene.tail.end(run, is_done=True)
 
 
 async def test_slow_group_waits_while_a_batch_is_ready_and_continues_when_it_is_taken() -> None:
     scene = Scene(TailPolicy.postpone, max_postponements=2)
-    await _land_quick_groups(scene)
+    scene.durations.extend([0.02] * MIN_RECENT)
     slow = scene.start(10)
     async with scene.running():
         await asyncio.sleep(0.25)
-        other = scene.start(11)
+        scene.start(11)
         assert not scene.interrupted  # the trainer still lacks groups
         waiting = scene.stops_at_once(slow)
         scene.lets_groups_wait_for_long()
         scene.is_full = True
-        # `other` becomes slow as well at the first look: a third keeps both from being alone.
+        # The other becomes slow as well at the first look: a third keeps both from being alone.
         keeper = asyncio.create_task(_keep_one_young(scene))
-        await until(lambda: slow.samples <= set(scene.interrupted))
-        assert slow.order == 100 and {sample.order for sample in slow.samples} == {100}
+        await until(lambda: slow.in_progress <= set(scene.interrupted))
+        assert slow.order == 100 and {sample.order for sample in slow.in_progress} == {100}
         await asyncio.sleep(0.05)
         assert not any(task.done() for task in waiting)
         scene.is_full = False
         await asyncio.wait_for(asyncio.gather(*waiting), 60)
         scene.on_interrupt.clear()
         again = scene.stops_at_once(slow)
-        scene.note_times(0.02)
+        scene.durations.extend([0.02] * RECENT)
         before = len(scene.interrupted)
         scene.is_full = True  # once more: the last time, after which it goes first
-        await until(lambda: slow.samples <= set(scene.interrupted[before:]))
-        assert slow.order == 0 and {sample.order for sample in slow.samples} == {0}
+        await until(lambda: slow.in_progress <= set(scene.interrupted[before:]))
+        assert slow.order == 0 and {sample.order for sample in slow.in_progress} == {0}
         await asyncio.wait_for(asyncio.gather(*again), 60)
-        after = scene.interrupted.count(next(iter(slow.samples)))
+        after = scene.interrupted.count(next(iter(slow.in_progress)))
         await asyncio.sleep(0.3)
-        assert scene.interrupted.count(next(iter(slow.samples))) == after == 2
+        assert scene.interrupted.count(next(iter(slow.in_progress))) == after == 2
         await end_tasks([keeper])
-        scene.tail.end(slow, is_done=True)
-        scene.tail.end(other, is_done=False)
 
 
 async def _keep_one_young(scene: Scene) -> None:
     while True:
-        run = scene.start(50)
+        group = scene.start(50)
         try:
             await asyncio.sleep(0.03)
         finally:
-            scene.tail.end(run, is_done=False)
+            scene.groups.remove(group)
 
 
 async def test_last_group_is_never_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
-    await _land_quick_groups(scene)
-    slow, scene.is_full = scene.start(10), True
+    scene.start(10)
+    await _postpones_nothing(scene, is_alone=True)
+
+
+async def _postpones_nothing(scene: Scene, is_alone: bool = False) -> None:
+    """Though a batch is ready and others were far quicker."""
+    scene.durations.extend([0.02] * MIN_RECENT)
     async with scene.running():
+        others = [] if is_alone else [asyncio.create_task(_keep_one_young(scene))]
+        scene.is_full = True
         await asyncio.sleep(0.3)
-    assert not scene.interrupted
-    scene.tail.end(slow, is_done=True)
+        await end_tasks(others)
+    assert not scene.interrupted and await scene.counted() == {}
 
 
 async def test_new_turn_of_a_postponed_group_is_stopped_too() -> None:
     scene = Scene(TailPolicy.postpone)
-    await _land_quick_groups(scene)
+    scene.durations.extend([0.02] * MIN_RECENT)
     slow = scene.start(10)
-    acting, talking = sorted(slow.samples, key=lambda sample: sample.sample_id)
+    acting, talking = sorted(slow.in_progress, key=lambda sample: sample.sample_id)
     acting.finish_reason = "stop"  # its environment is at work
     async with scene.running():
         keeper = asyncio.create_task(_keep_one_young(scene))
@@ -330,74 +253,25 @@ async def test_new_turn_of_a_postponed_group_is_stopped_too() -> None:
         scene.is_full = True
         await until(lambda: scene.interrupted == [talking])
         later = make_sample(1)
-        slow.note_sample(later)
+        slow.begin(later)
         await until(lambda: later in scene.interrupted)
         assert scene.interrupted == [talking, later] and not any(one.done() for one in stopped)
         await end_tasks([keeper, *stopped])
     assert await scene.counted() == {"groups_postponed": 1, "samples_interrupted": 2}
 
 
-async def test_policy_that_takes_over_releases_a_postponed_group_and_holds_it_by_its_own_rule() -> (
-    None
-):
-    scene = Scene(TailPolicy.postpone)
-    await _land_quick_groups(scene)
-    slow = scene.start(10)
-    async with scene.running():
-        keeper = asyncio.create_task(_keep_one_young(scene))
-        scene.lets_groups_wait_for_long()
-        scene.is_full = True
-        await until(lambda: slow.samples <= set(scene.interrupted))
-        waiting = _stopped(slow)
-        await end_tasks([keeper])
-    scene.tail.close()
-    await asyncio.wait_for(asyncio.gather(*waiting), 60)
-    next_one = Scene(TailPolicy.interrupt_and_resume)
-    next_one.tail.begin(slow)
-    async with next_one.running():
-        await asyncio.sleep(0)
-        next_one.versions.tell(trainer=1)
-        await until(lambda: slow.samples <= set(next_one.interrupted))
-        held = asyncio.create_task(slow.wait_to_go_on(next(iter(slow.samples))))
-        await asyncio.sleep(0.05)
-        assert not held.done()
-        next_one.versions.tell(engines=1)
-        await asyncio.wait_for(held, 60)
-
-
 async def test_group_without_running_samples_is_not_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
-    await _land_quick_groups(scene)
     scored = scene.start(10)
-    for sample in scored.samples:
+    for sample in scored.in_progress:
         sample.finish_reason = "stop"
-    async with scene.running():
-        keeper = asyncio.create_task(_keep_one_young(scene))
-        scene.is_full = True
-        await asyncio.sleep(0.3)
-        await end_tasks([keeper])
-    assert not scene.interrupted and await scene.counted() == {}
+    await _postpones_nothing(scene)
 
 
-async def test_external_groups_are_neither_postponed_nor_part_of_the_median() -> None:
+async def test_external_groups_are_not_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
-    await _land_quick_groups(scene)
-    strange = scene.start(10, source=Stranger())
-    strange.started -= 1000.0
-    async with scene.running():
-        keeper = asyncio.create_task(_keep_one_young(scene))
-        scene.is_full = True
-        await asyncio.sleep(0.3)
-        await end_tasks([keeper])
-    for _ in range(MIN_RECENT + 1):
-        other = scene.start(11, source=Stranger())
-        other.started -= 1000.0
-        scene.tail.end(other, is_done=True)
-    scene.tail.end(strange, is_done=True)
-    assert not scene.interrupted
-    assert isinstance(scene.tail, Postpone)
-    median_s = scene.tail._pace.median_s
-    assert median_s is not None and median_s < 1.0
+    scene.start(10, is_external=True, started=time.monotonic() - 1000.0)
+    await _postpones_nothing(scene)
 
 
 async def test_counts_being_sent_when_the_worker_ends_are_sent_once() -> None:
@@ -421,31 +295,30 @@ async def test_counts_being_sent_when_the_worker_ends_are_sent_once() -> None:
 
 async def test_counts_that_failed_are_sent_later() -> None:
     store = CountStore()
-    store.breaks = "tokens"
+    store.is_broken = True
     counters = Counters(store)
     counters.add("groups")
     counters.add("tokens", 7)
     with pytest.raises(ConnectionError):
         await counters.flush()
-    store.breaks = ""
+    store.is_broken = False
     counters.add("tokens", 1)
     await counters.flush()
     assert store.counts == {"groups": 1, "tokens": 8}
 
 
-def test_group_is_slow_after_twice_the_median_since_it_resumed() -> None:
-    pace = Pace(max_postponements=1)
-    lap = Lap(since=100.0)
-    for seconds in (1.0, 2.0, 3.0):
-        pace.note(seconds)
-    assert not pace.is_slow(lap, now=1000.0)  # too few have ended to tell
-    pace.note(50.0)
-    assert pace.median_s == 2.5
-    assert not pace.is_slow(lap, now=105.0) and pace.is_slow(lap, now=105.1)
-    waiting = Lap(since=100.0, is_waiting=True)
-    assert not pace.is_slow(waiting, now=999.0)
-    assert not pace.has_waited(waiting, now=102.5) and pace.has_waited(waiting, now=102.6)
-    assert not pace.is_slow(Lap(since=100.0, num_postponed=1), now=999.0)
+async def test_group_is_slow_after_twice_the_median_of_enough_others() -> None:
+    scene = Scene(TailPolicy.postpone)
+    early, late = scene.start(1), scene.start(2)
+    early.started, late.started = time.monotonic() - 400.0, time.monotonic() - 600.0
+    scene.is_full = True
+    scene.durations.extend([100.0, 200.0, 300.0])
+    async with scene.running():
+        await asyncio.sleep(0.3)
+        assert not scene.interrupted, "too few have ended to tell"
+        scene.durations.append(5000.0)
+        await until(lambda: late.in_progress <= set(scene.interrupted))
+    assert late.in_progress == set(scene.interrupted) and not early.is_held
 
 
 def test_lengths_are_counted_in_buckets() -> None:

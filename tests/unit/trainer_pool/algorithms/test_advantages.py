@@ -6,25 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from buffer.types import Trajectory
-from configs.algorithm_schema import ADVANTAGES, AdvantageConfig
+from configs.advantages import ADVANTAGES, AdvantageConfig
+from tests.support.trainer.made_up import trajectory
 from tests.support.trainer.token_batch import algorithm
 from trainer_pool.algorithms.advantages import AdvantageInputs, TokenAdvantages, overlong_penalty
 
 Floats = NDArray[np.float64]
-
-
-def trajectory(num_tokens: int) -> Trajectory:
-    zeros = np.zeros(num_tokens)
-    return Trajectory(
-        tokens=zeros.astype(np.int32),
-        loss_mask=zeros.astype(np.uint8),
-        rollout_logprobs=zeros.astype(np.float32),
-        version_spans=(),
-        prompt_length=1,
-        reward=0.0,
-        finish_reason="stop",
-    )
 
 
 def advantages(
@@ -44,10 +31,10 @@ def advantages(
         groups_E=np.array([0] * len(rewards) if groups is None else groups),
         num_tokens_E=np.array(lengths if trained is None else trained, np.float64),
         parts=parts or {},
-        trajectories=[trajectory(length) for length in lengths],
+        trajectories=[trajectory([0] * length) for length in lengths],
         episodes=range(len(rewards)),
     )
-    config = AdvantageConfig(kind=kind, **settings)  # type: ignore[arg-type]
+    config = ADVANTAGES[kind](kind=kind, **settings)  # type: ignore[arg-type]
     found: TokenAdvantages = algorithm(advantage=config).advantages(inputs)
     assert [len(values) for values in found] == lengths
     assert all(values.dtype == np.float32 and np.ptp(values) == 0 for values in found)
@@ -200,7 +187,9 @@ def test_reward_that_is_not_a_number_is_refused() -> None:
 
 
 def test_penalty_for_length_rises_linearly_between_its_bounds() -> None:
-    config = AdvantageConfig(overlong_start=100, overlong_end=120, overlong_penalty=2.0)
+    config = AdvantageConfig(
+        kind="rloo", overlong_start=100, overlong_end=120, overlong_penalty=2.0
+    )
     lengths = (0, 100, 105, 120, 500)
     assert [overlong_penalty(n, config) for n in lengths] == [0, 0, 0.5, 2, 2]
-    assert overlong_penalty(500, AdvantageConfig()) == 0
+    assert overlong_penalty(500, AdvantageConfig(kind="rloo")) == 0

@@ -7,17 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from buffer.types import Trajectory
-from configs.algorithm_schema import (
-    REFERENCE_COLUMN,
-    AdvantageConfig,
-    AlgorithmConfig,
-    CorrectionConfig,
-    KLConfig,
-    StreamConfig,
-)
+from configs.advantages import OwnAdvantage, OwnAggregation
+from configs.algorithm_schema import REFERENCE_COLUMN, AlgorithmConfig, KLConfig, StreamConfig
 from configs.choices import KLPlace
+from configs.corrections import OwnCorrection, Veto
 from configs.load import load_config
+from configs.losses import OwnLoss
+from tests.support.trainer import made_up
 from trainer_pool.algorithms.advantages import AdvantageInputs
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.trial import check_algorithm
@@ -126,6 +122,14 @@ def one_weight(inputs, config):
 """
 
 
+OWN = {
+    "loss": OwnLoss,
+    "aggregation": OwnAggregation,
+    "advantage": OwnAdvantage,
+    "correction": OwnCorrection,
+}
+
+
 @pytest.fixture
 def mine(tmp_path: Path) -> str:
     path = tmp_path / "mine.py"
@@ -135,12 +139,11 @@ def mine(tmp_path: Path) -> str:
 
 def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
     config = AlgorithmConfig(
-        loss=f"{mine}:good",
-        aggregation=f"{mine}:halves",
-        advantage=AdvantageConfig(kind=f"{mine}:ones"),
-        correction=CorrectionConfig(kinds=["veto", f"{mine}:keeps_all"]),
+        loss=OwnLoss(kind=f"{mine}:good", params={"scale": 2.0}),
+        aggregation=OwnAggregation(kind=f"{mine}:halves"),
+        advantage=OwnAdvantage(kind=f"{mine}:ones"),
+        correction=[Veto(kind="veto"), OwnCorrection(kind=f"{mine}:keeps_all")],
         kl=KLConfig(weight=0.1, estimator=f"{mine}:half_squared"),
-        params={"scale": 2.0},
     )
     check_algorithm(config)
     assert Algorithm.load(config).loss.__name__ == "good"
@@ -186,29 +189,21 @@ def test_functions_of_a_user_are_accepted_in_every_family(mine: str) -> None:
             r"algorithm\.aggregation='.*must be finite numbers of at least 0 .*denominator nan",
         ),
         ({"aggregation": "MINE:ones"}, r"algorithm\.aggregation='.*:ones': failed on a batch"),
-        ({"kind": "MINE:by_episode"}, r"algorithm\.advantage\.kind='.*must return an array \[T\]"),
-        ({"kind": "MINE:unknown"}, r"algorithm\.advantage\.kind='.*is NaN or infinite, for"),
         (
-            {"kinds": ["MINE:keeps_one"]},
-            r"algorithm\.correction\.kinds=.*a factor for each of the",
+            {"advantage": "MINE:by_episode"},
+            r"algorithm\.advantage\.kind='.*must return an array \[T\]",
         ),
+        ({"advantage": "MINE:unknown"}, r"algorithm\.advantage\.kind='.*is NaN or infinite, for"),
+        ({"correction": "MINE:keeps_one"}, r"algorithm\.correction=.*a factor for each of the"),
     ],
 )
 def test_function_that_cannot_be_used_is_refused_with_setting_value_and_fix(
-    mine: str, settings: dict[str, str | list[str]], message: str
+    mine: str, settings: dict[str, str], message: str
 ) -> None:
-    def name(value: str | list[str]) -> str:
-        assert isinstance(value, str)
-        return value.replace("MINE", mine)
-
+    [(family, name)] = settings.items()
+    own = OWN[family](kind=name.replace("MINE", mine))
     config = AlgorithmConfig()
-    for key, value in settings.items():
-        if key == "kind":
-            config.advantage.kind = name(value)
-        elif key == "kinds":
-            config.correction.kinds = [name(one) for one in value]
-        else:
-            setattr(config, key, name(value))
+    setattr(config, family, [own] if family == "correction" else own)
     with pytest.raises(ValueError, match=message):
         check_algorithm(config)
 
@@ -233,7 +228,7 @@ def test_estimator_that_cannot_be_used_is_refused(
 
 def test_estimator_of_a_user_is_that_of_the_loss_and_of_the_reward(mine: str) -> None:
     config = AlgorithmConfig(
-        kl=KLConfig(weight=0.5, estimator=f"{mine}:half_squared"), params={"share": 3.0}
+        kl=KLConfig(weight=0.5, estimator=f"{mine}:half_squared", params={"share": 3.0})
     )
     rollout_T = np.array([-1.0, -2.0], np.float32)
     columns = {REFERENCE_COLUMN: np.array([-1.5, -1.0], np.float32)}
@@ -243,27 +238,20 @@ def test_estimator_of_a_user_is_that_of_the_loss_and_of_the_reward(mine: str) ->
 
 @pytest.mark.parametrize("name", ["absent", "ones"])
 def test_aggregation_of_a_stream_is_refused_by_its_own_setting(mine: str, name: str) -> None:
-    config = AlgorithmConfig(streams={"words": StreamConfig(aggregation=f"{mine}:{name}")})
+    config = AlgorithmConfig(
+        streams={"words": StreamConfig(aggregation=OwnAggregation(kind=f"{mine}:{name}"))}
+    )
     with pytest.raises(ValueError, match=r"^algorithm\.streams\.\*\.aggregation='.*:(absent|ones)"):
         check_algorithm(config)
 
 
 def test_advantages_may_come_one_by_one_as_lists(mine: str) -> None:
-    chosen = Algorithm.load(AlgorithmConfig(advantage=AdvantageConfig(kind=f"{mine}:one_by_one")))
-    trajectory = Trajectory(
-        tokens=np.zeros(3, np.int32),
-        loss_mask=np.array([0, 1, 1], np.uint8),
-        rollout_logprobs=np.zeros(3, np.float32),
-        version_spans=(),
-        prompt_length=1,
-        reward=2.0,
-        finish_reason="stop",
-    )
+    chosen = Algorithm.load(AlgorithmConfig(advantage=OwnAdvantage(kind=f"{mine}:one_by_one")))
     inputs = AdvantageInputs(
         rewards_E=np.array([2.0]),
         groups_E=np.array([0]),
         num_tokens_E=np.array([2.0]),
-        trajectories=[trajectory],
+        trajectories=[made_up.trajectory([0, 1, 1])],
         episodes=[0],
     )
     (values,) = chosen.advantages(inputs)
@@ -274,13 +262,12 @@ def test_advantages_may_come_one_by_one_as_lists(mine: str) -> None:
 def test_aggregation_may_leave_out_trajectories_and_never_sees_a_rank_without_any(
     mine: str,
 ) -> None:
-    chosen = Algorithm.load(AlgorithmConfig(aggregation=f"{mine}:without_long_ones"))
+    chosen = Algorithm.load(
+        AlgorithmConfig(aggregation=OwnAggregation(kind=f"{mine}:without_long_ones"))
+    )
 
     def row(num_trained: int) -> Row:
-        mask = np.array([0, *[1] * num_trained], np.uint8)
-        return Row(
-            tokens=mask.astype(np.int32), loss_mask=mask, rollout_logprobs=-mask.astype("f4")
-        )
+        return made_up.row([0, *[1] * num_trained])
 
     rows, denominators = weighted([[row(1), row(4)]], chosen)
     assert [row.weight for row in rows] == [1, 0]
@@ -292,7 +279,7 @@ def test_aggregation_may_leave_out_trajectories_and_never_sees_a_rank_without_an
     ("name", "fix"), [("teacher", "kind=teacher"), ("reference", r"algorithm\.kl\.weight")]
 )
 def test_function_that_reads_a_column_of_nobody_is_refused(mine: str, name: str, fix: str) -> None:
-    config = AlgorithmConfig(loss=f"{mine}:near_the_{name}", kl=KLConfig(weight=0.1))
+    config = AlgorithmConfig(loss=OwnLoss(kind=f"{mine}:near_the_{name}"), kl=KLConfig(weight=0.1))
     check_algorithm(config, has_teacher=True)
     config.kl.weight = 0.0
     with pytest.raises(ValueError, match=rf"algorithm\.loss='.*no column {name}_logprobs: .*{fix}"):
@@ -308,12 +295,11 @@ def test_relative_file_of_a_loss_means_the_folder_of_the_command(
             "algorithm.loss=mine.py:good",
             "algorithm.advantage.kind=mine.py:ones",
             "algorithm.kl={weight: 0.1, estimator: 'mine.py:half_squared'}",
-            "algorithm.correction.kinds=[tis_token, 'mine.py:keeps_all']",
-            "algorithm.params.scale=3",
+            "algorithm.correction=[tis_token, 'mine.py:keeps_all']",
+            "algorithm.loss.params.scale=3",
         ]
     )
-    assert config.algorithm.loss == f"{mine}:good"
-    assert config.algorithm.correction.kinds == ["tis_token", f"{mine}:keeps_all"]
+    assert config.algorithm.loss == OwnLoss(kind=f"{mine}:good", params={"scale": 3})
+    assert config.algorithm.corrections == ["tis_token", f"{mine}:keeps_all"]
     assert config.algorithm.kl.estimator == f"{mine}:half_squared"
-    assert config.algorithm.params == {"scale": 3}
     check_algorithm(config.full_algorithm)

@@ -1,4 +1,4 @@
-"""What must hold of every way to lay rows out as micro-batches."""
+"""Properties of every way to lay rows out as micro-batches."""
 
 from __future__ import annotations
 
@@ -182,11 +182,3 @@ def test_tokens_keep_their_candidates_in_any_order_of_rows() -> None:
     assert batch.candidates_K.tolist() == [320, 321, 420, 430, 431, 432]
     (plain,) = pack([make_row(5, 3)], 20)
     assert not len(plain.candidates_K) and plain.num_candidates_N.tolist() == [0, 0]
-
-
-def test_column_that_a_row_lacks_is_unknown_there() -> None:
-    teacher = np.zeros(4, np.float32)
-    (batch,) = pack([replace(make_row(4, 2), columns={"teacher": teacher}), make_row(5, 3)], 9)
-    order = list(batch.rows)
-    found = batch.columns["teacher"].view(2, 2)[[order.index(0), order.index(1)]]
-    assert found[0].tolist() == [0.0, 0.0] and found[1].isnan().all()

@@ -1,4 +1,4 @@
-"""What must hold of every tree of common beginnings, and of the rows laid from it."""
+"""Properties of every tree of common beginnings, and of the rows laid from it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from trainer_pool.data.packing import MicroBatch, PassCost, Row, pack
 from trainer_pool.data.prefix_sharing import (
@@ -158,3 +159,40 @@ def test_episode_may_branch_at_more_turns_than_python_recurses() -> None:
     forest = share_prefixes(branches, 1)
     assert sum(map(len, forest.spans)) == len(whole) - 1 + len(branches)
     assert len(forest.paths[-1]) == len(branches)
+
+
+def test_experts_of_a_token_are_where_it_is_in_the_row_and_shared_ones_the_first_known() -> None:
+    common = np.arange(MIN_SHARED + 4)
+    sequences = [np.append(common, [90, 91]), np.append(common, [80]), np.arange(50, 60)]
+    rows = []
+    for number, tokens in enumerate(sequences):
+        # Each has its own number everywhere; the first one knows nothing of three tokens.
+        routes = np.full((len(tokens), 2), number + 1, np.uint8)
+        routes[-1] = 0
+        if number == 0:
+            routes[2:5] = 0
+        rows.append(row_of(tokens.astype(np.int32), routes if number < 2 else None))
+    [batch] = pack(rows, 100, should_share_prefixes=True)
+    [apart] = pack(rows, 100)
+    assert batch.row.routes_LC is not None and apart.row.routes_LC is not None
+    found = dict(zip(batch.row.tokens_L.tolist(), batch.row.routes_LC[:, 0].tolist(), strict=True))
+    expected = dict.fromkeys(common.tolist(), 1) | dict.fromkeys((2, 3, 4), 2)
+    expected |= dict.fromkeys((90,), 1) | dict.fromkeys((91, 80, *range(50, 60)), 0)
+    assert found == expected
+    by_place = zip(apart.row.tokens_L.tolist(), apart.row.routes_LC[:, 0].tolist(), strict=True)
+    assert sorted(by_place) == sorted(
+        (token, 0 if row.routes is None else int(row.routes[place, 0]))
+        for row in rows
+        for place, token in enumerate(row.tokens.tolist())
+    )
+    [plain] = pack([rows[2]], 100)
+    assert plain.row.routes_LC is None
+
+
+def row_of(tokens: Tokens, routes: NDArray[np.uint8] | None) -> Row:
+    return Row(
+        tokens=tokens,
+        loss_mask=(np.arange(len(tokens)) > 0).astype(np.uint8),
+        rollout_logprobs=np.zeros(len(tokens), np.float32),
+        routes=routes,
+    )

@@ -1,15 +1,18 @@
-"""What a training step makes of a group, against values worked out by hand."""
+"""The rows that a training step makes of a group, against values worked out by hand."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
-from configs.algorithm_schema import AdvantageConfig
+from buffer.types import Trajectory, TrajectoryGroup, VersionSpan
+from configs.advantages import ADVANTAGES, OwnAdvantage
+from tests.support.trainer import made_up
+from tests.support.trainer.made_up import group
 from tests.support.trainer.token_batch import algorithm
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import Row, pack
@@ -23,13 +26,14 @@ def rows_of(
     batch = StepBatch(
         version=version, group_ids=tuple(group.group_id for group in groups), groups=groups
     )
-    settings = AdvantageConfig(**advantage)  # type: ignore[arg-type]
+    kind = str(advantage.pop("kind", "grpo"))
+    settings = ADVANTAGES.get(kind, OwnAdvantage)(kind=kind, **advantage)  # type: ignore[arg-type]
     rows = rows_by_group(batch, algorithm(advantage=settings), ranks)
     return [row for of_group in rows for row in of_group]
 
 
 def advantages_of(rows: list[Row]) -> list[float]:
-    """Of each row, whose tokens all have the same."""
+    """The advantage of each row, whose tokens all have the same."""
     values = []
     for row in rows:
         assert row.advantages is not None and len(row.advantages) == len(row.tokens)
@@ -39,28 +43,9 @@ def advantages_of(rows: list[Row]) -> list[float]:
 
 
 def trajectory(episode: int, reward: float, num_trained: int = 2) -> Trajectory:
-    length = 2 + num_trained
-    mask = np.array([0, 0] + [1] * num_trained, np.uint8)
-    return Trajectory(
-        tokens=np.arange(length, dtype=np.int32),
-        loss_mask=mask,
-        rollout_logprobs=-mask.astype(np.float32),
-        version_spans=(VersionSpan(version=3, start=2, end=length),) if num_trained else (),
-        prompt_length=2,
-        reward=reward,
-        finish_reason="stop",
-        episode=episode,
-        columns={"teacher_logprobs": np.zeros(length, np.float32)},
-    )
-
-
-def group(*trajectories: Trajectory, **changes: float) -> TrajectoryGroup:
-    return TrajectoryGroup(
-        group_id="g7",
-        prompt=PromptRef(task="sums", index=0),
-        trajectories=trajectories,
-        sampling=replace(SamplingParams(), **changes),  # type: ignore[arg-type]
-    )
+    mask = [0, 0] + [1] * num_trained
+    columns = {"teacher_logprobs": np.zeros(len(mask), np.float32)}
+    return made_up.trajectory(mask, episode=episode, reward=reward, columns=columns)
 
 
 def test_episode_counts_once_and_its_trajectories_share_its_weight(ranks: Collectives) -> None:
@@ -111,11 +96,6 @@ def test_trajectory_without_a_trained_token_leaves_its_weight_to_the_others(
     some = group(trajectory(0, 1.0, 0), trajectory(0, 1.0), trajectory(1, 0.0))
     rows = rows_of(ranks, some, kind="dr_grpo")
     assert advantages_of(rows) == [0.5, -0.5]
-    assert [row.weight for row in rows] == [1.0, 1.0]
-
-
-def test_single_trajectory_of_an_episode_weighs_exactly_one(ranks: Collectives) -> None:
-    rows = rows_of(ranks, group(trajectory(0, 1.0), trajectory(1, 0.0)))
     assert [row.weight for row in rows] == [1.0, 1.0]
 
 
@@ -170,16 +150,8 @@ def test_turn_that_is_credited_by_itself_has_its_advantage_alone_in_the_micro_ba
     """A prompt of 2 tokens, an answer of 3, words of the environment (2), and an answer."""
 
     def two_turns(episode: int, reward: float, num_last: int) -> Trajectory:
-        mask = np.array([0, 0, 1, 1, 1, 0, 0, *[1] * num_last], np.uint8)
-        spans = ((2, 5), (7, len(mask)))
-        return replace(
-            trajectory(episode, reward),
-            tokens=np.arange(len(mask), dtype=np.int32),
-            loss_mask=mask,
-            rollout_logprobs=-mask.astype(np.float32),
-            version_spans=tuple(VersionSpan(version=3, start=a, end=b) for a, b in spans),
-            columns={},
-        )
+        mask = [0, 0, 1, 1, 1, 0, 0, *[1] * num_last]
+        return made_up.trajectory(mask, episode=episode, reward=reward)
 
     mine = tmp_path / "mine.py"
     mine.write_text(LAST_TURN)
@@ -209,6 +181,8 @@ def test_parts_of_the_reward_reach_the_advantage_by_name(ranks: Collectives) -> 
         ({"repetition_penalty": 1.1}, r"group g7: repetition_penalty=1\.1"),
         ({"frequency_penalty": 0.5}, r"group g7: frequency_penalty=0\.5"),
         ({"temperature": 0.0}, r"group g7: temperature=0\.0: greedy"),
+        ({"temperature": 1e-46}, r"group g7: temperature=1e-46: greedy"),
+        ({"temperature": math.inf}, r"group g7: temperature=inf: its tokens were drawn without"),
     ],
 )
 def test_samples_not_drawn_from_the_policy_are_refused(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
+from buffer.types import Trajectory
+from configs.advantages import AdvantageConfig, AggregationConfig
 from configs.algorithm_schema import (
     REFERENCE_COLUMN,
     TEACHER_COLUMN,
@@ -22,6 +23,8 @@ from configs.algorithm_schema import (
 )
 from configs.choices import KLPlace, StreamTokens
 from configs.load import load_config
+from configs.losses import TeacherKl
+from tests.support.trainer import made_up
 from tests.support.trainer.token_batch import algorithm, tokens
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
@@ -31,29 +34,14 @@ from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 
 def two_turns(episode: int, reward: float, *, num_words: int = 2) -> Trajectory:
     """A prompt of 2 tokens, an answer of 3, `num_words` of the environment, an answer of 1."""
-    mask = np.array([0, 0, 1, 1, 1, *[0] * num_words, 1], np.uint8)
-    last = len(mask) - 1
-    return Trajectory(
-        tokens=np.arange(len(mask), dtype=np.int32),
-        loss_mask=mask,
-        rollout_logprobs=-mask.astype(np.float32),
-        version_spans=(
-            VersionSpan(version=3, start=2, end=5),
-            VersionSpan(version=3, start=last, end=last + 1),
-        ),
-        prompt_length=2,
-        reward=reward,
-        finish_reason="stop",
-        episode=episode,
-        columns={TEACHER_COLUMN: -0.5 * mask.astype(np.float32)},
-    )
+    mask = [0, 0, 1, 1, 1, *[0] * num_words, 1]
+    columns = {TEACHER_COLUMN: np.array([-0.5 * one for one in mask], np.float32)}
+    return made_up.trajectory(mask, episode=episode, reward=reward, columns=columns)
 
 
 def batch_of(*trajectories: Trajectory) -> StepBatch:
-    group = TrajectoryGroup(
-        group_id="g7", prompt=PromptRef(task="sums", index=0), trajectories=trajectories
-    )
-    return StepBatch(version=4, group_ids=("g7",), groups=(group,))
+    groups = (made_up.group(*trajectories),)
+    return StepBatch(version=4, group_ids=("g7",), groups=groups)
 
 
 def with_streams(**streams: StreamConfig) -> Algorithm:
@@ -63,8 +51,10 @@ def with_streams(**streams: StreamConfig) -> Algorithm:
 def test_each_stream_has_its_own_tokens_weights_and_denominator(ranks: Collectives) -> None:
     chosen = with_streams(
         words=StreamConfig(tokens=StreamTokens.observations),
-        good=StreamConfig(aggregation="sequence_mean_token_mean", min_reward=1.0),
-        teacher=StreamConfig(loss="teacher_kl"),
+        good=StreamConfig(
+            aggregation=AggregationConfig(kind="sequence_mean_token_mean"), min_reward=1.0
+        ),
+        teacher=StreamConfig(loss=TeacherKl(kind="teacher_kl")),
     )
     batch = batch_of(two_turns(0, 1.0), two_turns(1, 0.0, num_words=3))
     rows, denominators = weighted(rows_by_group(batch, chosen, ranks), chosen)
@@ -90,10 +80,8 @@ def test_trajectories_of_an_episode_share_its_weight_in_every_stream(ranks: Coll
 
 
 def test_tokens_of_any_stream_are_scored_and_only_the_policys_have_its_temperature() -> None:
-    row = Row(
-        tokens=np.arange(6, dtype=np.int32),
-        loss_mask=np.array([0, 0, 1, 0, 0, 1], np.uint8),
-        rollout_logprobs=np.zeros(6, np.float32),
+    row = made_up.row(
+        [0, 0, 1, 0, 0, 1],
         temperatures=np.full(6, 0.5, np.float32),
         streams={"words": np.array([0, 0, 0, 0.5, 0, 0], np.float32)},
         columns={"mine": np.arange(6, dtype=np.float32)},
@@ -110,7 +98,7 @@ def test_tokens_of_any_stream_are_scored_and_only_the_policys_have_its_temperatu
 
 
 def test_missing_teacher_is_named_with_the_group(ranks: Collectives) -> None:
-    chosen = with_streams(teacher=StreamConfig(loss="teacher_kl"))
+    chosen = with_streams(teacher=StreamConfig(loss=TeacherKl(kind="teacher_kl")))
     batch = batch_of(replace(two_turns(0, 1.0), columns={}))
     with pytest.raises(ValueError, match="group g7: it has no column teacher_logprobs"):
         rows_by_group(batch, chosen, ranks)
@@ -119,7 +107,7 @@ def test_missing_teacher_is_named_with_the_group(ranks: Collectives) -> None:
 def test_tokens_of_which_the_teacher_says_nothing_are_not_learnt_from_it(
     ranks: Collectives,
 ) -> None:
-    chosen = with_streams(teacher=StreamConfig(loss="teacher_kl"))
+    chosen = with_streams(teacher=StreamConfig(loss=TeacherKl(kind="teacher_kl")))
     trajectory = two_turns(0, 1.0)
     trajectory.columns[TEACHER_COLUMN][[3, 7]] = [np.nan, -np.inf]
     [[row]] = rows_by_group(batch_of(trajectory), chosen, ranks)
@@ -138,7 +126,7 @@ def test_gradient_of_distillation_is_that_of_the_divergence_from_the_teacher() -
         trainer=logprobs, proximal=logprobs.detach(), rollout=older, advantages=torch.zeros(3)
     )
     inputs = replace(inputs, columns={TEACHER_COLUMN: teacher}, weights_N=older.exp())
-    chosen = with_streams(teacher=StreamConfig(loss="teacher_kl", weight=2.0))
+    chosen = with_streams(teacher=StreamConfig(loss=TeacherKl(kind="teacher_kl"), weight=2.0))
     found = chosen.stream_objective("teacher", inputs, 4.0)
     (gradient,) = torch.autograd.grad(found.loss, logits)
     torch.testing.assert_close(gradient, 2.0 * expected / 4.0)
@@ -154,8 +142,7 @@ def test_distillation_caps_the_weight_of_a_token() -> None:
     rollout = torch.tensor([-3.0, -1.1], dtype=torch.float64)
     inputs = tokens(trainer=trainer, proximal=rollout, rollout=rollout, advantages=0 * rollout)
     inputs = replace(inputs, columns={TEACHER_COLUMN: trainer.detach() - torch.tensor([1.0, 2.0])})
-    streams = {"teacher": StreamConfig(loss="teacher_kl")}
-    chosen = Algorithm.load(AlgorithmConfig(weight_cap=1.5, streams=streams))
+    chosen = with_streams(teacher=StreamConfig(loss=TeacherKl(kind="teacher_kl", weight_cap=1.5)))
     found = chosen.stream_objective("teacher", inputs, 1.0)
     (gradient,) = torch.autograd.grad(found.loss, trainer)
     assert gradient.tolist() == pytest.approx([1.5, 2 * math.exp(0.1)])
@@ -195,8 +182,7 @@ def constant(value: float) -> Any:
 def test_distance_from_the_reference_costs_an_episode_reward(ranks: Collectives) -> None:
     """rollout has -1 for each of 4 tokens; the reference -1.5 gives k1 of 0.5 each."""
     kl = KLConfig(weight=0.1, estimator="k1", where=KLPlace.reward)
-    settings = AlgorithmConfig(kl=kl)
-    settings.advantage.kind = "dr_grpo"
+    settings = AlgorithmConfig(kl=kl, advantage=AdvantageConfig(kind="dr_grpo"))
     chosen = Algorithm.load(settings)
     far = replace(two_turns(1, 1.0), rollout_logprobs=-np.ones(8, np.float32) * 2)
     batch = batch_of(two_turns(0, 1.0), far)

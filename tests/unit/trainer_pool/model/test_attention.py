@@ -18,8 +18,9 @@ from configs.algorithm_schema import AlgorithmConfig
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.types import BatchStatistics
 from trainer_pool.data.packing import MicroBatch, PackedRow, Row, fill_up, pack, packed_row
-from trainer_pool.model import attention, zero3
+from trainer_pool.model import attention
 from trainer_pool.model.checkpoint_names import model_without_weights
+from trainer_pool.model.loading import load_model
 from trainer_pool.step import loss_inputs
 
 SIZES = {
@@ -266,7 +267,7 @@ def test_model_with_its_own_attention_is_refused_before_the_launch_and_when_it_i
     with pytest.raises(ValueError, match=r"model\.path=.* computes its attention by itself"):
         model_without_weights(str(tmp_path), trust_remote_code=False)
     with pytest.raises(ValueError, match=r"model\.path=.* computes its attention by itself"):
-        zero3._load(str(tmp_path), torch.float32, trust_remote_code=False)
+        load_model(str(tmp_path), torch.float32, trust_remote_code=False)
 
 
 def test_model_that_does_not_hand_the_borders_on_is_refused() -> None:

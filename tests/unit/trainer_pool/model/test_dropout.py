@@ -1,4 +1,4 @@
-"""Passes of models whose config.json has dropout."""
+"""Passes of models whose config.json has dropout, or noise in a router of experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import transformers as hf
 from transformers import AutoModelForCausalLM
 
 from trainer_pool.data.packing import packed_row
-from trainer_pool.model import attention, zero3
+from trainer_pool.model import attention
+from trainer_pool.model.loading import load_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -34,6 +35,7 @@ def dropouts(config: hf.PreTrainedConfig) -> dict[str, Any]:
         hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
         hf.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.5, layerdrop=0.5),
         hf.SeedOssConfig(**GATED, attention_dropout=0.5, residual_dropout=0.5),
+        hf.MixtralConfig(**GATED, num_local_experts=4, router_jitter_noise=0.5),
         hf.PhiConfig(**SIZES, intermediate_size=64, resid_pdrop=0.5, embd_pdrop=0.5),
     ],
     ids=lambda config: config.model_type,
@@ -42,7 +44,7 @@ def test_passes_of_training_are_those_of_sampling(
     config: hf.PreTrainedConfig, tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = zero3._load(str(tmp_path), torch.float32, trust_remote_code=False)
+    model = load_model(str(tmp_path), torch.float32, trust_remote_code=False)
     row = packed_row([torch.arange(20)])
     passes = [
         model.train(is_training)(

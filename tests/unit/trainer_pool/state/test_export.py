@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from buffer.types import PromptRef
 from configs.schema import ScratchModelConfig
+from tensors.layout import Layout, TensorSpec
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.export import export_checkpoint, write_model
 from trainer_pool.state.shards import shard_file, write_layout, write_shards
-from weight_sync.layout import Layout
-from weight_sync.types import TensorSpec
 
 SMALL = ScratchModelConfig(
     hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tensors.layout import Layout, TensorSpec
 from trainer_pool.state.checkpoint import checksum_of
 from trainer_pool.state.shards import (
     ShardReader,
@@ -23,8 +24,6 @@ from trainer_pool.state.shards import (
     write_rng,
     write_shards,
 )
-from weight_sync.layout import Layout
-from weight_sync.types import TensorSpec
 
 LAYOUT = Layout.of([TensorSpec(name="embed", dtype="float32", shape=(3, 5))], 2)
 

@@ -1,4 +1,4 @@
-"""What the coordinator tells of receivers that catch up, against a real socket."""
+"""Events of receivers that catch up, against a real socket."""
 
 from __future__ import annotations
 

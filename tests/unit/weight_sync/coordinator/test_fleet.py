@@ -1,4 +1,4 @@
-"""Which receivers the coordinator waits for, and for how long, against real sockets."""
+"""The coordinator waits for receivers only while they respond; against real sockets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from configs.schema import WeightSyncConfig
 from tests.support.weights.known_weights import scene_layout
 from tests.support.weights.memory_board import MemoryBoard
-from weight_sync.coordinator.fleet import Fleet
-from weight_sync.errors import ReceiverUnreachable
+from weight_sync.coordinator.fleet import Backoff, Fleet
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import WeightSyncError
+from weight_sync.types import ReceiverUnreachable, WeightSyncError
 
 STATUS = (
     b'{"name": "a", "pid": 1, "newest": null, "complete": [], "receiving": null, "received": 0, '
@@ -123,6 +122,17 @@ async def test_receiver_that_falls_silent_is_given_up_long_before_its_request_is
         assert len(board.records) == 1
 
 
+async def test_release_that_fails_is_reported_and_may_be_tried_again() -> None:
+    async with fleet_of_one() as (fleet, board, receiver):
+        (client,) = await fleet.registered()
+        assert not await fleet.release(client, 3)  # its answer does not come in time
+        assert [event["who"] for event in board.events("unreleased")] == ["a"]
+        assert not fleet.has_released(client, 3)
+        receiver.may_answer.set()
+        assert await fleet.release(client, 3)
+        assert fleet.has_released(client, 3) and not fleet.has_released(client, 4)
+
+
 async def test_failure_is_reported_once_until_the_receiver_is_healthy() -> None:
     async def refuse(client: object) -> None:
         raise WeightSyncError("no room")
@@ -151,3 +161,21 @@ async def test_receiver_that_is_registered_no_more_is_let_go_after_its_last_requ
             assert await fleet.registered() == []
             async with receiver.changed:
                 await receiver.changed.wait_for(lambda: receiver.num_connections == 0)
+
+
+class Somebody:
+    pass
+
+
+def test_rest_doubles_with_each_failure_up_to_its_limit_and_ends_with_a_success() -> None:
+    now = 0.0
+    backoff = Backoff(10.0, 35.0, clock=lambda: now)
+    who = Somebody()
+    assert not backoff.has_failed(who) and not backoff.is_resting(who)
+    assert [backoff.failed(who) for _ in range(4)] == [10.0, 20.0, 35.0, 35.0]
+    now = 34.9
+    assert backoff.is_resting(who) and not backoff.is_resting(Somebody())
+    now = 35.0
+    assert not backoff.is_resting(who) and backoff.has_failed(who)
+    backoff.worked(who)
+    assert not backoff.has_failed(who) and backoff.failed(who) == 10.0

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,18 @@ from processes.child import Child
 from tests.support.weights.forked_receivers import ForkedChild
 from tests.support.weights.receiver_specs import CALL_S, KEY, receiver_spec
 from tests.support.weights.wire_model import file_data, make_manifest, make_transfer, model_layout
-from weight_sync.errors import (
+from weight_sync.receiver.client import ReceiverClient
+from weight_sync.receiver.process import ReceiverProcess
+from weight_sync.receiver.store import StagedStore
+from weight_sync.types import (
+    ReceiverSpec,
     ReceiverUnreachable,
     StoreBusyError,
     TransferFailed,
     UnknownLayout,
     UnknownVersion,
+    WeightSyncError,
 )
-from weight_sync.receiver.client import ReceiverClient
-from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.receiver.store import StagedStore
-from weight_sync.types import ReceiverSpec, WeightSyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -41,7 +42,7 @@ UNKNOWN = replace(make_transfer(LAYOUT, 9), layout_digest="x")
 
 
 DELTA = replace(make_transfer(LAYOUT, 9), base_version=8)
-MANIFEST = make_manifest(LAYOUT, 9).to_wire()
+MANIFEST = asdict(make_manifest(LAYOUT, 9).note)
 
 
 def as_body(**fields: object) -> bytes:
@@ -130,22 +131,22 @@ async def test_requests_that_make_no_sense_are_refused_in_words(north: ReceiverC
             ("POST", "/layout", OTHER_DIGEST, 409),
             ("POST", "/layout", b"{}", 400),
             ("POST", "/receive", as_body(transfer=UNKNOWN, epoch=1, first=0), 412),
-            ("POST", "/finish", as_body(version=9, layout_digest="x", checksums=[]), 412),
+            ("POST", "/verify", as_body(version=9, layout_digest="x", checksums=[]), 412),
             ("POST", "/catch_up", as_body(version=9, peers=[], layout_digest="x"), 412),
-            ("POST", "/finish", as_body(**{**MANIFEST, "checksums": [[1], [2]]}), 400),
+            ("POST", "/verify", as_body(**{**MANIFEST, "checksums": [[1], [2]]}), 400),
             ("POST", "/join", b'{"group": {}, "rank": 0}', 400),
             ("POST", "/receive", b"not json", 400),
             ("POST", "/release", b'{"version": Infinity}', 400),
             ("POST", "/release", b'{"version": 1e999}', 400),
             ("POST", "/release", b'{"version": 18446744073709551616}', 400),
             ("POST", "/release", b"[" * 100_000, 400),
-            ("POST", "/hold", b'{"version": 3, "who": "x", "ttl_s": 1e300}', 400),
+            ("POST", "/hold", b'{"version": 3, "who": "x", "ttl_s": 1e300, "as_sent": false}', 400),
             ("GET", "/newest?above=9&timeout_s=nan", None, 400),
             ("GET", "/newest?above=9&timeout_s=2147483648", None, 400),
-            ("POST", "/finish", as_body(**MANIFEST), 404),
+            ("POST", "/verify", as_body(**MANIFEST), 404),
             ("POST", "/receive", as_body(transfer=DELTA, epoch=1, first=0), 404),
             ("POST", "/release", b'{"version": 9}', 404),
-            ("POST", "/hold", b'{"version": 9, "who": "x", "ttl_s": 1}', 404),
+            ("POST", "/hold", b'{"version": 9, "who": "x", "ttl_s": 1, "as_sent": false}', 404),
             ("GET", "/newest", None, 400),
             ("GET", "/newest?above=x&timeout_s=0", None, 400),
             ("GET", "/manifest/9", None, 404),
@@ -202,7 +203,7 @@ async def test_whole_version_is_invisible_before_its_release(receivers: Receiver
     status = await client.status(timeout_s=CALL_S)
     assert (status.newest, status.complete) == (None, (0,))
     waiting = asyncio.create_task(client.newest(-1, timeout_s=CALL_S))
-    await client.finish(make_manifest(LAYOUT, 0), timeout_s=CALL_S)  # a retry of it changes nothing
+    await client.verify(make_manifest(LAYOUT, 0), timeout_s=CALL_S)  # a retry of it changes nothing
     assert await client.newest(-1, timeout_s=0.1) is None
     await client.release(0, timeout_s=CALL_S)
     await client.release(0, timeout_s=CALL_S)

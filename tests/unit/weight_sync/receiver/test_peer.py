@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -14,14 +18,12 @@ import uvicorn
 
 from tests.support.weights.receiver_specs import receiver_spec
 from tests.support.weights.staging import LAYOUT, Clock, content, full, manifest_of, stage
-from weight_sync.errors import StoreBusyError, UnknownVersion
-from weight_sync.layout import Manifest
 from weight_sync.receiver import peer
 from weight_sync.receiver.app import make_app
 from weight_sync.receiver.peer import copy_from_peer
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.receiver.store import StagedStore
-from weight_sync.types import WeightSyncError
+from weight_sync.types import Manifest, UnknownVersion, WeightSyncError
 
 TIMEOUT_S = 10.0
 _START_S = 30.0
@@ -115,23 +117,64 @@ def test_hold_is_short_and_renewed_with_every_range(
     west.store.begin(full(3))
 
 
-def test_joiner_that_dies_costs_the_slot_for_two_silences(west: Served) -> None:
-    ttl_s = 2 * TIMEOUT_S + 64 * 2**20 / 50e6
-    west.store.hold(1, "receiver east", ttl_s)  # as long as it asks for, by the test above
-    with pytest.raises(StoreBusyError, match="receiver east"):
-        west.store.begin(full(3))
-    west.clock.now += 2 * TIMEOUT_S + 2
-    west.store.begin(full(3))
-
-
 def test_copy_that_fails_half_way_lets_go(west: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "_READ_BYTES", 100)
     monkeypatch.setattr(peer, "bucket_timeout_s", lambda *_: 0.0)
     with pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"):
         copy(west, room())
     west.clock.now += 1  # that of the range that was broken off
     west.store.let_go(1, "read 1")
     west.store.begin(full(3))
+
+
+class Trickle(BaseHTTPRequestHandler):
+    """A peer whose receiver answers for it, but for the data: a byte now and then."""
+
+    west: Served
+    where: str
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/data"):
+            return self._forward()
+        with contextlib.suppress(OSError):
+            for head in (b"HTTP/1.1 206 P\r\nX: ", b"a\r\nContent-Length: 99999\r\n\r\n"):
+                self.wfile.write(head)
+                while head.endswith(b": ") == (self.where == "head"):
+                    self.wfile.write(b"x")
+                    time.sleep(0.02)
+
+    def do_POST(self) -> None:
+        self._forward()
+
+    def _forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        request = Request(self.west.url + self.path, body or None, dict(self.headers.items()))
+        with urlopen(request, timeout=_START_S) as response:
+            said = response.read()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.mark.parametrize("where", ["head", "data"])
+def test_peer_that_sends_a_byte_now_and_then_is_left(
+    west: Served, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(peer, "bucket_timeout_s", lambda *_: 0.5)
+    handler = type("Handler", (Trickle,), {"west": west, "where": where})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        spec = receiver_spec("east", Path(), TIMEOUT_S)
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"):
+            asyncio.run(copy_from_peer(url, 1, LAYOUT, room(), spec))
+        assert time.monotonic() - started < TIMEOUT_S
+        server.shutdown()
 
 
 def test_version_that_goes_in_the_middle_ends_the_copy(

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tensors.layout import Layout
 from tests.support.weights.layouts import spec
+from tests.support.weights.pinning import CudaStandIn
 from tests.support.weights.staging import (
     LAYOUT,
     OTHER_LAYOUT,
@@ -21,10 +23,8 @@ from tests.support.weights.staging import (
     manifest_of,
     stage,
 )
-from weight_sync.errors import StoreBusyError, StoreFullError
-from weight_sync.layout import Layout
 from weight_sync.receiver.store import StagedStore
-from weight_sync.types import WeightSyncError
+from weight_sync.types import StoreBusyError, StoreFullError, WeightSyncError
 
 
 @pytest.fixture
@@ -80,6 +80,25 @@ def test_slot_has_all_its_pages_before_the_first_byte_arrives(store: StagedStore
     slot = store.begin(full(1, OTHER_LAYOUT))
     status = (slot.path / "model.safetensors").stat()
     assert status.st_blocks * 512 >= status.st_size
+
+
+def test_slots_into_which_a_gpu_copies_are_pinned_until_they_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = CudaStandIn().install(monkeypatch)
+    store = StagedStore(tmp_path / "stage", 2, should_pin=True)
+    store.set_layout(LAYOUT)
+    stage(store, 1)
+    sizes = [len(LAYOUT.file_header) + LAYOUT.num_bytes] * 2
+    assert [*cuda.pinned.values()] == sizes
+    store.close()
+    assert not cuda.pinned
+    again = StagedStore(tmp_path / "stage", 2, should_pin=True)  # verified, and mapped at once
+    assert again.newest == 1 and [*cuda.pinned.values()] == sizes
+    again.set_layout(OTHER_LAYOUT)
+    assert len(cuda.pinned) == 2
+    again.close()
+    assert not cuda.pinned
 
 
 def test_same_transfer_again_goes_on_in_its_slot(store: StagedStore) -> None:

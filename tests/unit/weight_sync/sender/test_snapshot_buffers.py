@@ -1,4 +1,4 @@
-"""Which snapshot buffer a publish may overwrite, state by state."""
+"""Phases of the snapshot buffers, one after the other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from weight_sync.sender.snapshot_buffers import Captured, SnapshotBuffers
-from weight_sync.types import WeightSyncError
+from weight_sync.sender.snapshot_buffers import SnapshotBuffers
+from weight_sync.types import Captured, WeightSyncError
 
 
 def capture(buffers: SnapshotBuffers, version: int) -> Captured:
     captured = Captured(
-        buffer=buffers.take(1.0), version=version, wait_s=0.0, snapshot_s=0.0, snapshot_at=0.0
+        buffer=buffers.choose(1.0), version=version, wait_s=0.0, snapshot_s=0.0, snapshot_at=0.0
     )
     buffers.captured(captured)
     return captured
@@ -24,10 +24,10 @@ def begin(buffers: SnapshotBuffers) -> Captured:
     return captured
 
 
-def publish(buffers: SnapshotBuffers, version: int) -> Captured:
+def deliver(buffers: SnapshotBuffers, version: int) -> Captured:
     capture(buffers, version)
     captured = begin(buffers)
-    buffers.keep(captured)
+    buffers.delivered(captured)
     return captured
 
 
@@ -46,34 +46,34 @@ def test_version_in_flight_is_not_overwritten_and_the_next_one_waits() -> None:
     flying = begin(buffers)
     pending = [capture(buffers, version) for version in (1, 2, 3)]
     assert {p.buffer for p in pending} == {1 - flying.buffer}
-    buffers.keep(flying)
+    buffers.delivered(flying)
     assert buffers.begin() is pending[-1]
 
 
-def test_older_of_two_published_versions_is_overwritten_first() -> None:
+def test_older_of_two_delivered_versions_is_overwritten_first() -> None:
     buffers = SnapshotBuffers(2)
-    publish(buffers, 0)
-    newer = publish(buffers, 1)
-    assert buffers.take(1.0) != newer.buffer
+    deliver(buffers, 0)
+    newer = deliver(buffers, 1)
+    assert buffers.choose(1.0) != newer.buffer
 
 
 def test_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
     buffers = SnapshotBuffers(2)
-    publish(buffers, 0)
+    deliver(buffers, 0)
     capture(buffers, 1)
     begin(buffers)
     done = threading.Event()
     with buffers.reading(0) as base:
         assert base is not None and base.version == 0
         with pytest.raises(WeightSyncError, match=r"no snapshot buffer became free within 0\.05 s"):
-            buffers.take(0.05)
+            buffers.choose(0.05)
         taken: list[int] = []
 
-        def take() -> None:
-            taken.append(buffers.take(10.0))
+        def choose() -> None:
+            taken.append(buffers.choose(10.0))
             done.set()
 
-        waiter = threading.Thread(target=take)
+        waiter = threading.Thread(target=choose)
         waiter.start()
         assert not done.is_set()
     assert done.wait(60)
@@ -81,7 +81,7 @@ def test_base_that_is_being_read_is_safe_until_the_reader_is_done() -> None:
     assert taken == [base.buffer]
 
 
-def test_reading_needs_a_published_version() -> None:
+def test_reading_needs_a_delivered_version() -> None:
     buffers = SnapshotBuffers(2)
     capture(buffers, 0)
     with buffers.reading(0) as pending:
@@ -111,22 +111,22 @@ def test_version_that_no_receiver_got_makes_room_for_a_newer_one() -> None:
 
 def test_waits_for_a_buffer_end_when_sending_has_ended() -> None:
     buffers = SnapshotBuffers(2)
-    publish(buffers, 0)
+    deliver(buffers, 0)
     capture(buffers, 1)
     begin(buffers)
     errors: list[WeightSyncError] = []
 
-    def take() -> None:
+    def choose() -> None:
         try:
-            buffers.take(10.0)
+            buffers.choose(10.0)
         except WeightSyncError as error:
             errors.append(error)
 
     with buffers.reading(0):
-        waiter = threading.Thread(target=take)
+        waiter = threading.Thread(target=choose)
         waiter.start()
         buffers.fail(ConnectionError("the board is gone"))
         waiter.join(10.0)
     assert [str(error) for error in errors] == ["weights cannot be sent: the board is gone"]
     with pytest.raises(WeightSyncError, match="the board is gone"):
-        buffers.take(0.0)
+        buffers.choose(0.0)

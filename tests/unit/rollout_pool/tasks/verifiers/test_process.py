@@ -185,7 +185,7 @@ async def test_mixture_whose_start_failed_closes_the_starts_that_go_on(interpret
     async with asyncio.timeout(60):
         with pytest.raises(ValueError, match=r"task.name='broken'.*: no data"):
             await task.start()
-        pid = task.members["silent"].task._process.pid
+        pid = task.members["silent"]._process.pid
         await task.close()
     assert pid is not None and has_ended(pid, 0)
 

@@ -1,0 +1,276 @@
+"""`leash simulate`: how many GPUs for each pool, and how long a leash, before any is rented."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from configs.choices import OnStale, Selector, TailPolicy
+from configs.load import load_config
+from configs.schema import Config
+from controller.simulate.advice import (
+    Draw,
+    Plan,
+    colocated_s,
+    fastest,
+    in_words,
+    recommended,
+    splits,
+)
+from controller.simulate.events import Setting
+from controller.simulate.machine import BANDWIDTH, Machine
+from controller.start.model_size import model_size
+
+STALENESS = (0, 1, 2, 4, 8, 16)
+Z99 = 2.326
+"""Standard deviations of a normal distribution from its median to its 99th percentile."""
+
+
+def simulate_run(
+    overrides: Sequence[str],
+    experiment: str,
+    *,
+    gpus: int,
+    gpu: str,
+    lengths: str,
+    lengths_of: Path | None,
+    prompt: int,
+    parameters: float | None,
+    active: float | None,
+    kv: float | None,
+    mfu: float,
+    wire: float,
+    switch_s: float,
+    reward_s: float,
+    price: float,
+    steps: int,
+    plot: Path | None,
+) -> None:
+    """Prints a table of the best split for each max_staleness, and a recommendation. Raises
+    ValueError naming what is missing or does not fit."""
+    config = load_config(overrides, experiment)
+    _check(gpus=gpus, mfu=mfu, wire=wire, steps=steps, prompt=prompt)
+    _check_settings(config)
+    machine = _machine(config, gpu, parameters, active, kv, mfu=mfu, wire=wire)
+    rollout, buffer = config.rollout, config.buffer
+    setting = Setting(
+        machine=machine,
+        num_engines=1,
+        num_trainer_gpus=1,
+        num_steps=steps,
+        groups_per_step=config.trainer.groups_per_step,
+        prompt_tokens=prompt,
+        max_staleness=0,
+        on_stale=buffer.on_stale,
+        oversampling=rollout.oversampling,
+        max_retries=buffer.max_retries,
+        max_commits=config.weight_sync.max_concurrent_commits,
+        reward_s=reward_s,
+    )
+    next(splits(setting, gpus))  # refused before anything is simulated
+    if lengths_of is not None:
+        make_draw = recorded_lengths(lengths_of)
+    else:
+        make_draw = lognormal_lengths(lengths, rollout.group_size, rollout.max_response_tokens)
+    plans = [fastest(setting, gpus, value, make_draw) for value in STALENESS]
+    together_s = colocated_s(setting, gpus, switch_s, make_draw)
+    console = Console(highlight=False)
+    console.print(
+        f"{model_size(config.model).label}, {machine.num_params:.3g} parameters", markup=False
+    )
+    console.print(_table(plans, together_s, gpus))
+    console.print(in_words(plans, together_s, price), markup=False, soft_wrap=True)
+    console.print(_workers_in_words(config, recommended(plans)), markup=False, soft_wrap=True)
+    if plot is not None:
+        _draw(plot, plans, together_s)
+
+
+def _check(*, gpus: int, mfu: float, wire: float, steps: int, prompt: int) -> None:
+    for name, value, is_right, fix in (
+        ("GPUS", gpus, gpus >= 2, "at least 2, one for each pool"),
+        ("MFU", mfu, 0 < mfu <= 1, "above 0 and at most 1"),
+        ("WIRE", wire, wire > 0, "GB/s above 0"),
+        ("STEPS", steps, steps >= 4, "at least 4"),
+        ("PROMPT", prompt, prompt >= 0, "tokens, at least 0"),
+    ):
+        if not is_right:
+            raise ValueError(f"{name}={value}: must be {fix}")
+
+
+def _check_settings(config: Config) -> None:
+    """Raises ValueError for what is not simulated."""
+    trainer, buffer = config.trainer, config.buffer
+    for name, value, usual in (
+        ("trainer.gradient_accumulation_steps", trainer.gradient_accumulation_steps, 1),
+        ("trainer.publish_every", trainer.publish_every, 1),
+        ("trainer.sequence_parallel_size", trainer.sequence_parallel_size, 1),
+        ("model.lora", config.model.lora, None),
+        ("buffer.selector", buffer.selector, Selector.stalest),
+        ("rollout.tail", config.rollout.tail, TailPolicy.continue_across_versions),
+    ):
+        if value != usual:
+            said, left = (getattr(one, "name", one) for one in (value, usual))
+            raise ValueError(f"{name}={said}: is not simulated; leave it at {left}")
+    if buffer.on_stale is OnStale.mask_tokens:
+        raise ValueError(
+            "buffer.on_stale=mask_tokens: is not simulated; take requeue, drop or wait"
+        )
+
+
+def _workers_in_words(config: Config, plan: Plan) -> str:
+    """The workers that can keep so many groups in flight."""
+    in_flight = (plan.setting.max_staleness + 1) * plan.setting.groups_per_step
+    workers = math.ceil(in_flight * plan.setting.oversampling / config.rollout.max_groups_in_flight)
+    return (
+        f"Up to {in_flight} groups are then in flight: rollout.num_workers={workers} at "
+        f"rollout.max_groups_in_flight={config.rollout.max_groups_in_flight}, or more."
+    )
+
+
+def _machine(
+    config: Config,
+    gpu: str,
+    parameters: float | None,
+    active: float | None,
+    kv: float | None,
+    *,
+    mfu: float,
+    wire: float,
+) -> Machine:
+    if gpu not in BANDWIDTH:
+        raise ValueError(f"GPU={gpu!r}: must be one of {', '.join(BANDWIDTH)}")
+    size = model_size(config.model)
+    num_params, elements = parameters or size.num_params, kv or size.kv_elements
+    if num_params is None or elements is None:
+        missing = "PARAMETERS" if num_params is None else "KV"
+        raise ValueError(
+            f"{missing}: {size.label}: {size.source}; name a local folder as model.path, or say "
+            "PARAMETERS=8e9 KV=65536 (elements that a token adds to the KV cache: 2 x layers x "
+            "key-value heads x size of a head)"
+        )
+    return Machine(
+        gpu=gpu,
+        num_params=num_params,
+        active_params=active or num_params,
+        kv_elements=elements,
+        tp_size=config.rollout.engine.tp_size,
+        max_running=config.rollout.engine.max_running_requests,
+        utilisation=mfu,
+        wire_bytes_per_s=wire * 1e9,
+    )
+
+
+def lognormal_lengths(text: str, group_size: int, longest: int) -> Callable[[], Draw]:
+    """Lengths with the median and the 99th percentile of `text`, as "1000,8000", cut at `longest`.
+
+    Raises ValueError for other texts.
+    """
+    try:
+        median, p99 = map(float, text.split(","))
+    except ValueError:
+        median = p99 = math.nan
+    if not 0 < median <= p99 < math.inf:
+        raise ValueError(
+            f"LENGTHS={text!r}: must be the median and the 99th percentile of the answers' tokens, "
+            "as LENGTHS=1000,8000"
+        )
+    if p99 > longest:
+        raise ValueError(
+            f"LENGTHS={text!r}: rollout.max_response_tokens={longest} would cut more than one "
+            "answer in a hundred; raise it, as a launch would have it, or give shorter lengths"
+        )
+    sigma = math.log(p99 / median) / Z99
+
+    def make() -> Draw:
+        numbers = np.random.default_rng(0)
+
+        def draw() -> tuple[int, ...]:
+            drawn = median * np.exp(sigma * numbers.standard_normal(group_size))
+            return tuple(np.clip(drawn.round(), 1, longest).astype(int).tolist())
+
+        return draw
+
+    return make
+
+
+def recorded_lengths(folder: Path) -> Callable[[], Draw]:
+    """Lengths of the groups that a run has recorded (rollout.log_rate), drawn again and again.
+
+    Raises ValueError for a folder without any.
+    """
+    groups = []
+    for path in sorted((folder / "rollouts").glob("*.jsonl*")):
+        for line in path.read_text().splitlines():
+            try:
+                trajectories = json.loads(line)["trajectories"]
+                groups.append(tuple(len(t["tokens"]) - t["prompt_length"] for t in trajectories))
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that is being written
+    if not groups:
+        raise ValueError(
+            f"LENGTHS_OF={folder}: no groups are recorded in its folder rollouts; name the folder "
+            "of a run with rollout.log_rate above 0"
+        )
+
+    def make() -> Draw:
+        numbers = np.random.default_rng(0)
+        return lambda: groups[int(numbers.integers(len(groups)))]
+
+    return make
+
+
+def _table(plans: Sequence[Plan], together_s: float, num_gpus: int) -> Table:
+    table = Table(title=f"{num_gpus} GPUs: the fastest split for each max_staleness, simulated")
+    for column in (
+        *("max_staleness", "GPUs that train", "engines", "s a step", "trainer busy"),
+        *("places taken", "staleness", "wasted", "length"),
+    ):
+        table.add_column(column, justify="right")
+    best = recommended(plans)
+    for plan in plans:
+        setting, outcome = plan.setting, plan.outcome
+        table.add_row(
+            str(setting.max_staleness),
+            str(setting.num_trainer_gpus),
+            str(setting.num_engines),
+            f"{outcome.step_s:.1f}",
+            f"{outcome.trainer_busy:.0%}",
+            f"{plan.places_taken:.0%}",
+            f"{outcome.mean_staleness:.1f}",
+            f"{outcome.wasted:.1%}",
+            f"{outcome.length_bias:.2f}",
+            style="bold" if plan is best else "",
+        )
+    table.caption = (
+        f"All {num_gpus} for each phase in turn (colocated, synchronous): {together_s:.1f} s a "
+        "step. Length: of trained answers over that of drawn ones."
+    )
+    return table
+
+
+def _draw(path: Path, plans: Sequence[Plan], together_s: float) -> None:
+    figure, axes = plt.subplots(figsize=(6, 4))
+    values = [str(plan.setting.max_staleness) for plan in plans]
+    axes.plot(values, [plan.outcome.step_s for plan in plans], marker="o", label="seconds a step")
+    axes.axhline(together_s, linestyle="--", color="gray", label="colocated, synchronous")
+    axes.set_xlabel("max_staleness")
+    axes.set_ylabel("s")
+    axes.set_ylim(bottom=0)
+    length = axes.twinx()
+    lengths = [plan.outcome.length_bias for plan in plans]
+    length.plot(values, lengths, marker="s", color="tab:red", label="length trained / drawn")
+    length.set_ylim(0, 1.1)
+    figure.legend(loc="lower center", ncols=3, fontsize=8)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

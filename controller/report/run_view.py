@@ -1,0 +1,163 @@
+"""The state of a run for the panel, from its metrics records and samples of its buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from buffer.results import BufferStats
+from configs.schema import Config
+from controller.metrics.history import EVAL_FAILED, RESUMED, Record, Waits
+from controller.metrics.weights import WeightsPace, WeightsView
+from controller.watch.bottleneck import WaitFractions, Window, wait_fractions
+from controller.watch.learning import Alarm, learning_alarms
+
+WAITS_HORIZON_S = 120.0
+RATE_HORIZON_S = 30.0
+OVERDUE, OVERDUE_AT_LEAST_S = 3.0, 20.0
+"""A step is overdue after so many times its usual duration, and not before so many seconds."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunView:
+    """The state of one run. Times are Unix seconds.
+
+    The controller passes every metrics record to `apply` and every sample of Redis to `observe`:
+
+        view = RunView(run="night", num_steps=40, started=990.0)
+        view.apply(Record(t=1000.0, kind="step", values={"step": 1}))
+        view.apply(Record(t=1002.0, kind="step", values={"step": 2}))
+        view.seconds_per_step, view.eta_s     # 2.0, 76.0
+    """
+
+    run: str
+    num_steps: int
+    started: float
+    num_workers: int = 1
+    steps_per_version: int = 1
+    phase: str = "starting"
+    now: float = 0.0
+    step: int = 0
+    """Completed steps."""
+    resumed_at: float = 0.0
+    steps: list[Record] = field(default_factory=list)
+    evals: list[Record] = field(default_factory=list)
+    eval_failure: Record | None = None
+    """Record of the last evaluation, if it failed."""
+    checkpoint_failure: Record | None = None
+    """Record of the last checkpoint, if it failed."""
+    alarms: list[Alarm] = field(default_factory=list)
+    """Alarms after the last step."""
+    stats: BufferStats | None = None
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Counters of the rollout workers."""
+    waits: Window[tuple[str, str]] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
+    tokens: Window[str] = field(default_factory=lambda: Window(RATE_HORIZON_S))
+    weights: WeightsView = field(default_factory=WeightsView)
+    moved_at: float = 0.0
+    """When a token or a pushed group was last seen to have come."""
+
+    @classmethod
+    def of_run(cls, run: str, config: Config, started: float) -> RunView:
+        return cls(
+            run=run,
+            num_steps=config.trainer.num_steps,
+            started=started,
+            num_workers=config.rollout.num_workers,
+            steps_per_version=config.trainer.gradient_accumulation_steps,
+            weights=WeightsView(publish_every=config.trainer.publish_every),
+        )
+
+    def apply(self, record: Record) -> None:
+        """Add one metrics record."""
+        self.now = max(self.now, record.t)
+        if record.kind == "phase":
+            self.phase = str(record.values.get("phase", self.phase))
+        elif record.kind == "step":
+            self.step = record.count("step")
+            self.steps.append(record)
+            self.alarms = learning_alarms(self.steps)
+        elif record.kind == RESUMED:
+            self.step, self.resumed_at = record.count("step"), record.t
+            self.steps = [step for step in self.steps if step.count("step") <= self.step]
+            self.waits.clear()
+            self.tokens.clear()
+        elif record.kind == "eval":
+            self.evals.append(record)
+            self.eval_failure = None
+        elif record.kind == EVAL_FAILED:
+            self.eval_failure = record
+        elif record.kind == "checkpoint":
+            self.checkpoint_failure = record if "error" in record.values else None
+        elif record.kind == "buffer":
+            self._sample(record.t, record.waits, record.counters)
+        else:
+            self.weights.apply(record)
+
+    def observe(
+        self, now: float, stats: BufferStats, waits: Waits, counters: Mapping[str, float]
+    ) -> None:
+        """Add one sample of Redis; `waits` and `counters` are totals.
+
+        Replaces `apply` for the `buffer` record of the same sample.
+        """
+        self.now = max(self.now, now)
+        marks = ("tokens_generated", "turns")
+        has_moved = any(counters.get(name) != self.counters.get(name) for name in marks)
+        if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
+            self.moved_at = now
+        self.stats = stats
+        self._sample(now, waits, counters)
+
+    def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
+        self.counters = counters
+        self.waits.add(t, waits)
+        self.tokens.add(t, counters)
+
+    @property
+    def last_step(self) -> Record | None:
+        return self.steps[-1] if self.steps else None
+
+    @property
+    def elapsed_s(self) -> float:
+        return max(0.0, self.now - self.started)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean over the last twenty steps; None before the second since the start."""
+        recent = [step for step in self.steps[-20:] if step.t >= self.resumed_at]
+        return (recent[-1].t - recent[0].t) / (len(recent) - 1) if len(recent) > 1 else None
+
+    @property
+    def overdue_s(self) -> float | None:
+        """The time since the last step, if that is far more than a step takes."""
+        usual_s = self.seconds_per_step
+        if usual_s is None or self.phase != "training":
+            return None
+        since_s = self.now - self.steps[-1].t
+        return since_s if since_s > max(OVERDUE * usual_s, OVERDUE_AT_LEAST_S) else None
+
+    @property
+    def eta_s(self) -> float | None:
+        """Time for the remaining steps at the current pace."""
+        pace = self.seconds_per_step
+        return None if pace is None else pace * max(0, self.num_steps - self.step)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Generated tokens, over the last half minute."""
+        elapsed_s = self.tokens.elapsed_s
+        return self.tokens.growth().get("tokens_generated", 0.0) / elapsed_s if elapsed_s else None
+
+    @property
+    def wait_fractions(self) -> WaitFractions:
+        return wait_fractions(self.waits.growth(), self.waits.elapsed_s, self.num_workers)
+
+    @property
+    def weights_pace(self) -> WeightsPace:
+        if self.stats is None:
+            return WeightsPace()
+        seconds = self.seconds_per_step
+        if seconds is not None:
+            seconds *= self.steps_per_version * self.weights.publish_every
+        return self.weights.pace(seconds, self.stats.trainer_version, self.stats.engine_versions)

@@ -1,0 +1,477 @@
+"""A run as a sequence of events under a virtual clock.
+
+    prompts ─admission─► running at engines ─► ready ─lease─► training step ─► new version
+                              ▲    stale: again, or dropped        │
+                              └───────── commits, engine by engine ┘
+
+Admission and staleness are those of the buffer (`admission_limit`, `engine_lag`, `is_fresh`). An
+engine is a counter of the tokens that each of its requests has got: the counter runs at the speed
+of its batch, and a request ends when it has passed as many as the request is long. So an event
+is an end, a commit or a step, never a token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from buffer.admission import admission_limit, engine_lag
+from buffer.staleness import is_fresh
+from configs.choices import OnStale
+from controller.simulate.machine import Machine
+
+ROUNDING = 1e-6
+"""Tokens, or seconds, by which floating-point numbers may miss an end."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Setting:
+    """A run to simulate. Times in seconds, lengths in tokens."""
+
+    machine: Machine
+    num_engines: int
+    num_trainer_gpus: int
+    num_steps: int
+    groups_per_step: int
+    prompt_tokens: int
+    max_staleness: int
+    on_stale: OnStale
+    oversampling: float = 1.0
+    max_retries: int = 2
+    max_commits: int = 1
+    """Engines that take a version at the same time."""
+    reward_s: float = 0.0
+    """From the last answer of a group to its push."""
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    lengths: tuple[int, ...]
+    version: int = 0
+    """Version of its engine when it began."""
+    num_left: int = 0
+    """Answers that have not ended."""
+    num_retries: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Results of a simulated run."""
+
+    ends: list[float] = field(default_factory=list)
+    """When each step ended."""
+    train_s: list[float] = field(default_factory=list)
+    """Seconds of training of each step."""
+    place_s: list[float] = field(default_factory=list)
+    """By the end of each step, the seconds of requests in places of engines."""
+    drawn: list[int] = field(default_factory=list)
+    """Tokens of each prompt's answers, as first drawn."""
+    trained: list[int] = field(default_factory=list)
+    """Tokens of each trained group."""
+    staleness: list[int] = field(default_factory=list)
+    lost_tokens: float = 0.0
+    num_lost: int = 0
+    """Prompts given up for good."""
+
+    @property
+    def half(self) -> int:
+        """Steps that fill pools and leash; what follows is measured."""
+        return len(self.ends) // 2
+
+    @property
+    def seconds(self) -> float:
+        """Time of the measured steps."""
+        return self.ends[-1] - self.ends[self.half - 1]
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / (len(self.ends) - self.half)
+
+    @property
+    def trainer_busy(self) -> float:
+        """Share of the time in which a step trains."""
+        return sum(self.train_s[self.half :]) / self.seconds
+
+    @property
+    def places(self) -> float:
+        """Requests that run, on average."""
+        return (self.place_s[-1] - self.place_s[self.half - 1]) / self.seconds
+
+    @property
+    def mean_staleness(self) -> float:
+        measured = self.staleness[len(self.staleness) // 2 :]
+        return sum(measured) / len(measured)
+
+    @property
+    def wasted(self) -> float:
+        """Share of the sampled tokens that no step trained."""
+        return self.lost_tokens / max(1.0, self.lost_tokens + sum(self.trained))
+
+    @property
+    def length_bias(self) -> float:
+        """Mean tokens of a group that the later half of the steps trained, over the mean of those
+        drawn. The first steps train what is short, since nothing else has ended."""
+        half = self.trained[len(self.trained) // 2 :]
+        return sum(half) * len(self.drawn) / (sum(self.drawn) * len(half))
+
+
+class Engine:
+    """Requests that decode together, each a token a step.
+
+    Example: with `machine.token_s` of 0.01, a request of 100 tokens alone ends after 1 s:
+
+        engine = Engine(machine, prompt_tokens=0)
+        engine.add(0.0, group)      # whose only length is 100
+        engine.next_end()           # 1.0
+        engine.pop_ended(1.0)       # [group]
+    """
+
+    def __init__(self, machine: Machine, prompt_tokens: int) -> None:
+        self.version = 0
+        self.place_s = 0.0
+        self._machine, self._prompt = machine, prompt_tokens
+        self._running: list[tuple[float, int, int, Group]] = []
+        """(counter at its end, a number, length, group), the next to end first."""
+        self._waiting: deque[tuple[int, Group]] = deque()
+        self._numbers = itertools.count()
+        self._counter = 0.0
+        self._begun = 0.0
+        """Sum of the counters at which the running ones began."""
+        self._at = 0.0
+        """Time up to which the counter is right; in a pause the pause's end."""
+        self._token_s = 0.0
+
+    @property
+    def load(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    @property
+    def num_tokens(self) -> float:
+        """Tokens of all running requests, with their prompts."""
+        return len(self._running) * (self._prompt + self._counter) - self._begun
+
+    def add(self, now: float, group: Group) -> None:
+        """Its answers begin, as far as there are places; their common prompt is computed once."""
+        self._advance(now)
+        self._at += self._machine.prefill_s(self._prompt)
+        self._waiting.extend((length, group) for length in group.lengths)
+        self._fill()
+
+    def take_version(self, now: float, version: int) -> None:
+        """All stand still for the load, and what they hold is computed again."""
+        self._advance(now)
+        self.version = version
+        self._at += self._machine.load_s + self._machine.prefill_s(self.num_tokens)
+
+    def next_end(self) -> float:
+        """When the next answer ends; infinite if none runs."""
+        if not self._running:
+            return math.inf
+        return self._at + max(0.0, self._running[0][0] - self._counter) * self._token_s
+
+    def pop_ended(self, now: float) -> list[Group]:
+        """The groups of the answers that have ended by now, one for each answer."""
+        self._advance(now)
+        ended = []
+        while self._running and self._running[0][0] <= self._counter + ROUNDING:
+            end, _, length, group = heapq.heappop(self._running)
+            self._begun -= end - length
+            ended.append(group)
+        if ended:
+            self._fill()
+        return ended
+
+    def stop(self, now: float, groups: set[Group]) -> float:
+        """Stops all answers of these groups; returns the tokens that the running ones had."""
+        self._advance(now)
+        lost, kept = 0.0, []
+        for request in self._running:
+            end, _, length, group = request
+            if group in groups:
+                lost += self._counter - (end - length)
+                self._begun -= end - length
+            else:
+                kept.append(request)
+        heapq.heapify(kept)
+        self._running = kept
+        self._waiting = deque(one for one in self._waiting if one[1] not in groups)
+        self._fill()
+        return lost
+
+    def _advance(self, now: float) -> None:
+        passed = now - self._at
+        if passed > 0:
+            if self._running:
+                self._counter += passed / self._token_s
+                self.place_s += passed * len(self._running)
+            self._at = now
+
+    def _fill(self) -> None:
+        places = self._machine.places
+        while self._waiting and len(self._running) < self._machine.max_running:
+            length, group = self._waiting[0]
+            if self._running and self.num_tokens + self._prompt + length / 2 > places:
+                break  # no room in the cache
+            self._waiting.popleft()
+            self._begun += self._counter
+            number = next(self._numbers)
+            heapq.heappush(self._running, (self._counter + length, number, length, group))
+        if self._running:
+            # They grow until the next end.
+            number = len(self._running)
+            growth = number * max(0.0, self._running[0][0] - self._counter) / 2
+            self._token_s = self._machine.token_s(number, self.num_tokens + growth)
+
+
+def simulate(setting: Setting, draw: Callable[[], tuple[int, ...]]) -> Outcome:
+    """`draw` gives the lengths of the answers to one prompt, in tokens; () when there is none left.
+    Raises ValueError if a step can never come."""
+    return _Run(setting, draw).run()
+
+
+class _Run:
+    def __init__(self, setting: Setting, draw: Callable[[], tuple[int, ...]]) -> None:
+        self._setting, self._draw = setting, draw
+        engines = range(setting.num_engines)
+        self._engines = [Engine(setting.machine, setting.prompt_tokens) for _ in engines]
+        self._engine_of: dict[Group, Engine] = {}
+        self._listed = [0] * setting.num_engines
+        """Load under which each engine stands in `_loads`; other entries of it are void."""
+        self._loads = [(0, number) for number in engines]
+        """A heap of engines by load. One whose load has grown is put right when it comes up."""
+        self._by_version = [(0, number) for number in engines]
+        """A heap of the engines that take no version now, those most behind first."""
+        self._served = Counter({0: setting.num_engines})
+        """Engines by version."""
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._numbers = itertools.count()
+        self._planned = [math.inf] * setting.num_engines
+        """When each engine's next look is planned."""
+        self._scored: set[Group] = set()
+        """Groups whose reward is awaited."""
+        self._ready: list[tuple[int, int, Group]] = []
+        self._again: deque[Group] = deque()
+        self._leased = 0
+        self._version = 0
+        self._on_wire: int | None = None
+        self._newest = 0
+        """Version that lies beside the engines."""
+        self._committing = 0
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        outcome = self._outcome
+        self._admit(0.0)
+        while len(outcome.ends) < self._setting.num_steps:
+            if not self._events:
+                raise ValueError(
+                    f"after {len(outcome.ends)} steps nothing runs and nothing is ready: with "
+                    f"buffer.max_staleness={self._setting.max_staleness} no group can end in time"
+                )
+            now, _, happen = heapq.heappop(self._events)
+            happen(now)
+        return outcome
+
+    def _at(self, when: float, happen: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._numbers), happen))
+
+    # Generation ------------------------------------------------------------------------------
+
+    def _admit(self, now: float) -> None:
+        setting = self._setting
+        lag = engine_lag(self._version, self._served, setting.max_staleness)
+        limit = admission_limit(
+            max_staleness=setting.max_staleness,
+            lag=lag,
+            groups_per_version=setting.groups_per_step,
+            oversampling=setting.oversampling,
+        )
+        while self._num_in_flight < limit:
+            if self._again:
+                group = self._again.popleft()
+            elif lengths := self._draw():
+                group = Group(lengths)
+                self._outcome.drawn.append(group.num_tokens)
+            else:
+                return
+            self._begin(now, group)
+
+    @property
+    def _num_in_flight(self) -> int:
+        return len(self._engine_of) + len(self._scored) + len(self._ready) + self._leased
+
+    def _begin(self, now: float, group: Group) -> None:
+        number = self._least_loaded()
+        engine = self._engines[number]
+        group.version, group.num_left = engine.version, len(group.lengths)
+        self._engine_of[group] = engine
+        engine.add(now, group)
+        self._list(number)
+        self._plan(number)
+
+    def _list(self, number: int) -> None:
+        load = self._listed[number] = self._engines[number].load
+        heapq.heappush(self._loads, (load, number))
+        if len(self._loads) > 8 * len(self._engines) + 64:  # mostly void
+            self._loads = [(load, number) for number, load in enumerate(self._listed)]
+            heapq.heapify(self._loads)
+
+    def _least_loaded(self) -> int:
+        """Chooses among the engines that serve a version young enough. There is one, else none is
+        admitted."""
+        passed = []
+        while True:
+            load, number = heapq.heappop(self._loads)
+            engine = self._engines[number]
+            if load != self._listed[number]:
+                continue
+            if load != engine.load:
+                self._list(number)
+            elif is_fresh(self._version, engine.version, self._setting.max_staleness):
+                break
+            else:
+                passed.append((load, number))
+        for one in passed:
+            heapq.heappush(self._loads, one)
+        return number
+
+    def _plan(self, number: int) -> None:
+        when = self._engines[number].next_end()
+        if when < self._planned[number]:
+            self._planned[number] = when
+            self._at(when, partial(self._look, number))
+
+    def _look(self, number: int, now: float) -> None:
+        """At an engine in which an answer may have ended."""
+        if now < self._planned[number]:
+            return  # a later plan took its place
+        self._planned[number] = math.inf
+        engine = self._engines[number]
+        for group in engine.pop_ended(now) if engine.next_end() <= now + ROUNDING else []:
+            group.num_left -= 1
+            if group.num_left == 0:
+                del self._engine_of[group]
+                self._scored.add(group)
+                self._at(now + self._setting.reward_s, partial(self._push, group))
+        if engine.load < self._listed[number]:
+            self._list(number)
+        self._plan(number)
+
+    def _push(self, group: Group, now: float) -> None:
+        self._scored.remove(group)
+        if is_fresh(self._version, group.version, self._setting.max_staleness):
+            heapq.heappush(self._ready, (group.version, next(self._numbers), group))
+        else:
+            self._give_up(group, group.num_tokens)
+            self._admit(now)
+        self._lease(now)
+
+    def _give_up(self, group: Group, num_tokens: float) -> None:
+        """Too old: its prompt runs again with new answers, or is lost."""
+        setting, outcome = self._setting, self._outcome
+        outcome.lost_tokens += num_tokens
+        is_again = setting.on_stale is OnStale.requeue and group.num_retries < setting.max_retries
+        if is_again and (lengths := self._draw()):
+            self._again.append(Group(lengths, num_retries=group.num_retries + 1))
+        else:
+            outcome.num_lost += 1
+
+    # Training --------------------------------------------------------------------------------
+
+    def _lease(self, now: float) -> None:
+        setting = self._setting
+        if self._leased or len(self._ready) < setting.groups_per_step:
+            return
+        if setting.on_stale is OnStale.wait and any(
+            not is_fresh(self._version + 1, group.version, setting.max_staleness)
+            for group in itertools.chain(self._engine_of, self._scored)
+        ):
+            return
+        self._leased = setting.groups_per_step
+        batch = [heapq.heappop(self._ready)[2] for _ in range(self._leased)]
+        num_tokens = sum(g.num_tokens + len(g.lengths) * setting.prompt_tokens for g in batch)
+        seconds = setting.machine.train_s(num_tokens, setting.num_trainer_gpus)
+        self._at(now + seconds, partial(self._end_step, batch, seconds))
+
+    def _end_step(self, batch: Sequence[Group], seconds: float, now: float) -> None:
+        outcome = self._outcome
+        outcome.ends.append(now)
+        outcome.train_s.append(seconds)
+        outcome.place_s.append(sum(engine.place_s for engine in self._engines))
+        outcome.trained += [group.num_tokens for group in batch]
+        outcome.staleness += [self._version - group.version for group in batch]
+        self._leased = 0
+        self._version += 1
+        self._drop_stale(now)
+        if self._on_wire is None:
+            self._send(now)
+        self._admit(now)
+        self._lease(now)
+
+    def _drop_stale(self, now: float) -> None:
+        """Gives up what no later step may train, of the ready groups and of those that run."""
+        most = self._setting.max_staleness
+        while self._ready and not is_fresh(self._version, self._ready[0][0], most):
+            group = heapq.heappop(self._ready)[2]
+            self._give_up(group, group.num_tokens)
+        if self._setting.on_stale is OnStale.wait:
+            return
+        stale = defaultdict[Engine, set[Group]](set)
+        for group, engine in self._engine_of.items():
+            if not is_fresh(self._version, group.version, most):
+                stale[engine].add(group)
+        for engine, groups in stale.items():
+            self._outcome.lost_tokens += engine.stop(now, groups)
+            for group in groups:
+                del self._engine_of[group]
+                self._give_up(group, 0.0)
+        for number, engine in enumerate(self._engines) if stale else ():
+            if engine in stale:
+                self._list(number)
+                self._plan(number)
+
+    # Weights ---------------------------------------------------------------------------------
+
+    def _send(self, now: float) -> None:
+        self._on_wire = self._version
+        self._at(now + self._setting.machine.wire_s, self._arrive)
+
+    def _arrive(self, now: float) -> None:
+        assert self._on_wire is not None
+        self._newest, self._on_wire = self._on_wire, None
+        if self._version > self._newest:  # those between were skipped
+            self._send(now)
+        self._commit(now)
+
+    def _commit(self, now: float) -> None:
+        """The engines that are most behind take the newest version, a few at a time."""
+        while self._committing < self._setting.max_commits and self._by_version:
+            version, number = self._by_version[0]
+            if version >= self._newest:
+                return
+            heapq.heappop(self._by_version)
+            self._committing += 1
+            self._served[version] -= 1
+            self._served[self._newest] += 1
+            self._served += Counter()  # without those that none serves
+            engine = self._engines[number]
+            engine.take_version(now, self._newest)
+            self._plan(number)
+            ended = partial(self._end_commit, number)
+            self._at(now + self._setting.machine.load_s, ended)
+
+    def _end_commit(self, number: int, now: float) -> None:
+        self._committing -= 1
+        heapq.heappush(self._by_version, (self._engines[number].version, number))
+        self._commit(now)
+        self._admit(now)
+        self._lease(now)

@@ -1,0 +1,56 @@
+"""The address and the network interface of this machine that lead to another one.
+
+By default gloo uses the interface that this machine's name resolves to. On many machines that is
+loopback (Debian maps the name to 127.0.1.1) or none, so members on two machines would never meet.
+"""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+
+import psutil
+
+_DISCARD_PORT = 9
+"""Any port would do: nothing is sent."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server at this address is reached from its own machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> tuple[socket.socket, str]:
+    """A socket that listens at this address (port 0: a free one), and its URL. Raises OSError."""
+    is_v6 = ":" in host
+    listener = socket.create_server(
+        (host, port), family=socket.AF_INET6 if is_v6 else socket.AF_INET
+    )
+    place = f"[{host}]" if is_v6 else host
+    return listener, f"http://{place}:{listener.getsockname()[1]}"
+
+
+def own_address_towards(host: str) -> str:
+    """This machine's address on the interface that leads to `host`. Sends nothing."""
+    family, _, _, _, address = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+def interface_towards(host: str) -> str:
+    """Name of the interface that leads to `host`, for GLOO_SOCKET_IFNAME.
+
+    For groups created by a library; our own get the address itself. Raises OSError if no interface
+    leads there.
+    """
+    own = ip_address(own_address_towards(host))
+    if own.is_loopback:
+        return "lo"
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == str(own) for entry in addresses):
+            return name
+    raise OSError(f"no network interface of this machine has the address {own}")

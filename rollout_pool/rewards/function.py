@@ -1,0 +1,89 @@
+"""A reward from a user's own function, called as function(prompt, episode) -> number."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable
+from typing import SupportsFloat
+
+from configs.rollout_schema import RewardConfig, TaskConfig
+from host.user_code import load_callable
+from rollout_pool.rewards.reward import PartScorer, Reward
+from rollout_pool.tasks.task import Task, load_with_solution
+
+_RUNNER = asyncio.Runner()
+"""Runs async functions in one loop for all calls: the clients that they keep belong to it."""
+
+
+class BadReward(ValueError):
+    """A user's function returned no reward; the message names the setting and the fix."""
+
+
+class FunctionReward(Reward):
+    reads_messages = True
+
+    def __init__(self, part: str, config: RewardConfig, task: Task) -> None:
+        self.config = config
+        self._part, self._task = part, task
+
+    @classmethod
+    def is_in_process(cls, config: RewardConfig) -> bool:
+        return True
+
+    @classmethod
+    def check(cls, part: str, config: TaskConfig, task: Task) -> None:
+        cls(part, config.rewards[part], task).load(0)
+
+    def load(self, timeout_s: float) -> PartScorer:
+        """Raises ValueError for a function that is missing, takes other arguments, or is a class or
+        a generator. A call raises BadReward if it returned anything but a number or None."""
+        name = self.config.function
+        assert name is not None, self._part  # checked by the schema
+        setting = f"task.rewards.{self._part}.function"
+        what = f"{setting}={name!r}"
+        function = load_with_solution(name, setting, "(prompt, episode)", self._task)
+        _check_returns(load_callable(name, setting), what)
+        return lambda request: as_reward(
+            function(request.prompt, request.episode, request.prompt), what
+        )
+
+
+KIND = FunctionReward
+
+
+def _check_returns(function: Callable[..., object], what: str) -> None:
+    """Raises ValueError for a function whose call can return no reward."""
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.isclass(function):
+        is_what, fix = "a class, and a call makes an object of it", "name such an object"
+    elif inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        is_what, fix = "a generator, which yields", "return the reward instead"
+    else:
+        return
+    raise ValueError(f"{what}: is {is_what}, but a reward is the number that a call returns; {fix}")
+
+
+def as_reward(given: object, what: str) -> float | None:
+    """Reads `given`, which `what` returned, as a reward; awaits it first if it is awaitable. None
+    stays None. Raises BadReward if it is no finite number."""
+    if inspect.isawaitable(given):
+        given = _RUNNER.run(_awaited(given))
+    if given is None:
+        return None
+    # Text that spells a number is not one: `float` would take it.
+    try:
+        reward = float(given) if isinstance(given, SupportsFloat) else math.nan
+    except (TypeError, ValueError, OverflowError):  # an array of several numbers, or a huge one
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise BadReward(
+            f"{what}: returned {given!r:.200}, which is not a finite number; let it return an int, "
+            "a float or a bool, or None for an answer that cannot be judged"
+        )
+    return reward
+
+
+async def _awaited(given: Awaitable[object]) -> object:
+    return await given

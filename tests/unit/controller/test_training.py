@@ -1,0 +1,217 @@
+"""The training phase with trainer ranks that die, hang, stop or cannot export."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from ray.exceptions import RayActorError, RayTaskError
+from rich.console import Console
+
+from buffer.connect import Buffer
+from buffer.run_state import RunState
+from configs.schema import Config
+from controller import training
+from controller.buffer_access import BufferAddress
+from controller.metrics.history import read_metrics
+from controller.report.panel import Panel
+from controller.run_dir import RunDir
+from controller.signals import Stopped, StopRequest
+from controller.training import Pools, Training
+from controller.watch.supervise import RunFailed
+from rollout_pool.pool import RolloutPool
+from trainer_pool.pool import TrainerPool
+from trainer_pool.state.checkpoint import CheckpointStore
+from trainer_pool.types import Restored, TrainReport
+
+REPORT = TrainReport(num_steps=8, version=9, was_stopped=False, seconds=1.0)
+OpenRun = tuple[BufferAddress, Buffer, RunState]
+Train = Callable[..., Awaitable[tuple[list[Path], str]]]
+
+
+class Result(Future[Any]):
+    """A result of another process, which some other thread or nobody sets."""
+
+    def future(self) -> Future[Any]:
+        return self
+
+
+def done(result: Any) -> Result:
+    found = Result()
+    if isinstance(result, Exception):
+        found.set_exception(result)
+    else:
+        found.set_result(result)
+    return found
+
+
+class Ranks:
+    """A trainer of one rank that has this result, or has died, and lives until it is closed."""
+
+    def __init__(self, result: TrainReport | None = None) -> None:
+        self.training = done(RayActorError() if result is None else result)
+        self.death = Result() if result else done(RayActorError())
+        self.opened, self.exported = done(("127.0.0.1", 1)), done(None)
+        self.while_closing: Callable[[], None] = lambda: None
+
+    def deaths(self) -> dict[str, Result]:
+        return {"trainer-0": self.death}
+
+    def pids(self) -> dict[str, Result]:
+        return {"trainer-0": Result()}
+
+    def train(self) -> dict[str, Result]:
+        return {"trainer-0": self.training}
+
+    def close(self, timeout_s: float) -> None:
+        self.while_closing()
+
+    def open_rendezvous(self) -> dict[str, Result]:
+        return {"trainer-0": self.opened}
+
+    def start(self, *_: Any) -> dict[str, Result]:
+        return {"trainer-0": done(Restored(step=9, from_memory=True))}
+
+    def connect(self) -> dict[str, Result]:
+        return {}
+
+    def export(self) -> dict[str, Result]:
+        return {"trainer-0": self.exported}
+
+    publish_initial = publish_last = stop = connect
+
+
+class IdleEngine:
+    """A rollout pool in which nothing happens."""
+
+    engine_names, worker_names = ("engine-0",), ()
+
+    def given_up(self, engine: str) -> Result:
+        return Result()
+
+    lost = noticed = given_up
+
+    def run(self) -> dict[str, Result]:
+        return {}
+
+    stop = deaths = receivers_given_up = run
+
+    def draining_nodes(self) -> frozenset[str]:
+        return frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("there is no engine")
+
+
+@pytest.fixture
+def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
+    """Trains with these ranks, one after the other: the checkpoints from which later ones went on,
+    and what was said."""
+
+    async def run(*ranks: Ranks, config: Config = config) -> tuple[list[Path], str]:
+        resumed_from = list[Path]()
+
+        def new_trainer(folder: Path) -> Ranks:
+            resumed_from.append(folder)
+            return ranks[len(resumed_from)]
+
+        pools = Pools(
+            trainer=cast("TrainerPool", ranks[0]),
+            new_trainer=cast("Callable[[Path], TrainerPool]", new_trainer),
+            rollout=cast("RolloutPool", IdleEngine()),
+        )
+        said = StringIO()
+        phase = Training(
+            config=config,
+            run_dir=ended_run,
+            pools=pools,
+            address=open_run[0],
+            server=None,
+            ray_processes={},
+            panel=Panel(enabled=False, console=Console(file=said, width=200)),
+            started=0.0,
+            stop=StopRequest(),
+            resumed_step=6,
+        )
+        await phase.run()
+        return resumed_from, said.getvalue()
+
+    return run
+
+
+async def test_restarted_ranks_go_on_from_a_checkpoint_that_the_old_ones_completed_at_their_end(
+    ended_run: RunDir, train: Train
+) -> None:
+    store = CheckpointStore(ended_run.path / "checkpoints")
+    latest = store.latest()
+    assert latest is not None
+
+    def complete_another() -> None:
+        store.begin(7)  # and its groups are acknowledged: the one before does not contain them
+        store.commit(replace(latest[1], step=7))
+
+    first = Ranks()
+    first.while_closing = complete_another
+    resumed_from, said = await train(first, Ranks(REPORT))
+    assert resumed_from == [ended_run.path / "checkpoints" / "step-000007"]
+    assert "trainer-0 died: the ranks start again" in said
+    assert "the ranks go on from step 9 (memory), after" in said
+    (resumed, again) = read_metrics(ended_run.metrics, "resumed")[-2:]
+    assert (resumed.values["source"], again.values["source"]) == ("disk", "memory")
+    assert (resumed.count("step"), again.count("step")) == (6, 9)
+
+
+async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "ANSWER_S", 0.1)
+    monkeypatch.setattr(training, "DEATH_GRACE_S", 0.1)
+    hanging, dying = Ranks(), Ranks()
+    hanging.death = Result()  # its process is stopped: the other ranks fail in a collective
+    dying.opened = done(RayActorError())
+    resumed_from, said = await train(hanging, dying, Ranks(REPORT))
+    assert len(resumed_from) == 2
+    assert "trainer-0 does not answer within 0.1 s: the ranks start again" in said
+    assert "trainer-0 died: the ranks start again" in said
+
+
+async def test_failed_export_costs_the_final_model_and_not_the_run(
+    ended_run: RunDir, train: Train
+) -> None:
+    ranks = Ranks(REPORT)
+    ranks.exported = done(RayTaskError("export", "", OSError(28, "No space left on device")))
+    _, said = await train(ranks)
+    assert "no final_model: a trainer rank failed: OSError: [Errno 28] No space left" in said
+    assert f"`make export RUN=a DIR={ended_run.path.parent}` writes the model of the last" in said
+    kinds = [r.values.get("phase", r.kind) for r in read_metrics(ended_run.metrics)]
+    # The last evaluation, which fails here for lack of an engine, comes before.
+    assert kinds.index("eval_failed") < kinds.index("saving the model")
+
+
+async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_a_run(
+    ended_run: RunDir, train: Train
+) -> None:
+    with pytest.raises(Stopped):
+        await train(Ranks(replace(REPORT, was_stopped=True)))
+    ended_run.note_error("engine-0 died")  # that one was killed while it ended a run that failed
+    with pytest.raises(RuntimeError, match="engine-0 died"):
+        await train(Ranks(replace(REPORT, was_stopped=True)))
+
+
+async def test_run_ends_when_an_engine_computes_another_policy(
+    config: Config, open_run: OpenRun, train: Train
+) -> None:
+    ranks = Ranks(REPORT)
+    ranks.training = Result()
+    ranks.training.set_running_or_notify_cancel()  # they do not end, whoever is cancelled
+    config = replace(config, cluster=replace(config.cluster, stop_timeout_s=0.1))
+    found = {"engine": "engine-0", "version": 1, "mean": 3.0}
+    for more in ({}, {"error": "engine-0 has other weights"}):
+        await open_run[2].append_metrics({**found, **more}, "agreement")
+    with pytest.raises(RunFailed, match="engine-0 has other weights"):
+        await train(ranks, config=config)
