@@ -23,13 +23,14 @@ from typing import Literal
 import msgspec
 
 from buffer.errors import BufferFullError
+from buffer.redis.client import BufferClosedError
 from buffer.redis.deadline import Deadline
 from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
 from buffer.redis.payloads import Allocate, Arena, fresh
 from buffer.redis.replies import Reply
 from buffer.redis.scripts import BOUND, Scripts
-from buffer.redis.wakeups import BufferClosedError, Wake, WakeStreams
+from buffer.redis.wakeups import Wake, WakeStreams
 from buffer.results import PushResult
 from buffer.types import TrajectoryGroup
 from buffer.wire.chunks import split_payload

@@ -38,6 +38,10 @@ _AWAY = (
 )
 
 
+class BufferClosedError(RuntimeError):
+    """The buffer was closed before or during a call."""
+
+
 class BufferConnectionError(ConnectionError):
     """The Redis server cannot be used; the message names its address, the reason and the fix."""
 
@@ -71,7 +75,7 @@ class BufferRedis(Redis):
     A command or pipeline is retried for `try_for_s` while the server is down or its reply is lost,
     so it must be idempotent; then it raises BufferConnectionError. So is a write that the server
     refuses because its disk is full; then DiskFullError. The timeout of a blocking command is
-    extended by the time it blocks.
+    extended by the time it blocks. `aclose` ends commands under way with BufferClosedError.
     """
 
     where = ""
@@ -80,6 +84,7 @@ class BufferRedis(Redis):
     """How long a command is retried while the server is down."""
     reached_at = float("-inf")
     """Monotonic time at which the server last responded."""
+    _is_closed = False
 
     @classmethod
     def of(cls, connection_options: dict[str, Any], where: str, try_for_s: float) -> BufferRedis:
@@ -150,6 +155,7 @@ class BufferRedis(Redis):
         return PayloadConnections(self.connection_pool)
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        self._is_closed = True
         await self.payload_connections.aclose()
         await super().aclose(close_connection_pool)
 
@@ -162,9 +168,16 @@ class BufferRedis(Redis):
 
     async def patiently(self, attempt: Callable[[], Awaitable[T]], command: tuple[Any, ...]) -> T:
         """Retries `attempt`, which sends `command`, while the server is down or has no disk."""
+        try:
+            return await self._retried(attempt, command)
+        finally:
+            if self._is_closed:
+                await self.aclose()  # of the connection that was being made while it ran
+
+    async def _retried(self, attempt: Callable[[], Awaitable[T]], command: tuple[Any, ...]) -> T:
         failed_at: float | None = None
         pause_s = _FIRST_PAUSE_S
-        while True:
+        while not self._is_closed:
             try:
                 return await attempt()
             except exceptions.AuthenticationError:
@@ -192,6 +205,7 @@ class BufferRedis(Redis):
                 await sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 await self.recover(error)
+        raise BufferClosedError("the buffer was closed before or during this call")
 
     def _reached_at(self, command: tuple[Any, ...]) -> float:
         try:

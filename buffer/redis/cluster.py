@@ -90,7 +90,8 @@ class ClusterRedis(BufferRedis):
                     return  # the command raises once its time is up
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
-        for client in self._clients.values():
+        self._is_closed = True
+        for client in list(self._clients.values()):  # a command under way may add one
             await client.aclose()
 
     def _client(self, address: Address) -> BufferRedis:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 
+from buffer.redis.client import BufferClosedError
 from buffer.redis.deadline import Deadline
 
 MAX_BLOCK_S = 60.0
@@ -30,10 +31,6 @@ T = TypeVar("T")
 Wake = tuple[str, str]
 """A wake stream, and the entry that a waiter has seen."""
 _EntryId = tuple[int, int]
-
-
-class BufferClosedError(RuntimeError):
-    """The buffer was closed before or during a call."""
 
 
 class WakeStreams:

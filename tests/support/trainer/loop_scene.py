@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from buffer.redis.wakeups import BufferClosedError
+from buffer.redis.client import BufferClosedError
 from buffer.run_state import RunState
 from buffer.types import TrajectoryGroup
 from configs.algorithm_schema import AlgorithmConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from buffer.connect import Buffer, connect_buffer
-from buffer.redis.wakeups import BufferClosedError
+from buffer.redis.client import BufferClosedError
 from buffer.results import Lease, PushResult
 from configs.schema import BufferConfig
 from host.loop_thread import LoopThread

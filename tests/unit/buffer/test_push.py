@@ -10,9 +10,9 @@ import pytest
 from redis.exceptions import ResponseError
 
 from buffer.push import MAX_BYTES, MAX_PUSHES, PendingPush, PushedGroup, Pushes, PushReply
+from buffer.redis.client import BufferClosedError
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import Arena, fresh
-from buffer.redis.wakeups import BufferClosedError
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import PushResult
 from tests.support.buffer.groups import make_group

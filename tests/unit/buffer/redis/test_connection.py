@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -23,7 +24,7 @@ import uvloop
 from hiredis import pack_command
 from redis import Redis, exceptions
 
-from buffer.redis.client import TRY_FOR_S, BufferRedis
+from buffer.redis.client import TRY_FOR_S, BufferClosedError, BufferRedis
 from buffer.redis.cluster import key_of
 from buffer.redis.connection import BufferConnectionError, DiskFullError, MemoryFullError, connect
 from buffer.redis.payloads import fresh
@@ -352,6 +353,58 @@ async def _until_it_waits_at(server: EmbeddedServer) -> None:
     probe = await connect(server.url)
     await until_blocked(probe, 1)
     await probe.aclose()
+
+
+# Closing --------------------------------------------------------------------------------------
+
+
+def _start_reads(client: BufferRedis) -> list[asyncio.Task[Any]]:
+    """One of each way to send something: a command, a pipeline, a payload."""
+
+    async def pipelined() -> list[Any]:
+        async with client.pipeline() as pipe:
+            pipe.get("key")
+            return await pipe.execute()
+
+    reads = (client.get("key"), pipelined(), client.receive(["key"], fresh))
+    return [asyncio.create_task(read) for read in reads]
+
+
+async def _ends(reads: list[asyncio.Task[Any]]) -> list[Any]:
+    return await asyncio.wait_for(asyncio.gather(*reads, return_exceptions=True), 60)
+
+
+async def _until_it_has_no_client(server: EmbeddedServer) -> None:
+    with _client(server.url) as probe:
+        async with asyncio.timeout(10):
+            while probe.info("clients")["connected_clients"] > 1:
+                await asyncio.sleep(0.01)
+
+
+async def test_close_ends_commands_that_are_retried(server: EmbeddedServer) -> None:
+    client = await connect(server.url)
+    server.stop(timeout_s=60)
+    reads = _start_reads(client)
+    done, _ = await asyncio.wait(reads, timeout=0.1)
+    assert not done
+    await client.aclose()
+    server.restart()
+    assert [type(end) for end in await _ends(reads)] == [BufferClosedError] * 3
+    await _until_it_has_no_client(server)
+
+
+async def test_close_leaves_no_connection_at_whatever_turn_of_the_loop_it_comes(
+    server: EmbeddedServer,
+) -> None:
+    for turns in range(40):
+        client = await connect(server.url)
+        reads = _start_reads(client)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await client.aclose()
+        for end in await _ends(reads):
+            assert isinstance(end, BufferClosedError) or end in (None, [None])
+    await _until_it_has_no_client(server)
 
 
 # A server without room ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from buffer.redis.wakeups import BufferClosedError
+from buffer.redis.client import BufferClosedError
 from buffer.run_state import RunState
 from configs.choices import OnStale
 from tests.support.buffer.blocked import still_waits, until_blocked
