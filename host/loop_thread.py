@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -29,13 +29,13 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
+        self._lock = threading.Lock()
+        """Held for a moment, to pass something to the loop or to end that for ever."""
+        self._is_ending = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine in the loop and waits for its result."""
-        if self._loop.is_closed():
-            coroutine.close()
-            raise LoopClosedError("the event loop was closed before this call")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._start(coroutine)
         try:
             return future.result()
         except CancelledError:
@@ -47,7 +47,7 @@ class LoopThread:
     @contextmanager
     def running(self, coroutine: Coroutine[Any, Any, object]) -> Iterator[None]:
         """Runs a coroutine in the loop until the block ends, which cancels it."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._start(coroutine)
         try:
             yield
         finally:
@@ -58,16 +58,27 @@ class LoopThread:
 
         Pending `run` calls of other threads raise LoopClosedError. Stopping again does nothing.
         """
-        if self._loop.is_closed():
+        if self._is_ending:
             for coroutine in closing:
                 coroutine.close()
             return
         for coroutine in closing:
             self.run(coroutine)
-        self.run(_cancel_others())
+        with self._lock:
+            # What comes later is refused: a loop that has ended would let it wait for ever.
+            self._is_ending = True
+            cancelling = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        cancelling.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if not self._is_ending:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise LoopClosedError("the event loop was closed before this call")
 
 
 async def _cancel_others() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -41,6 +42,27 @@ def test_stop_from_another_thread_ends_a_wait(loop: LoopThread) -> None:
     with pytest.raises(LoopClosedError, match="before this call"):
         loop.run(asyncio.sleep(0))
     loop.stop(asyncio.sleep(0))
+
+
+def test_stop_leaves_no_call_waiting_at_whatever_moment_it_comes() -> None:
+    for _ in range(20):
+        loop, begun = LoopThread("test"), threading.Barrier(5)
+
+        def call(loop: LoopThread = loop, begun: threading.Barrier = begun) -> None:
+            begun.wait(60)
+            with contextlib.suppress(LoopClosedError):
+                while True:
+                    loop.run(asyncio.sleep(0))
+
+        threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        begun.wait(60)
+        loop.run(asyncio.sleep(0.001))
+        loop.stop()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_running_cancels_its_coroutine_at_the_end_of_the_block(loop: LoopThread) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import time
 from contextlib import contextmanager
@@ -420,11 +421,13 @@ class Work:
     @contextmanager
     def counted(self):
         self.num_calls = 0
+        gc.disable()  # finalizers of what the tests before have left are calls too
         sys.setprofile(self._note)
         try:
             yield self
         finally:
             sys.setprofile(None)
+            gc.enable()
 
     def _note(self, frame, event, arg):
         # C functions too, and the expressions that walk a list are calls of Python each.
