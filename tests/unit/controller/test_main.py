@@ -248,7 +248,11 @@ def test_run_that_a_guard_has_adopted_is_reopened_by_its_next_controller_alone(
         orphan.reopen(lambda: None)
     child = os.fork()
     if child == 0:
-        orphan.reopen(lambda: None)
-        os._exit(0)
+        code = 1
+        try:
+            orphan.reopen(lambda: None)
+            code = 0
+        finally:
+            os._exit(code)  # an error must not go on as a second run of all tests
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert orphan.read_record().pid == child

@@ -199,8 +199,9 @@ def test_program_that_was_asked_for_too_long_ago_is_not_forked_later(
         patch.setattr(fork_server, "IMPORTS_S", 0.1)
         assert ask("early") is None
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
     with pytest.raises(KeyboardInterrupt) as stopped:  # whose traceback goes on
+        # Started within the block: outside, where a busy machine may be, it would end all tests.
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         ask("stopped")
     signal.signal(signal.SIGUSR1, before)
     (scripts / "gate").write_text("\n")
