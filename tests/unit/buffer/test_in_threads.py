@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.client import BufferClosedError
+from buffer.redis.connection import connect
 from buffer.results import Lease, PushResult
 from configs.schema import BufferConfig
 from host.loop_thread import LoopThread
+from tests.support.buffer.blocked import until_blocked
 from tests.support.buffer.groups import make_group
 
 
@@ -53,7 +54,15 @@ def test_ranks_in_threads_share_a_batch(loop: LoopThread, buffer: Buffer) -> Non
     loop.stop(buffer.close())
 
 
-def test_close_from_another_thread_ends_a_lease(loop: LoopThread, buffer: Buffer) -> None:
+async def _until_it_waits_at(url: str) -> None:
+    probe = await connect(url)
+    await until_blocked(probe, 1)
+    await probe.aclose()
+
+
+def test_close_from_another_thread_ends_a_lease(
+    loop: LoopThread, buffer: Buffer, redis_url: str
+) -> None:
     errors: list[Exception] = []
 
     def wait() -> None:
@@ -66,7 +75,7 @@ def test_close_from_another_thread_ends_a_lease(loop: LoopThread, buffer: Buffer
 
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.1)
+    loop.run(_until_it_waits_at(redis_url))
     loop.stop(buffer.close())
     thread.join(timeout=60)
     assert [type(error) for error in errors] == [BufferClosedError]
