@@ -18,6 +18,7 @@ import pytest
 
 from configs.environment import LAUNCHER_VARIABLE
 from controller.signals import Stopped, StopRequest
+from processes.child import has_ended
 
 GUARDED = """
 import signal, subprocess, sys, time
@@ -135,8 +136,7 @@ def test_signal_to_the_group_is_one_request_and_reaches_no_child(
 def test_controller_ends_in_order_when_its_guard_is_killed(guarded: Guarded) -> None:
     guarded.process.kill()
     assert guarded.output() == "asked; the child lives\n"
-    psutil.wait_procs([guarded.controller], timeout=60)
-    assert not guarded.controller.is_running()
+    assert has_ended(guarded.controller.pid, 60.0)
 
 
 def test_end_of_the_process_that_had_it_forked_is_one_request(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,8 +93,7 @@ async def test_stop_kills_the_group_of_a_child_that_does_not_end(log: Path) -> N
     child = start(STUBBORN, log)
     grandchild = psutil.Process(int(await child.first_line()))
     assert child.stop(0.1) == -signal.SIGKILL
-    psutil.wait_procs([grandchild], timeout=60)
-    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+    assert await asyncio.to_thread(has_ended, grandchild.pid, 60.0)
 
 
 async def test_stop_can_spare_what_the_child_started(log: Path) -> None:
@@ -143,16 +141,10 @@ def parent(request: pytest.FixtureRequest, log: Path) -> Iterator[subprocess.Pop
 
 def test_child_ends_when_its_parent_is_killed(parent: subprocess.Popen[str]) -> None:
     assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
+    child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 60
-    while child.is_running() and time.monotonic() < deadline:
-        if child.status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.02)
-    else:
-        assert not child.is_running()
+    assert has_ended(child, 60.0)
 
 
 @pytest.mark.parametrize("parent", ["outlives"], indirect=True)

@@ -19,6 +19,7 @@ from redis import Redis
 from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.choices import AppendFsync
 from configs.schema import BufferConfig
+from processes.child import has_ended
 from tests.support.buffer.blocked import until_written
 
 HOST = "127.0.0.1"
@@ -155,7 +156,7 @@ def test_server_that_was_killed_while_it_rewrote_its_log_is_started_again(tmp_pa
     os.kill(server.pid, signal.SIGKILL)
     assert server.wait(timeout_s=60) == -signal.SIGKILL
     server.restart()
-    assert not rewriting.is_running() or rewriting.status() == psutil.STATUS_ZOMBIE
+    assert has_ended(rewriting.pid, 0.0)
     with _client(server.url) as client:
         assert client.dbsize() == 1000
     assert server.stop(timeout_s=60) == 0
