@@ -521,12 +521,21 @@ async def test_last_token_that_came_with_the_abort_ends_its_sample(fake, last, l
 
 
 async def test_sample_that_commits_of_one_version_ended_thrice_is_no_failure_of_its_engine(
-    fake, client, taken_back, monkeypatch
+    fake, client, monkeypatch
 ):
     monkeypatch.setattr(batching, "HELD_S", 0.05)
-    sample, asking = await taken_back()
-    ends = iter(["abort"] * 2)  # two more fail after that
-    fake.says(output_ids=[14], finish_type=lambda rid: next(ends, "stop"))
+    first, ends = "g.0.1!", iter(["abort"] * 2)  # two more fail after that
+    fake.says(
+        output_ids=lambda rid: [11, 12] if rid == first else [14],
+        parts=lambda rid: [2] if rid == first else None,
+        at_abort=lambda rid: [13] if rid == first else [],
+        never_ends=lambda rid: rid == first,
+        finish_type=lambda rid: "stop" if rid == first else next(ends, "stop"),
+    )
+    sample = make_sample()
+    asking = asyncio.create_task(ask(client, sample))
+    await until(lambda: sample.output_ids == [11, 12])
+    await client.pause(PauseMode.resubmit)
     assert await asking is sample and sample.finish_reason == "stop"
     assert sample.output_ids == [11, 12, 13, 14, 14, 14]
 
