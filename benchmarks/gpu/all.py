@@ -27,6 +27,7 @@ SCRIPTS: dict[str, Sequence[str]] = {
     # It also compiles SGLang's kernels, which every later engine finds.
     "weights_commit": ["benchmarks.gpu.weights_commit"],
     "weights_nccl": ["benchmarks.gpu.weights_nccl"],
+    "launch": ["benchmarks.gpu.launch"],
     "mfu": ["benchmarks.gpu.mfu"],
     "packing": ["benchmarks.packing"],
     "head": ["benchmarks.gpu.head"],
