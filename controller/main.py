@@ -101,7 +101,7 @@ def _add_commands_on_settings(add: Add) -> None:
     simulating = add("simulate", words, "commands.simulate:simulate_run")
     for name, kind, usual, what in (
         ("gpus", int, 16, "GPUs in all"),
-        ("gpu", str, "H100", "their kind: A100, H100, H200, B200 or L40S"),
+        ("gpu", str, "H100", "their kind: A100, H100, H200, H20, B200 or L40S"),
         ("lengths", str, "1000,8000", "median and 99th percentile of the answers' tokens"),
         ("lengths-of", Path, None, "folder of a run whose recorded answers give the lengths"),
         ("prompt", int, 256, "tokens of a prompt"),

@@ -18,6 +18,7 @@ The passes that gradient checkpointing repeats are not counted, as is usual for 
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.4,
+    "H20": 148.0,  # after the H200, whose name contains it
     "H100": 989.4,
     "A100": 312.0,
     "L40S": 362.0,

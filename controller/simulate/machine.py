@@ -14,9 +14,17 @@ from dataclasses import dataclass
 
 from trainer_pool.speed import PEAK_TFLOPS
 
-BANDWIDTH = {"A100": 2.04e12, "H100": 3.35e12, "H200": 4.8e12, "B200": 8.0e12, "L40S": 0.86e12}
+# The H20 has no public data sheet: 4.0 TB/s and 96 GB (and 148 TFLOP/s) are as vendors list them.
+BANDWIDTH = {
+    "A100": 2.04e12,
+    "H100": 3.35e12,
+    "H200": 4.8e12,
+    "H20": 4.0e12,
+    "B200": 8.0e12,
+    "L40S": 0.86e12,
+}
 """Bytes/s of the memory of NVIDIA's GPUs, from their data sheets."""
-MEMORY = {"A100": 80e9, "H100": 80e9, "H200": 141e9, "B200": 180e9, "L40S": 48e9}
+MEMORY = {"A100": 80e9, "H100": 80e9, "H200": 141e9, "H20": 96e9, "B200": 180e9, "L40S": 48e9}
 REACHED = 0.8, 0.6
 """Share of the bandwidth, and of the peak of dense bfloat16, that decoding and prefill reach."""
 OVERHEAD_S = 0.8e-3

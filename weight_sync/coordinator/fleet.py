@@ -107,7 +107,12 @@ class Fleet:
 
     async def _answering(self, clients: Iterable[ReceiverClient]) -> list[Member]:
         probed = list(clients)
-        replies = await asyncio.gather(*map(self._probe, probed))
+        # At once: until the probes start, `registered` may find one replaced, and close its client.
+        self._in_flight.update(probed)
+        try:
+            replies = await asyncio.gather(*map(self._probe, probed))
+        finally:
+            self._in_flight.subtract(probed)
         members = []
         for client, reply in zip(probed, replies, strict=True):
             if isinstance(reply, WeightSyncError):
@@ -119,13 +124,10 @@ class Fleet:
 
     async def _probe(self, client: ReceiverClient) -> ReceiverStatus | WeightSyncError:
         """Its status, or the error. A status takes no work, so its timeout is short."""
-        self._in_flight[client] += 1
         try:
             return await client.status(timeout_s=self._timeouts.status_s)
         except WeightSyncError as error:
             return error
-        finally:
-            self._in_flight[client] -= 1
 
     async def _exclude(self, client: ReceiverClient, error: WeightSyncError) -> None:
         """Report it once, until it responds again."""

@@ -163,6 +163,21 @@ async def test_receiver_that_is_registered_no_more_is_let_go_after_its_last_requ
                 await receiver.changed.wait_for(lambda: receiver.num_connections == 0)
 
 
+async def test_receiver_that_is_replaced_as_it_is_probed_keeps_its_connection_until_then() -> None:
+    async with fleet_of_one() as (fleet, board, receiver):
+        (old,) = await fleet.registered()
+        probing = asyncio.create_task(fleet.members([old]))
+        await asyncio.sleep(0)  # it has begun, and its request has not
+        assert receiver.num_looks == 0 and not probing.done()
+        board.registered["a"] = "http://127.0.0.1:9"
+        assert old not in await fleet.registered()
+        async with asyncio.timeout(LIMIT_S):
+            assert [member.client for member in await probing] == [old]
+            await fleet.registered()  # which closes it now
+            async with receiver.changed:
+                await receiver.changed.wait_for(lambda: receiver.num_connections == 0)
+
+
 class Somebody:
     pass
 
