@@ -63,6 +63,10 @@ class _Placed(_Kept):
     """Its place, which holds no other process."""
 
 
+class HasLeft(RuntimeError):
+    """No process of this name is in the pool any more."""
+
+
 class RolloutPool:
     """Engines and workers. Methods return pending results, by process name, at once.
 
@@ -247,7 +251,10 @@ class RolloutPool:
     def _handle(self, name: str) -> Any:
         if name in self._engines:
             return self._engines[name].handle
-        return next(worker.handle for worker in self._workers if worker.name == name)
+        for worker in self._workers:
+            if worker.name == name:
+                return worker.handle
+        raise HasLeft(f"{name} has left the run")
 
     def drain_worker(self, name: str, limit_s: float) -> Pending[None]:
         """Ends once the worker has no group in flight; `restart_worker` then."""

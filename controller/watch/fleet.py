@@ -28,7 +28,7 @@ from controller.units import format_number_of
 from controller.watch.supervise import RunFailed, death, failure, lost_node
 from processes.pending import value
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.pool import RolloutPool
+from rollout_pool.pool import HasLeft, RolloutPool
 
 SETTING = "num_engines"
 LOOK_AGAIN_S = 10.0
@@ -179,6 +179,8 @@ class Fleet:
                     await value(self.pool.node(engine))
                 except RayActorError:
                     return  # for good, as `_keep` learns
+        if engine not in self._keeping:
+            return  # it leaves already
         self._leave(engine, self._grace_s, "was told to end")
         self._join()
 
@@ -209,7 +211,7 @@ class Fleet:
             if not (nodes := await asyncio.to_thread(self.pool.draining_nodes)):
                 continue
             for name in (*self._keeping, *self.pool.worker_names):
-                with contextlib.suppress(RayActorError, TimeoutError):  # it has no place now
+                with contextlib.suppress(RayActorError, TimeoutError, HasLeft):  # it has no place
                     async with asyncio.timeout(LOOK_AGAIN_S):
                         if await value(self.pool.node(name)) in nodes:
                             await value(self.pool.notify(name))

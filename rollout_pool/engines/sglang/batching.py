@@ -254,6 +254,7 @@ class BatchingClient(ABC):
         self._next_flush = 0.0
         self._num_open = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self.counters = EngineCounters()
 
     @property
@@ -320,11 +321,19 @@ class BatchingClient(ABC):
             self._stop_soon(request)
 
     async def close(self) -> None:
-        for _ in range(2):  # calls that end may leave requests to be sent again
-            if self._flush is not None:
-                self._flush.cancel()
-                self._flush = None
-            await end_tasks(self._tasks)
+        """Ends all requests with EngineError, those that were not sent too."""
+        self._is_closed = True  # calls that end would leave requests to be sent again
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        await end_tasks(self._tasks)
+        for request in self._requests.values():
+            self._end_closed(request)
+
+    def _end_closed(self, request: _Request) -> None:
+        request.end(EngineError(f"the connection to {self._name} was closed"))
+        request.is_told.set()
+        request.over.set()
 
     def _check_tokens(self, sample: Sample) -> None:
         """Raises SampleRefused for ids without an embedding: SGLang does not check them, and its
@@ -344,6 +353,8 @@ class BatchingClient(ABC):
     # Sending --------------------------------------------------------------------------------------
 
     def _send_soon(self, request: _Request) -> None:
+        if self._is_closed:
+            return self._end_closed(request)
         self._unsent.append(request)
         if self._flush is None:
             loop = asyncio.get_running_loop()
@@ -588,6 +599,8 @@ class BatchingClient(ABC):
     # Stop -----------------------------------------------------------------------------------------
 
     def _stop_soon(self, request: _Request) -> None:
+        if self._is_closed:
+            return self._end_closed(request)
         self._to_stop.append(request)
         if len(self._to_stop) == 1:
             self._keep(self._stop())

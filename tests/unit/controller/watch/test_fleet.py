@@ -20,6 +20,7 @@ from configs.schema import BufferConfig
 from controller.watch import fleet
 from controller.watch.fleet import Fleet
 from controller.watch.supervise import RunFailed
+from rollout_pool.pool import HasLeft
 
 
 class Ref:
@@ -292,6 +293,23 @@ async def test_processes_on_a_node_that_ray_empties_are_told_to_end(scene: Scene
         pool.answer("node", name, node)
     pool.draining = frozenset({"b"})
     await scene.until(lambda: {"engine-1", "worker-0"} == {*pool.told})
+
+
+async def test_engine_that_leaves_while_ray_empties_a_node_costs_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, node_of = scene.pool, scene.pool.node
+
+    def node(name: str) -> Any:
+        if name == "engine-0":
+            raise HasLeft("engine-0 has left the run")
+        return node_of(name)
+
+    monkeypatch.setattr(pool, "node", node)
+    pool.answer("node", "engine-1", "b")
+    pool.draining = frozenset({"b"})
+    await scene.until(lambda: "engine-1" in pool.told)
+    assert not scene.running.done()
 
 
 @pytest.mark.parametrize("error", [None, ActorUnschedulableError("its node does not exist")])

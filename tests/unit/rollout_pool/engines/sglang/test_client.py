@@ -454,6 +454,24 @@ async def test_samples_of_a_group_fail_with_the_engine_not_with_their_first(fake
     assert calls_of(fake) == [[0], [1], [2]]
 
 
+async def test_close_ends_the_samples_that_wait_for_the_first_of_their_group(sharing, monkeypatch):
+    begun = asyncio.Event()
+
+    async def never_answers(body):
+        begun.set()
+        await asyncio.Event().wait()
+        yield body
+
+    monkeypatch.setattr(sharing, "_post_generate", never_answers)
+    asking = asyncio.create_task(ask_all(sharing, siblings(3)))
+    await begun.wait()
+    await sharing.close()
+    late = asyncio.create_task(ask(sharing, make_sample(9)))
+    async with asyncio.timeout(60):
+        errors = [*await asking, await late]
+    assert [type(error) for error in errors] == [EngineError] * 4
+
+
 @pytest.mark.parametrize(
     ("has_cache", "length"), [(False, 10 * batching.LONG_PREFIX), (True, batching.LONG_PREFIX - 1)]
 )
