@@ -205,6 +205,9 @@ class TrainerConfig(Section):
     offload_activations: bool = False
     """Hold the inputs of layers, which is what gradient_checkpointing keeps, in pinned host memory
     until the backward pass."""
+    mlp_tile_tokens: int | None = field(default=None, metadata=at_least(1))
+    """Tokens of a rank whose MLP is computed at a time, and once more in the backward pass: memory
+    of a layer that is computed again, for long rows. None: all."""
     offload_optimizer: bool = False
     """Hold the float32 weights and Adam's moments in pinned host memory, and update there."""
     offload_parameters: bool = False
@@ -257,6 +260,9 @@ class TrainerConfig(Section):
         yield Rule(
             self.gradient_checkpointing or not self.offload_activations, "offload_activations", fix
         )
+        fix = "it lowers the memory of trainer.gradient_checkpointing=true: set that too, or null"
+        is_possible = self.gradient_checkpointing or self.mlp_tile_tokens is None
+        yield Rule(is_possible, "mlp_tile_tokens", fix)
         yield from self._accumulation_rules()
 
     def _accumulation_rules(self) -> Iterator[Rule]:

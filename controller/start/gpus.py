@@ -221,7 +221,7 @@ def activation_bytes(config: Config, model: ModelSize, uses_gpu: bool) -> int | 
     A layer with gated MLPs keeps for each token the inputs of its products, queries, keys, values
     and output of attention, and of both norms the input in float32 and the normalized one. With
     gradient checkpointing it is the input of each layer, or of one if they are offloaded, and all
-    of one layer.
+    of one layer, with the MLP of one tile.
     """
     if not model.linear:
         return None
@@ -230,12 +230,13 @@ def activation_bytes(config: Config, model: ModelSize, uses_gpu: bool) -> int | 
     norm = (4 + 2 * size) * hidden
     # SDPA keeps keys and values repeated for each head of queries, and its output twice.
     attention = 2 * (queries + keys) if uses_gpu else 5 * queries
-    layer = 2 * norm + size * (attention + 4 * model.linear["gate_proj"][0])
-    layers = model.num_layers * layer
-    if config.trainer.gradient_checkpointing:
-        inputs = 1 if config.trainer.offload_activations else model.num_layers
-        layers = inputs * size * hidden + layer
-    return tokens_of_rank(config.trainer) * (layers + norm)
+    layer, mlp = 2 * norm + size * attention, size * 4 * model.linear["gate_proj"][0]
+    tokens = tokens_of_rank(config.trainer)
+    if not config.trainer.gradient_checkpointing:
+        return tokens * (model.num_layers * (layer + mlp) + norm)
+    inputs = size * hidden * (1 if config.trainer.offload_activations else model.num_layers)
+    tile = min(tokens, config.trainer.mlp_tile_tokens or tokens)
+    return tokens * (inputs + layer + norm) + tile * mlp
 
 
 def rank_host_bytes(config: Config, model: ModelSize, *, num_ranks: int, served: str) -> int | None:

@@ -67,6 +67,7 @@ from trainer_pool.model.checkpoint_names import (
     model_without_weights,
 )
 from trainer_pool.model.lora import adapted_layers, add_adapter, check_base, last_names
+from trainer_pool.model.recomputing import tile_mlps
 from trainer_pool.model.routers import check_gates, gates
 from trainer_pool.model.scratch import byte_tokenizer, model_config
 from trainer_pool.model.sequence import check_heads
@@ -203,6 +204,8 @@ def check_model(config: Config, *, is_resumed: bool = False) -> None:
         check_names(model.path, checkpoint_parts(built))
         check_tied_head(model.path, built)
         _check_adapter(config, built, model.path, is_resumed)
+        if config.trainer.mlp_tile_tokens is not None:
+            tile_mlps(built, config.trainer.mlp_tile_tokens)
         if model.lora is not None:
             with BaseWeights(model.path) as base:  # receivers merge into its files
                 check_base(built, base)

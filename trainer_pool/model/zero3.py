@@ -47,7 +47,7 @@ from trainer_pool.model.lora import (
     is_adapters,
 )
 from trainer_pool.model.pictures import check_pictures, find_tower
-from trainer_pool.model.recomputing import recompute_layers
+from trainer_pool.model.recomputing import recompute_layers, tile_mlps
 from trainer_pool.model.reference import Reference
 from trainer_pool.model.routers import gates
 from trainer_pool.model.routing import RoutingReplay, check_routes
@@ -114,6 +114,8 @@ class Zero3Policy:
         """The routers of a mixture of experts, by layer."""
         if config.gradient_checkpointing:
             recompute_layers(model, offload=config.offload_activations)
+        if config.mlp_tile_tokens is not None:
+            tile_mlps(model, config.mlp_tile_tokens)
         # A torch optimizer: one named in `settings` would be compiled first.
         adam = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],

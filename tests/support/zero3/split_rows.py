@@ -61,12 +61,14 @@ class Split:
     ) -> None:
         torch.manual_seed(0)  # an adapter begins with random numbers
         self.parts = ranks.in_groups(size)
+        is_tiled = kind == "heads" and size > 1
         self.config = replace(
             config_for(ranks.num_ranks),
             sequence_parallel_size=size,
             num_minibatches=1,
             warm_start=WarmStartConfig(num_steps=2, batch_size=5, learning_rate=1e-3),
-            gradient_checkpointing=kind == "experts",
+            gradient_checkpointing=kind == "experts" or is_tiled,
+            mlp_tile_tokens=7 if is_tiled else None,
         )
         name = "heads" if kind == "adapter" else kind
         lora = LORA if kind == "adapter" else None

@@ -268,6 +268,7 @@ trainer.gradient_accumulation_steps=2 ; algorithm.streams={sft: {loss: supervise
     -> trainer.gradient_accumulation_steps=2: each of algorithm.streams
 trainer.offload_activations=true
     -> trainer.offload_activations=True: it offloads what trainer.gradient_checkpointing
+trainer.mlp_tile_tokens=512 -> trainer.mlp_tile_tokens=512: it lowers the memory of
 trainer.min_groups_per_step=17 -> trainer.min_groups_per_step=17
 trainer.min_groups_per_step=4 ; trainer.batch_timeout_s=600 -> trainer.batch_timeout_s=600
 rollout.oversampling=1.5 ; buffer=synchronous -> rollout.oversampling=1.5

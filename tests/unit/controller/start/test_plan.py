@@ -227,6 +227,10 @@ def test_activations_are_about_those_that_torch_keeps_for_the_backward_pass(
     # While it is computed again, from an input that is back on the device.
     one_layer = (5928 + 4 * 64 * is_offloaded) * 100 if is_checkpointed else 0
     assert counted == pytest.approx(measured + one_layer, rel=0.05)
+    settings.trainer.mlp_tile_tokens = 30
+    tiled = activation_bytes(settings, size, uses_gpu=False)
+    assert tiled is not None
+    assert counted - tiled == (4 * 4 * 192 * 70 if is_checkpointed else 0)
     assert host is not None and offloaded is not None
     assert offloaded - host == (6 * 64 * 2 * 100 if is_offloaded else 0)  # bfloat16: of a GPU
 
@@ -235,12 +239,13 @@ def test_plan_of_long_trajectories_shows_the_tokens_of_a_rank(tmp_path: Path) ->
     """131,072 tokens through a 7B: 16,384 of them on each of eight ranks."""
     size = ["trainer.num_ranks=8", "trainer.sequence_parallel_size=8"]
     long = ["trainer.micro_batch_tokens=131072", "trainer.gradient_checkpointing=true"]
-    offloaded = "trainer.offload_activations=true"
+    offloaded, tiled = "trainer.offload_activations=true", "trainer.mlp_tile_tokens=1024"
     (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     model = ["model=pretrained", f"model.path={tmp_path}"]
     for split, tokens, gib in (
         (size, "131,072 tokens at most, 16,384 on each of 8 ranks", "6.94"),
         ([*size, offloaded], "131,072 tokens at most, 16,384 on each of 8 ranks", "3.98"),
+        ([*size, offloaded, tiled], "131,072 tokens at most, 16,384 on each of 8 ranks", "1.82"),
         (size[:1], "131,072 tokens at most", "55.5"),
     ):
         config = load_config([*long, *model, *split])

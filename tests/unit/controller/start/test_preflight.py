@@ -224,6 +224,7 @@ SMALL: dict[str, Any] = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 REPLAY = ("rollout.engine.routing_replay=true",)
+TILED = ("trainer.gradient_checkpointing=true", "trainer.mlp_tile_tokens=512")
 
 
 def save_small(folder: Path, config: hf.PreTrainedConfig) -> list[str]:
@@ -284,6 +285,12 @@ def save_small(folder: Path, config: hf.PreTrainedConfig) -> list[str]:
             r"SGLang's MixtralForCausalLM does not return .* only Glm4Moe.*, Qwen2Moe.* do; set",
         ),
         (hf.Qwen3Config(**SMALL), REPLAY, r"routing_replay=true: model.path=.* has no experts"),
+        (hf.Qwen3Config(**SMALL), TILED, None),
+        (
+            hf.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2),
+            TILED,
+            r"^trainer\.mlp_tile_tokens=512: .*Qwen3MoeDecoderLayer.* has a mixture of experts; do",
+        ),
         (hf.Qwen3Config(**SMALL), BY_VERSION, None),
         (
             hf.SmolLM3Config(**SMALL, pad_token_id=0),
