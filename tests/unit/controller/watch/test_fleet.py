@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from ray.exceptions import ActorUnschedulableError, RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from buffer.connect import Buffer
 from buffer.run_state import STREAM_START, RunState
@@ -184,6 +184,18 @@ async def test_run_goes_on_without_an_engine_that_is_given_up_and_another_joins_
     assert "The run goes on with 1 engine; another one joins in 0 s" in scene.said[0]
     await scene.until(lambda: scene.said[1:] == ["engine-0 joins the run"])
     assert await scene.events() == [("engine_left", "engine-0")]
+
+
+async def test_run_goes_on_without_an_engine_whose_actor_fails(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "FIRST_PAUSE_S", 60.0)
+    await scene.until(lambda: ("given_up", "engine-0") in scene.pool.refs)
+    full = OSError(28, "No space left on device")
+    scene.pool.fail("given_up", "engine-0", RayTaskError("keep", "", full))
+    await scene.until(lambda: bool(scene.said) or scene.running.done())
+    assert scene.said[0].startswith(f"engine-0 failed: OSError: {full}; the last lines of ")
+    assert scene.pool.removed == ["engine-0"] and not scene.running.done()
 
 
 async def test_run_ends_with_its_last_engine(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
