@@ -241,7 +241,7 @@ class Fleet:
             try:
                 await self._settle(engine)
                 await value(starting)
-            except (RayActorError, RayTaskError):
+            except (RayActorError, RayTaskError, HasLeft):
                 return  # `_keep` learns why
             await self._note(ENGINE_JOINED, engine, "")
 

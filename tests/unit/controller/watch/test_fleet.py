@@ -324,6 +324,53 @@ async def test_engine_that_leaves_while_ray_empties_a_node_costs_nothing(
     assert not scene.running.done()
 
 
+async def test_engine_that_leaves_as_it_gets_its_place_costs_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receiver_for(engine: str, node: str) -> None:
+        raise HasLeft(f"{engine} has left the run")
+
+    monkeypatch.setattr(scene.pool, "receiver_for", receiver_for)
+    await scene.buffer.change_settings({"num_engines": "3"})
+    await scene.until(lambda: ("node", "engine-2") in scene.pool.refs)
+    scene.pool.answer("node", "engine-2", "b")
+    await scene.buffer.change_settings({"num_engines": "2"})
+    left = ("leave", "engine-2")
+    await scene.until(lambda: left in scene.pool.refs or scene.running.done())
+    assert not scene.running.done()
+
+
+async def test_notice_of_an_engine_that_leaves_already_changes_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, noticed_of = scene.pool, scene.pool.noticed
+    # In the loop itself: the waiting task is woken before the one that `_leave` cancels.
+    notice: Any = Ref()
+    notice.result = asyncio.get_running_loop().create_future()
+
+    def noticed(name: str) -> Ref:
+        return notice if name == "engine-2" else noticed_of(name)
+
+    def say(text: str) -> None:
+        scene.said.append(text)
+        if text.startswith("engine-3 leaves"):
+            notice.result.set_result(None)
+
+    monkeypatch.setattr(pool, "noticed", noticed)
+    monkeypatch.setattr(scene.fleet, "say", say)
+    await scene.buffer.change_settings({"num_engines": "4"})
+    await scene.until(lambda: ("noticed", "engine-3") in pool.refs)
+    await scene.buffer.change_settings({"num_engines": "2"})
+    await scene.until(lambda: {("leave", f"engine-{n}") for n in (2, 3)} <= pool.refs.keys())
+    assert scene.said[-2:] == [
+        f"engine-{n} leaves the run, once its requests have ended" for n in (3, 2)
+    ]
+    for name in ("engine-2", "engine-3"):
+        pool.answer("leave", name)
+    await scene.until(lambda: len(pool.removed) == 2 or scene.running.done())
+    assert not scene.running.done()
+
+
 @pytest.mark.parametrize("error", [None, ActorUnschedulableError("its node does not exist")])
 async def test_receiver_that_goes_with_its_node_is_forgotten_and_one_given_up_ends_the_run(
     scene: Scene, error: Exception | None
