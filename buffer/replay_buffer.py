@@ -17,6 +17,7 @@ crash, call it again. Between any two of them
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from typing import Any, Literal, cast
 from buffer.errors import taken_over
 from buffer.lease import Leasing
 from buffer.push import PendingPush, Pushes
-from buffer.redis.client import BufferConnectionError, BufferRedis
+from buffer.redis.client import EXPLAINED, BufferConnectionError, BufferRedis
 from buffer.redis.deadline import Deadline
 from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
@@ -71,6 +72,8 @@ _MAX_IDS = 128
 _KEPT_BYTES = 1 << 20
 """Kept tokens that one script call may get, unless one part alone has more."""
 _EVENTS_AT_ONCE = 500
+
+_log = logging.getLogger(__name__)
 
 
 class Credit(Reply):
@@ -376,9 +379,11 @@ class ReplayBuffer(Leasing):
         """Renews the lease until it is lost or this is cancelled."""
         while True:
             await asyncio.sleep(self._lease_ms / 3000)
-            with suppress(BufferConnectionError):  # the lease may outlast the outage
+            try:
                 if await self.renew(lease) == 0:
                     return
+            except (BufferConnectionError, *EXPLAINED) as error:  # the lease may outlast this
+                _log.warning("the lease of step %d is not renewed: %s", lease.step, error)
 
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:
         """Marks groups as trained; returns the number of groups consumed by this lease.

@@ -11,14 +11,8 @@ from typing import TypeVar
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.address import MASK, PASSWORD_VARIABLE, has_password, with_password
 from buffer.redis.address import address as server_address
-from buffer.redis.client import BufferRedis
-from buffer.redis.connection import (
-    DamagedRunError,
-    DiskFullError,
-    MemoryFullError,
-    NotAllowedError,
-    connect_as,
-)
+from buffer.redis.client import EXPLAINED, BufferRedis
+from buffer.redis.connection import connect_as
 from buffer.redis.server import EmbeddedServer
 from buffer.run_state import RunState
 from configs.schema import BufferConfig
@@ -64,7 +58,7 @@ def buffer_address(run_dir: RunDir, url: str | None = None) -> Iterator[BufferAd
         known = server.url
     try:
         yield BufferAddress(url=known, run=run_dir.name, settings=settings)
-    except (NotAllowedError, MemoryFullError, DiskFullError, DamagedRunError) as error:
+    except EXPLAINED as error:
         raise ConnectionError(str(error)) from error
     finally:
         if server is not None:

@@ -194,7 +194,7 @@ class Training:
         """Train to the last step. If a rank dies or hangs, all start again from the last
         checkpoint, up to trainer.max_restarts times; generation goes on within its credits."""
         store = CheckpointStore(self.run_dir.path / "checkpoints")
-        lost: RunFailed | None = None
+        lost: BaseException | None = None
         for restarts_left in range(self.config.trainer.max_restarts, -1, -1):
             try:
                 if lost is not None:
@@ -231,13 +231,14 @@ class Training:
         name = min(asked[asking] for asking in silent)
         return failure(name, f"does not answer within {ANSWER_S:g} s", self.run_dir.log_of(name))
 
-    async def _restart_trainer(self, store: CheckpointStore, lost: RunFailed) -> None:
+    async def _restart_trainer(self, store: CheckpointStore, lost: BaseException) -> None:
         await self._enter_phase("restarting the trainer")
         self._training = {}
         # The others may hang in a collective.
         await asyncio.to_thread(self.pools.trainer.close, 0.0)
         await asyncio.wait(self._trainer_deaths, timeout=DEATH_GRACE_S)
         _cancel(self._trainer_deaths)
+        self._trainer_deaths = []  # if no others come, these are not the cause
         # Only now: until its end rank 0 may have completed a checkpoint, and acknowledged groups
         # that an earlier one does not contain.
         found = store.latest()
@@ -425,9 +426,12 @@ async def _end_of(pid: int) -> None:
 
 async def _first_of(
     deaths: list[asyncio.Task[RunFailed]], timeout_s: float | None
-) -> RunFailed | None:
-    done, _ = await asyncio.wait(deaths, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    return next(iter(done)).result() if done else None
+) -> BaseException | None:
+    """Returns what the first watch to end has found, or failed with."""
+    if deaths:
+        await asyncio.wait(deaths, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    ended = (death for death in deaths if death.done())
+    return next((death.exception() or death.result() for death in ended), None)
 
 
 def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:

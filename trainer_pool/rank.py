@@ -397,8 +397,9 @@ class TrainerRank:
             num_consumed = self._loop.run(self._buffer.consume(lease, kept_ids))
             if num_consumed < len(kept_ids):
                 raise RuntimeError(
-                    f"step {lease.step} lost its lease: Redis could not be reached for "
-                    f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g}, and "
+                    f"step {lease.step} lost its lease, which was not renewed for "
+                    f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g} (warnings in "
+                    "the logs of the ranks say why), and "
                     f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where "
                     "they would be trained again; start again from the last checkpoint"
                 )

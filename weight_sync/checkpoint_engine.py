@@ -238,6 +238,8 @@ class _CoordinatorThread:
             self._fail(WeightSyncError("the checkpoint engine was closed"))
         except BaseException as error:
             self._fail(_cause(error))
+        # Only now: who waits on the board would be told of its end, and not of the cause.
+        await self._coordinator.close()
 
     def _fail(self, error: BaseException) -> None:
         self._error = error

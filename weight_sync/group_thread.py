@@ -44,6 +44,7 @@ class GroupThread:
         self.staging = Staging(num_buffers, device)
         self._thread: SerialThread | None = None
         self._group: WeightGroup | None = None
+        self._leaving = threading.Lock()  # guards both, while another thread leaves
 
     @property
     def spec(self) -> GroupSpec | None:
@@ -57,7 +58,8 @@ class GroupThread:
         Raises WeightSyncError, at the latest after twice `spec.timeout_s`: once for the members to
         find each other, once for NCCL to connect them.
         """
-        last, self._group = self._group, None
+        with self._leaving:
+            last, self._group = self._group, None
 
         def join() -> WeightGroup:
             if last is not None:
@@ -107,10 +109,14 @@ class GroupThread:
                 _close_in_background(group, 0.0)
             raise
 
-    def leave(self) -> None:
-        """Leave the current group, if any; from any thread. `join` may be called again."""
-        group, self._group = self._group, None
-        thread, self._thread = self._thread, None
+    def leave(self, epoch: int | None = None) -> None:
+        """Leave the current group, if any, and only if it is of this `epoch`; from any thread.
+        `join` may be called again."""
+        with self._leaving:
+            if epoch is not None and (self.spec is None or self.spec.epoch != epoch):
+                return
+            group, self._group = self._group, None
+            thread, self._thread = self._thread, None
         if thread is not None:
             thread.close(0.0)
         if group is not None:

@@ -62,7 +62,8 @@ class DamagedRunError(exceptions.ResponseError, RuntimeError):
     """The run's data in Redis was changed by something other than Leash."""
 
 
-_EXPLAINED = (MemoryFullError, DiskFullError, NotAllowedError, DamagedRunError)
+EXPLAINED = (MemoryFullError, DiskFullError, NotAllowedError, DamagedRunError)
+"""Refusals of a server that responds; each names the fix."""
 _DISK_FULL = "MISCONF"
 _DAMAGED = ("WRONGTYPE", "DAMAGED")
 _CODE_WORD = re.compile(r"(?!ERR )[A-Z]{3,} ")
@@ -278,7 +279,7 @@ def _is_disk_full(reply: Any) -> bool:
 
 def explained(error: exceptions.ResponseError, where: str) -> exceptions.ResponseError:
     """The error, or one that names the fix if that is known."""
-    if isinstance(error, _EXPLAINED):
+    if isinstance(error, EXPLAINED):
         return error
     text = str(error)
     if isinstance(error, exceptions.OutOfMemoryError):

@@ -25,7 +25,7 @@ from configs.checks import with_live
 from configs.schema import Config
 from controller.metrics.weights import ENGINE_JOINED, ENGINE_LEFT
 from controller.units import format_number_of
-from controller.watch.supervise import RunFailed, death, failure, lost_node
+from controller.watch.supervise import RunFailed, cause_of, death, failure, lost_node
 from processes.pending import value
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.pool import HasLeft, RolloutPool
@@ -106,6 +106,8 @@ class Fleet:
             lost = failure(engine, what, self.log_of(engine))
         except RayActorError as error:
             lost = death(engine, error, self.log_of(engine))
+        except RayTaskError as error:
+            lost = failure(engine, cause_of(error), self.log_of(engine))
         finally:
             watching.cancel()
             noticing.cancel()
@@ -239,7 +241,7 @@ class Fleet:
             try:
                 await self._settle(engine)
                 await value(starting)
-            except (RayActorError, RayTaskError):
+            except (RayActorError, RayTaskError, HasLeft):
                 return  # `_keep` learns why
             await self._note(ENGINE_JOINED, engine, "")
 

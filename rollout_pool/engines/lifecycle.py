@@ -230,7 +230,7 @@ class EngineLife:
                 await self._note("engine_restarted", why)
                 try:
                     info = await self.engine.restart()
-                except EngineError as error:
+                except (EngineError, OSError) as error:  # such as a full disk
                     why = f"did not restart: {error}"
                 else:
                     await self.state.register_engine(name, info.url)

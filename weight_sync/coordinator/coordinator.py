@@ -81,16 +81,18 @@ class Coordinator:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def run(self) -> None:
-        """Ends only with an error: the loss of a rank or of the board."""
-        try:
-            async with self._tasks as tasks:
-                tasks.create_task(self._work())
-                tasks.create_task(self._ranks.keep_alive(TICK_S))
-                tasks.create_task(self._fleet.watch_silent(TICK_S))
-        finally:
-            await self._ranks.close(_CLOSE_S)
-            await self._fleet.close()
-            await self._board.close()
+        """Ends only with an error: the loss of a rank or of the board. `close` comes then."""
+        async with self._tasks as tasks:
+            tasks.create_task(self._work())
+            tasks.create_task(self._ranks.keep_alive(TICK_S))
+            tasks.create_task(self._fleet.watch_silent(TICK_S))
+
+    async def close(self) -> None:
+        """A trainer that closes the engine cuts this short, but nothing is left open."""
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push_async_callback(self._board.close)
+            closing.push_async_callback(self._fleet.close)
+            closing.push_async_callback(self._ranks.close, _CLOSE_S)
 
     async def _work(self) -> None:
         while True:

@@ -133,7 +133,8 @@ class Fleet:
         """Report it once, until it responds again."""
         if client not in self._silent:
             self._silent.add(client)
-            await self.report("excluded", client.name, str(error))
+            if self._clients.get(client.name) is client:  # else another has taken its place
+                await self.report("excluded", client.name, str(error))
 
     # Requests to them -----------------------------------------------------------------------------
 

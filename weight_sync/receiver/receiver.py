@@ -143,7 +143,7 @@ class Receiver:
     def receive(self, transfer: Transfer, epoch: Count, first: Count) -> int:
         """Receive the buckets from `first` on; returns the number of buckets received: all of them.
 
-        On an error it leaves the group, so that no other member waits for it. Raises
+        On an error it leaves the epoch, so that no other member waits for it. Raises
         TransferFailed, and StoreBusyError, UnknownLayout or UnknownVersion if it cannot
         receive the version.
         """
@@ -162,7 +162,7 @@ class Receiver:
                 self._relay(arrival, first)
                 return arrival.received
         except BaseException:
-            self._group_thread.leave()
+            self._group_thread.leave(epoch)  # the next one may have been joined meanwhile
             raise
 
     def _begin(self, transfer: Transfer) -> Arrival:

@@ -107,8 +107,9 @@ class RankControl:
                 await asyncio.wrap_future(mine)
         except (TimeoutError, WeightSyncError):
             pass  # a rank or a receiver is gone or stuck, and must not delay the end
-        self._mine.close(0)
-        self._theirs.close(0)
+        finally:
+            self._mine.close(0)
+            self._theirs.close(0)
 
 
 class ControlGroup:

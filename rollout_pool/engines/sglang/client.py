@@ -130,15 +130,22 @@ class SGLangClient(BatchingClient):
             )
         except httpx.HTTPError as error:
             raise self._failure(path, error) from error
-        if response.status_code != httpx.codes.OK or not (loads := response.json()["loads"]):
+        if response.status_code != httpx.codes.OK:
             return None
-        return EngineLoad(
-            num_running=sum(load["num_running_reqs"] for load in loads),
-            num_queued=sum(load["num_waiting_reqs"] for load in loads),
-            num_tokens=sum(load["num_total_tokens"] for load in loads),
-            capacity=sum(load["max_total_num_tokens"] for load in loads),
-            kv_usage=max(load["token_usage"] for load in loads),
-        )
+        try:
+            if not (loads := response.json()["loads"]):
+                return None
+            return EngineLoad(
+                num_running=sum(load["num_running_reqs"] for load in loads),
+                num_queued=sum(load["num_waiting_reqs"] for load in loads),
+                num_tokens=sum(load["num_total_tokens"] for load in loads),
+                capacity=sum(load["max_total_num_tokens"] for load in loads),
+                kv_usage=max(load["token_usage"] for load in loads),
+            )
+        except (KeyError, TypeError, ValueError) as error:  # a program that got the engine's port
+            raise EngineError(
+                f"a server other than {self._name} answers at {response.url}: {response.text[:500]}"
+            ) from error
 
     async def _post_generate(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
         """The JSON objects of a server-sent event stream."""

@@ -18,7 +18,9 @@ class MemoryBoard:
         self.staged: list[tuple[str, int]] = []
         self.available: list[int] = []
         self.records: list[dict[str, Any]] = []
-        self.is_lost = False
+        self.is_lost = self.is_closed = False
+        self.num_waits = 0
+        """Waits for engines."""
         self.on_record: Callable[[dict[str, Any]], None] = lambda record: None
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -69,13 +71,20 @@ class MemoryBoard:
         self.changed()
 
     async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:
+        self.num_waits += 1
+        self.changed()
         try:
-            await self.wait_until(
-                lambda: bool(self.engines) and min(self.engines.values()) >= version, timeout_s
-            )
+            await self.wait_until(lambda: self._serve(version), timeout_s)
         except TimeoutError:
             raise TimeoutError(f"engines behind version {version}: {self.engines}") from None
+        finally:
+            self.num_waits -= 1
         return dict(self.engines)
+
+    def _serve(self, version: int) -> bool:
+        if self.is_closed:
+            raise RuntimeError("the board was closed during this call")
+        return bool(self.engines) and min(self.engines.values()) >= version
 
     async def append_metrics(self, record: Record, kind: str) -> None:
         self.records.append({"kind": kind, **record})
@@ -83,4 +92,7 @@ class MemoryBoard:
         self.changed()
 
     async def close(self) -> None:
-        pass
+        self.is_closed = True
+        self.changed()
+        while self.num_waits:  # they end before connections are closed
+            await asyncio.sleep(0)

@@ -180,6 +180,39 @@ async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again
     assert "trainer-0 died: the ranks start again" in said
 
 
+async def test_ranks_that_cannot_be_made_again_end_the_run_with_the_cause(
+    ended_run: RunDir, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "ANSWER_S", 0.1)
+    monkeypatch.setattr(training, "DEATH_GRACE_S", 0.1)
+    hanging, missing = Ranks(), Ranks()
+    hanging.death = Result()  # its watch is cancelled
+
+    def no_room() -> dict[str, Result]:
+        raise RuntimeError("no room for the ranks")
+
+    monkeypatch.setattr(missing, "deaths", no_room)
+    with pytest.raises(RuntimeError, match="no room for the ranks"):
+        await train(hanging, missing)
+    assert ended_run.read_record().error == "no room for the ranks"
+
+
+async def test_watch_that_fails_ends_the_run_as_a_death_does(
+    ended_run: RunDir, config: Config, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: IdleEngine) -> dict[str, Result]:
+        raise RuntimeError("the watch is lost")
+
+    monkeypatch.setattr(IdleEngine, "receivers_given_up", fail)
+    ranks = Ranks(REPORT)
+    ranks.training = Result()
+    ranks.training.set_running_or_notify_cancel()
+    config = replace(config, cluster=replace(config.cluster, stop_timeout_s=0.1))
+    with pytest.raises(RuntimeError, match="the watch is lost"):
+        await train(ranks, config=config)
+    assert ended_run.read_record().error == "the watch is lost"
+
+
 async def test_failed_export_costs_the_final_model_and_not_the_run(
     ended_run: RunDir, train: Train
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from tests.support.weights.scene import TIMEOUT_S, Receivers, scene
@@ -108,6 +110,21 @@ async def test_loss_of_the_board_reaches_the_trainer_with_its_cause(receivers: R
         assert isinstance(caught.value.__cause__, ConnectionError)
         with pytest.raises(WeightSyncError, match="cannot be sent: the board is lost"):
             await s.publish(2)
+
+
+async def test_trainer_that_waits_for_engines_learns_why_versions_cannot_be_sent(
+    receivers: Receivers,
+) -> None:
+    async with scene(receivers) as s:
+        await s.add("a")
+        s.board.set_engine("the-slow-one", -1)
+        await s.publish(0)
+        waiting = asyncio.create_task(s.committed(0))
+        # The record of the publish waits for the engines, too.
+        await s.board.wait_until(lambda: s.board.num_waits == 2, TIMEOUT_S)
+        s.board.is_lost = True
+        with pytest.raises(WeightSyncError, match="cannot be sent: the board is lost"):
+            await waiting
 
 
 async def test_versions_only_grow(receivers: Receivers) -> None:

@@ -248,6 +248,16 @@ def test_receiver_without_a_place_for_a_version_leaves_and_the_others_notice(fle
         fleet.join(east, west)
 
 
+@pytest.mark.parametrize("fleet", [1], indirect=True)
+def test_receiver_that_fails_in_an_epoch_stays_in_the_next(fleet: Fleet) -> None:
+    fleet.join(fleet.east)
+    fleet.join(fleet.east)
+    with pytest.raises(TransferFailed, match="not a member of epoch 1"):
+        fleet.east.receive(make_transfer(fleet.layout, 1), 1, 0)  # it was late
+    fleet.transmit(1)
+    fleet.finish(1, fleet.east)
+
+
 def test_sender_that_fails_leaves_no_version_and_no_wait(fleet: Fleet) -> None:
     fleet.join(fleet.east, fleet.west)
     fleet.tamper(fail_at=20)

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from redis.asyncio import Redis
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.connection import connect
@@ -130,6 +131,31 @@ async def test_killed_server_that_kept_its_log_lost_no_push(server: EmbeddedServ
         stats = await buffer.stats()
         assert (stats.ready, stats.running) == (51, 0)
         assert await buffer.flush(60)
+
+
+async def test_lease_is_renewed_again_when_the_server_has_memory_again(
+    server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        _opened(server, lease_timeout_s=0.15) as buffer,
+        asyncio.timeout(60),
+        Redis.from_url(server.url) as admin,
+    ):
+        await buffer.push(make_group("g"))
+        lease = await buffer.lease(
+            step=1, version=0, num_groups=1, share=0, num_shares=1, timeout_s=60
+        )
+        renewing = asyncio.create_task(buffer.keep_renewed(lease))
+        await admin.config_set("maxmemory", 1)
+        while caplog.text.count("the lease of step 1 is not renewed: Redis at") < 2:
+            assert not renewing.done()
+            await asyncio.sleep(0.01)
+        assert "has no memory left" in caplog.text
+        await admin.config_set("maxmemory", 0)
+        before = await admin.zscore(buffer.keys("leased"), "g")
+        while await admin.zscore(buffer.keys("leased"), "g") == before:
+            await asyncio.sleep(0.01)
+        renewing.cancel()
 
 
 async def test_flush_waits_as_long_as_it_may_for_the_disk(

@@ -9,6 +9,7 @@ import pytest
 
 from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.supervise import RunFailed
+from rollout_pool.pool import HasLeft
 from rollout_pool.types import EvalReport
 
 REPORT = EvalReport(
@@ -77,6 +78,26 @@ async def test_first_engine_that_can_be_held_evaluates_and_is_released(
     held = [("hold", engine) for engine in asked]
     assert pool.log == [*held, ("evaluate", used), *([("release", used)] if used else [])]
     assert (record["engine"], record["accuracy"], record["pass_at_1"]) == (used or "", 0.5, 0.5)
+
+
+async def test_engines_that_leave_as_they_are_asked_cost_the_evaluation_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool({"engine-1"}, set())
+    hold = pool.hold
+
+    def hold_or_gone(engine: str, *how: Any) -> Any:
+        if engine == "engine-2":
+            raise HasLeft("engine-2 has left the run")
+        return hold(engine, *how)
+
+    def gone(engine: str) -> None:
+        raise HasLeft(f"{engine} has left the run")
+
+    monkeypatch.setattr(pool, "hold", hold_or_gone)
+    monkeypatch.setattr(pool, "release", gone)
+    record = await evaluate(pool, 4, may_hold=True, await_result=await_result)
+    assert (record["engine"], record["accuracy"]) == ("engine-1", 0.5)
 
 
 async def test_failed_evaluation_during_training_is_a_record() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from ray.exceptions import ActorUnschedulableError, RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from buffer.connect import Buffer
 from buffer.run_state import STREAM_START, RunState
@@ -186,6 +186,18 @@ async def test_run_goes_on_without_an_engine_that_is_given_up_and_another_joins_
     assert await scene.events() == [("engine_left", "engine-0")]
 
 
+async def test_run_goes_on_without_an_engine_whose_actor_fails(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "FIRST_PAUSE_S", 60.0)
+    await scene.until(lambda: ("given_up", "engine-0") in scene.pool.refs)
+    full = OSError(28, "No space left on device")
+    scene.pool.fail("given_up", "engine-0", RayTaskError("keep", "", full))
+    await scene.until(lambda: bool(scene.said) or scene.running.done())
+    assert scene.said[0].startswith(f"engine-0 failed: OSError: {full}; the last lines of ")
+    assert scene.pool.removed == ["engine-0"] and not scene.running.done()
+
+
 async def test_run_ends_with_its_last_engine(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "FIRST_PAUSE_S", 60.0)
     await scene.until(lambda: ("given_up", "engine-1") in scene.pool.refs)
@@ -309,6 +321,53 @@ async def test_engine_that_leaves_while_ray_empties_a_node_costs_nothing(
     pool.answer("node", "engine-1", "b")
     pool.draining = frozenset({"b"})
     await scene.until(lambda: "engine-1" in pool.told)
+    assert not scene.running.done()
+
+
+async def test_engine_that_leaves_as_it_gets_its_place_costs_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def receiver_for(engine: str, node: str) -> None:
+        raise HasLeft(f"{engine} has left the run")
+
+    monkeypatch.setattr(scene.pool, "receiver_for", receiver_for)
+    await scene.buffer.change_settings({"num_engines": "3"})
+    await scene.until(lambda: ("node", "engine-2") in scene.pool.refs)
+    scene.pool.answer("node", "engine-2", "b")
+    await scene.buffer.change_settings({"num_engines": "2"})
+    left = ("leave", "engine-2")
+    await scene.until(lambda: left in scene.pool.refs or scene.running.done())
+    assert not scene.running.done()
+
+
+async def test_notice_of_an_engine_that_leaves_already_changes_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, noticed_of = scene.pool, scene.pool.noticed
+    # In the loop itself: the waiting task is woken before the one that `_leave` cancels.
+    notice: Any = Ref()
+    notice.result = asyncio.get_running_loop().create_future()
+
+    def noticed(name: str) -> Ref:
+        return notice if name == "engine-2" else noticed_of(name)
+
+    def say(text: str) -> None:
+        scene.said.append(text)
+        if text.startswith("engine-3 leaves"):
+            notice.result.set_result(None)
+
+    monkeypatch.setattr(pool, "noticed", noticed)
+    monkeypatch.setattr(scene.fleet, "say", say)
+    await scene.buffer.change_settings({"num_engines": "4"})
+    await scene.until(lambda: ("noticed", "engine-3") in pool.refs)
+    await scene.buffer.change_settings({"num_engines": "2"})
+    await scene.until(lambda: {("leave", f"engine-{n}") for n in (2, 3)} <= pool.refs.keys())
+    assert scene.said[-2:] == [
+        f"engine-{n} leaves the run, once its requests have ended" for n in (3, 2)
+    ]
+    for name in ("engine-2", "engine-3"):
+        pool.answer("leave", name)
+    await scene.until(lambda: len(pool.removed) == 2 or scene.running.done())
     assert not scene.running.done()
 
 

@@ -227,6 +227,26 @@ async def test_engine_that_lost_its_process_is_started_again_and_catches_up(begi
     assert [(e["event"], e["detail"]) for e in noted] == [("engine_restarted", "lost its process")]
 
 
+async def test_engine_whose_disk_is_full_at_its_restart_is_tried_again(begin, state, receiver):
+    receiver.offer(5)
+    life = await begin(starts=False)
+    restart, errors = life.engine.restart, [OSError(28, "No space left on device")]
+
+    async def restart_with_room():
+        if errors:
+            raise errors.pop()
+        return await restart()
+
+    life.engine.restart = restart_with_room
+    life.start_again("lost its process")
+    await serves(state, {"engine-0": 5})
+    noted = [event["detail"] for event in await records(state, "weights_event")]
+    assert noted == [
+        "lost its process",
+        "did not restart: [Errno 28] No space left on device",
+    ]
+
+
 async def test_engine_that_takes_no_weights_is_given_up_at_once(
     fake, begin, state, receiver, tmp_path
 ):

@@ -178,6 +178,20 @@ async def test_receiver_that_is_replaced_as_it_is_probed_keeps_its_connection_un
                 await receiver.changed.wait_for(lambda: receiver.num_connections == 0)
 
 
+async def test_receiver_that_is_replaced_as_its_probe_fails_is_no_failure() -> None:
+    async with fleet_of_one(timeout_s=0.6) as (fleet, board, receiver):
+        (old,) = await fleet.registered()
+        receiver.lives = False
+        probing = asyncio.create_task(fleet.members([old]))
+        await asyncio.sleep(0)
+        board.registered["a"] = "http://127.0.0.1:9"
+        await fleet.registered()
+        async with asyncio.timeout(LIMIT_S):
+            assert await probing == []
+        await fleet.report_failure(old, "left_out", "it is gone")
+        assert board.records == []
+
+
 class Somebody:
     pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from array import array
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from buffer.types import SamplingParams, VersionSpan
 from configs.choices import PauseMode
 from rollout_pool.engines.sglang import batching
 from rollout_pool.engines.sglang.batching import Tokens, generate_body, new_tokens
+from rollout_pool.engines.sglang.client import SGLangClient
 from rollout_pool.sampling.engine_client import BadLogprobs, EngineError, EngineLoad, SampleRefused
 from rollout_pool.sampling.sample import Priority, Sample
 from tests.support.rollout import make_sample, spans, until
@@ -655,6 +657,23 @@ async def test_load_is_reported_or_none(fake, client):
     assert await client.load() == EngineLoad(
         num_running=5, num_queued=2, num_tokens=900, capacity=2000, kv_usage=0.4
     )
+
+
+@pytest.mark.parametrize("body", ["<p>It works</p>", '{"status": "up"}', "[]"])
+async def test_load_from_a_program_that_got_the_engines_port_is_an_error(body):
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\nConnection: close"
+        writer.write(f"{head}\r\n\r\n{body}".encode())
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = SGLangClient("engine-0", url, key="a-key", request_timeout_s=60.0)
+        words = f"a server other than engine-0 answers at {url}/v1/loads?include=core: {body}"
+        with pytest.raises(EngineError, match=re.escape(words)):
+            await client.load()
+        await client.close()
 
 
 async def test_weight_calls_carry_what_the_server_needs_and_never_a_flush(fake, client):
