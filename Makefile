@@ -18,7 +18,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-packing bench-head bench-models bench-routing bench-e2e bench-parity bench-staleness lint format typecheck docs clean
+	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -176,6 +176,9 @@ bench-rollout: install ## four ways to schedule rollouts on a real engine, and t
 
 bench-checkpoint: install ## what a checkpoint costs training, against a bare copy and DeepSpeed's own; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/checkpoint.py $(call said,ARGS)
+
+bench-long-rows: install ## memory and time of one long row, by what is computed again and by ranks (ARGS="--tokens 131072"); last line RESULT {json}
+	@$(PYTHON_BIN) benchmarks/long_rows.py $(call said,ARGS)
 
 bench-packing: install ## tokens/s of a step: padded, packed, shared prefixes (ARGS="--prompts gsm8k.jsonl"); last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/packing.py $(call said,ARGS)

@@ -61,10 +61,10 @@ class Member:
         self._process.start()
         self.begin = self._channel.send
 
-    def result(self) -> tuple[float, Any]:
+    def result(self, limit_s: float = _ROUND_S) -> tuple[float, Any]:
         """CPU seconds of the round that was begun, and what it returned; the first is the start."""
-        if not self._channel.poll(_ROUND_S):
-            raise TimeoutError(f"a worker did not finish its round in {_ROUND_S:g} s")
+        if not self._channel.poll(limit_s):
+            raise TimeoutError(f"a worker did not finish its round in {limit_s:g} s")
         reply = self._channel.recv()
         if isinstance(reply, str):
             raise RuntimeError(reply)

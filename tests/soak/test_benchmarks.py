@@ -30,6 +30,7 @@ FIGURES = {
     "quickstart_leash_accuracy",
     "head.py": "memory_ratio_32k memory_ratio_131k time_ratio_h1024 time_ratio_h256 "
     "memory_ratio_131k_with_entropy time_ratio_h256_with_entropy",
+    "long_rows.py": "gradient_tiled_2_ranks gb_tiled_2_ranks counted_gb_tiled_2_ranks",
     "models.py": "llama_rope_llama3 largest",
     "routing.py": "staleness_0 own_0 replayed_0 own_0_bfloat16 replayed_0_bfloat16 own_1 own_2 "
     "replayed_1 replayed_2 own_4 replayed_4 own_8 replayed_8 bytes compressed_bytes",
