@@ -38,6 +38,7 @@ def test_seeing_model_trains_on_what_its_engine_saw(tmp_path: Path) -> None:
     settings += ["trainer.learning_rate=3e-3", "trainer.lr_warmup_steps=0", "task.eval_size=2"]
     settings += ["trainer.warm_start.num_steps=0", "rollout.eval_every=0", "rollout.log_rate=1"]
     settings += ["rollout.max_prompt_tokens=400", "rollout.max_response_tokens=32"]
+    settings += ["algorithm.kl.weight=0.1"]
     output = finish(process := start(tmp_path, RUN, *settings))
     assert process.returncode == 0, output[-6000:]
     run = tmp_path / RUN
