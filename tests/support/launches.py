@@ -41,7 +41,7 @@ SMALL = (
 
 LEASH = [sys.executable, "-m", "controller.main"]
 """It has a launch or its resumption forked by itself."""
-FORKED = [sys.executable, forked.__file__]
+FORKED = [sys.executable, forked.__file__, "controller.main"]
 """Any other command, with the imports done."""
 
 
