@@ -361,7 +361,6 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # Python's own generator does so by itself
     sys.argv = list(request.words)
-    atexit.register(gc.unfreeze)  # or libraries would report what is not collected as their leak
 
 
 def _reopen_streams() -> None:
@@ -422,6 +421,21 @@ def _run(request: _Request) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
+_exit_codes: list[int] = []
+"""The exit code of this forked process, once its program has ended."""
+
+
+def _leave() -> None:
+    """Skip the interpreter's own end: it would free all that the server has imported, and so copy
+    each page of it, which takes seconds of a core."""
+    with contextlib.suppress(OSError, ValueError):  # of a flush; the interpreter reports it
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for code in _exit_codes:
+            os._exit(code)
+    gc.unfreeze()  # or libraries would report what is not collected as their leak
+
+
 def _end(*_: object) -> NoReturn:
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     os._exit(0)  # without what the imported libraries do at their end, which takes seconds
@@ -429,6 +443,16 @@ def _end(*_: object) -> NoReturn:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _end)
+    atexit.register(_leave)  # the first one: it is called last
     if (wanted := main(*sys.argv[1:5])) is None:
         _end()
-    _run(wanted)
+    try:
+        _run(wanted)
+    except Exception:
+        _exit_codes.append(1)
+        raise
+    except SystemExit as end:
+        is_said = end.code is None or isinstance(end.code, int)
+        _exit_codes.append(int(end.code or 0) & 0xFF if is_said else 1)
+        raise
+    _exit_codes.append(0)

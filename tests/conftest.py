@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         engine, others = fork_servers.KINDS
         launches = Kind(
-            programs=others.programs,
+            programs=[*others.programs, "tests.support.zero3.program"],
             imports=[*others.imports, "controller.report.summary", "controller.metrics.sinks"],
         )
         servers = contextlib.ExitStack()

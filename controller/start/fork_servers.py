@@ -31,15 +31,22 @@ KINDS = (
         imports=[
             "rollout_pool.engines.sglang.server",  # the stubs, before sglang
             "sglang.launch_server",
+            "sglang.srt.entrypoints.http_server",
             "sglang.srt.managers.detokenizer_manager",
             "sglang.srt.managers.scheduler",
+            "sglang.srt.models.registry",  # every model: else each scheduler does
             "sglang.srt.server_args",
         ],
     ),
     # Without ray itself: it reads its environment when it is imported.
     Kind(
         programs=["default_worker.py", "weight_sync.receiver.app", "controller.main"],
-        imports=["trainer_pool.rank", "rollout_pool.worker.build", "weight_sync.receiver.app"],
+        imports=[
+            "deepspeed.runtime.zero.muon.muon_optimizer",  # torch's compiler: else each rank does
+            "trainer_pool.rank",
+            "rollout_pool.worker.build",
+            "weight_sync.receiver.app",
+        ],
     ),
 )
 _NVIDIA = Path("/dev/nvidiactl")

@@ -1,7 +1,7 @@
-"""Runs `leash` with these arguments in a process that has its imports: `forked.py stop ...`.
+"""Runs a program in a process that has its imports: `forked.py controller.main stop ...`.
 
-Commands on runs import for some seconds of a core. This process stands for the forked one: it
-passes signals on, and ends with its exit code.
+Commands on runs import for some seconds of a core, ranks for ten. This process stands for the
+forked one: it passes signals on, and ends with its exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from processes import fork_server
 
 
 def main(words: list[str]) -> int:
-    command = [sys.executable, "-m", "controller.main", *words]
+    command = [sys.executable, "-m", *words]
     process = fork_server.fork(command, os.environ, (0, 1, 2))
     if process is None:
         os.execv(sys.executable, command)

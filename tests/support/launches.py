@@ -27,7 +27,7 @@ RUN = f"run-{uuid4().hex[:8]}"
 SMALL = (
     "trainer.num_steps=4",
     "trainer.groups_per_step=4",
-    "trainer.warm_start.num_steps=20",
+    "trainer.warm_start.num_steps=8",
     "trainer.checkpoint_every=2",
     "rollout.group_size=4",
     "task.eval_size=16",
@@ -41,7 +41,7 @@ SMALL = (
 
 LEASH = [sys.executable, "-m", "controller.main"]
 """It has a launch or its resumption forked by itself."""
-FORKED = [sys.executable, forked.__file__]
+FORKED = [sys.executable, forked.__file__, "controller.main"]
 """Any other command, with the imports done."""
 
 

@@ -93,7 +93,7 @@ def algorithms(scene: Scene) -> None:
     groups = (with_graded_rewards(with_common_beginning(group)) for group in batch.groups)
     batch = replace(batch, groups=tuple(groups))
     gradients: dict[str, np.ndarray] = {}
-    scene.policy.hold_reference(str(scene.folder / "other"), offload=False)
+    scene.policy.hold_reference(str(scene.folder / "other_of_one_layer"), offload=False)
     for name, algorithm in cases().items():
 
         def note(name: str = name) -> None:

@@ -3,7 +3,7 @@
     python -m tests.support.zero3.program FOLDER
 
 For each line "SCENE NUM_RANKS" of its input it forks that many ranks and prints their exit codes;
-torch, DeepSpeed and what these load at first use are imported once for all of them.
+torch, DeepSpeed and what these load at first use are imported before.
 SCENE+FIELD+... is a scene with these settings of the trainer on. `FOLDER` holds the model, the
 batches of all ranks and, in `receivers.json`, the receiver of two ranks; results go to
 `FOLDER/SCENE-NUM_RANKS`.
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  (loaded with DeepSpeed's engine)
+import peft  # noqa: F401  (loaded with an adapter)
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401  (loaded with the model)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -74,7 +74,13 @@ SCENES: dict[str, Callable[[Scene], None]] = {
 """Beside "loop", "loop_again" and "split_rows", which make their own policies."""
 
 
-OTHER_MODELS = {"experts": "experts", "seeing": "seeing", "seeing_again": "seeing"}
+OTHER_MODELS = {
+    "accumulation": "model_of_one_layer",  # more layers would show no more of sums
+    "algorithms": "model_of_one_layer",
+    "experts": "experts",
+    "seeing": "seeing",
+    "seeing_again": "seeing",
+}
 """Models of scenes that do not train the small dense one."""
 
 

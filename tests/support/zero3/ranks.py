@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tests.support import forked
 from tests.support.repository import ROOT
 
 
@@ -34,14 +34,13 @@ class Ranks:
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         with (folder / "ranks.log").open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.zero3.program", folder],
+                [sys.executable, forked.__file__, "tests.support.zero3.program", folder],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 env={**environment, "GLOO_SOCKET_IFNAME": "lo"},
                 cwd=ROOT,
-                start_new_session=True,
             )
 
     def exit_codes(self, scenario: str, num_ranks: int) -> list[str]:
@@ -66,5 +65,4 @@ class Ranks:
         )
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
+        self._process.communicate(timeout=90)  # it ends with its input

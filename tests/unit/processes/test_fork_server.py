@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from configs.environment import FORK_SERVERS_VARIABLE, RUN_VARIABLE
-from controller.start.fork_servers import KINDS
 from processes import fork_server
 from processes.child import Child
 from processes.fork_server import UNKNOWN_EXIT_CODE, Kind
@@ -39,6 +38,7 @@ print(json.dumps({
 sys.exit(7)
 """
 WAIT = "import sys; print('waits', flush=True); sys.stdin.read()"
+END = "import atexit, sys; atexit.register(print, 'called'); exec(sys.argv[1])"
 LATE = "import os; open(os.path.dirname(__file__) + '/gate').readline()"
 """A module whose import waits for a line."""
 
@@ -48,6 +48,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scripts = tmp_path_factory.mktemp("scripts")
     (scripts / "report.py").write_text(REPORT)
     (scripts / "wait.py").write_text(WAIT)
+    (scripts / "end.py").write_text(END)
     (scripts / "late_import.py").write_text(LATE)
     (scripts / "leave_a_file.py").write_text("import sys; open(sys.argv[1], 'w').close()")
     os.mkfifo(scripts / "gate")
@@ -59,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, scripts: Path) -> Iterator[
     folder = tmp_path_factory.mktemp("fork")
     kinds = [
         Kind(programs=["leave_a_file.py"], imports=["late_import"]),
-        Kind(programs=["report.py", "wait.py"], imports=["colorsys", "numpy"]),
+        Kind(programs=["report.py", "wait.py", "end.py"], imports=["colorsys", "numpy"]),
         Kind(programs=["breaks.py"], imports=["no.such.module"]),
         Kind(programs=["platform"], imports=[]),
     ]
@@ -162,6 +163,28 @@ def test_exit_code_names_the_signal_that_killed_a_forked_program(
     os.close(writing)
 
 
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("pass", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(-1)", 255),
+        ("sys.exit('why')", 1),
+        ("raise ValueError('why')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+    ],
+)
+def test_forked_program_ends_as_an_executed_one(
+    folder: Path, scripts: Path, tmp_path: Path, code: str, exit_code: int
+) -> None:
+    command = [sys.executable, str(scripts / "end.py"), code]
+    with (tmp_path / "output").open("w") as output:
+        process = fork_server.fork(command, environment(folder), (0, *[output.fileno()] * 2))
+    assert process is not None and process.wait() == exit_code
+    said = (tmp_path / "output").read_text()
+    assert "called" in said and ("why" in said) == ("why" in code)
+
+
 def test_child_of_a_fork_server_speaks_hears_and_ends_as_another(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -221,7 +244,7 @@ def test_forked_program_outlives_its_server_and_ends_with_an_unknown_code(
     folder = tmp_path / "servers"
     folder.mkdir()
     kinds = [Kind(programs=["wait.py"], imports=[])]
-    servers, kept = fork_server.start(folder, kinds, tmp_path / "log")
+    servers, kept = fork_server.start(folder, kinds, tmp_path / "log", is_eager=False)
     process, writing = waiting(folder, scripts)
     os.close(kept)
     assert servers.wait(20) == 0
@@ -233,9 +256,8 @@ def test_forked_program_outlives_its_server_and_ends_with_an_unknown_code(
 def test_servers_live_while_any_process_keeps_them(tmp_path: Path) -> None:
     folder = tmp_path / "servers"
     folder.mkdir()
-    servers, kept = fork_server.start(
-        folder, [Kind(programs=["platform"], imports=[])], tmp_path / "log"
-    )
+    kinds = [Kind(programs=["platform"], imports=[])]
+    servers, kept = fork_server.start(folder, kinds, tmp_path / "log", is_eager=False)
     another = fork_server.keep(folder)
     os.close(kept)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -257,14 +279,16 @@ def test_servers_that_are_told_to_end_leave_no_folder(tmp_path: Path) -> None:
     os.close(kept)
 
 
-def test_servers_of_a_run_import_neither_ray_nor_start_threads() -> None:
-    """Ray reads its environment when it is imported; a fork loses all threads but one."""
-    (kind,) = (kind for kind in KINDS if "default_worker.py" in kind.programs)
-    code = (
-        "import importlib, os, sys\n"
-        f"for name in {list(kind.imports)!r}: importlib.import_module(name)\n"
+def test_servers_of_a_run_import_neither_ray_nor_start_threads(tmp_path: Path) -> None:
+    """Ray reads its environment when it is imported; a fork loses all threads but one. The servers
+    of all tests import what those of a run do."""
+    if FORK_SERVERS_VARIABLE not in os.environ:
+        pytest.skip("a machine with a GPU has no fork servers")
+    (tmp_path / "default_worker.py").write_text(
+        "import os, sys\n"
         "assert 'ray' not in sys.modules\n"
-        "assert len(os.listdir('/proc/self/task')) == 1, os.listdir('/proc/self/task')\n"
+        "assert len(os.listdir(f'/proc/{os.getppid()}/task')) == 1\n"
     )
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    subprocess.run([sys.executable, "-c", code], check=True, env=variables)
+    command = [sys.executable, str(tmp_path / "default_worker.py")]
+    process = fork_server.fork(command, os.environ, (0, 1, 2))
+    assert process is not None and process.wait() == 0

@@ -23,7 +23,7 @@ from tests.support.zero3.ranks import Ranks
 from tests.support.zero3.scene import ADAM_EPSILON
 from trainer_pool.model.scratch import build_scratch_model
 
-NUM_STEPS, GROUPS, EPISODES, PROMPT, MAX_ANSWER = 10, 4, 3, 3, 8
+NUM_STEPS, GROUPS, EPISODES, PROMPT, MAX_ANSWER = 6, 4, 3, 3, 8
 TEMPERATURE, RATE, MAX_NORM = 0.7, 1e-3, 0.5
 
 pytestmark = pytest.mark.slow

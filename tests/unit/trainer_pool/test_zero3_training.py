@@ -124,8 +124,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ScratchModelConfig(
         hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16
     )
-    build_scratch_model(config, folder / "model", seed=0)
-    build_scratch_model(config, folder / "other", seed=1)
+    for seed, name in enumerate(("model", "other")):
+        build_scratch_model(config, folder / name, seed)
+        build_scratch_model(replace(config, num_layers=1), folder / f"{name}_of_one_layer", seed)
     shutil.copytree(folder / "other", folder / "turned")
     fields = json.loads((folder / "turned" / "config.json").read_text())
     fields["rope_parameters"]["rope_theta"] *= 2
