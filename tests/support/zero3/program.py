@@ -15,6 +15,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -85,6 +86,9 @@ OTHER_MODELS = {
 
 
 def main() -> None:
+    if os.getpgrp() != os.getpid():  # executed, not forked
+        os.setpgrp()
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # with its ranks
     get_checkpoint_conversion_mapping("")  # compiles a thousand patterns once
     # DeepSpeed collects garbage at its start: that would write to each object of the imports, and
     # so copy it into every rank.

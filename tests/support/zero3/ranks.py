@@ -65,4 +65,10 @@ class Ranks:
         )
 
     def close(self) -> None:
-        self._process.communicate(timeout=90)  # it ends with its input
+        """It ends with its input; a rank that hangs is an error, and ends as well."""
+        try:
+            self._process.communicate(timeout=90)
+        except subprocess.TimeoutExpired:
+            self._process.terminate()
+            self._process.communicate()
+            raise
