@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -36,75 +38,81 @@ Z99 = 2.326
 """Standard deviations of a normal distribution from its median to its 99th percentile."""
 
 
-def simulate_run(
-    overrides: Sequence[str],
-    experiment: str,
-    *,
-    gpus: int,
-    gpu: str,
-    lengths: str,
-    lengths_of: Path | None,
-    prompt: int,
-    parameters: float | None,
-    active: float | None,
-    kv: float | None,
-    mfu: float,
-    wire: float,
-    switch_s: float,
-    reward_s: float,
-    price: float,
-    steps: int,
-    plot: Path | None,
-) -> None:
-    """Prints a table of the best split for each max_staleness, and a recommendation. Raises
-    ValueError naming what is missing or does not fit."""
-    config = load_config(overrides, experiment)
-    _check(gpus=gpus, mfu=mfu, wire=wire, steps=steps, prompt=prompt)
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Question:
+    """The words of the command, as controller/main.py explains them."""
+
+    gpus: int
+    gpu: str
+    lengths: str
+    lengths_of: Path | None
+    prompt: int
+    parameters: float | None
+    active: float | None
+    kv: float | None
+    mfu: float
+    wire: float
+    switch_s: float
+    reward_s: float
+    price: float
+    steps: int
+    plot: Path | None
+
+    def check(self) -> None:
+        """Raises ValueError naming the first number that is not possible."""
+        for name, value, is_right, fix in (
+            ("GPUS", self.gpus, self.gpus >= 2, "at least 2, one for each pool"),
+            ("MFU", self.mfu, 0 < self.mfu <= 1, "above 0 and at most 1"),
+            ("WIRE", self.wire, self.wire > 0, "GB/s above 0"),
+            ("STEPS", self.steps, self.steps >= 4, "at least 4"),
+            ("PROMPT", self.prompt, self.prompt >= 0, "tokens, at least 0"),
+        ):
+            if not is_right:
+                raise ValueError(f"{name}={value}: must be {fix}")
+        if self.gpu not in BANDWIDTH:
+            raise ValueError(f"GPU={self.gpu!r}: must be one of {', '.join(BANDWIDTH)}")
+
+
+def simulate_run(overrides: Sequence[str], experiment: str, **words: Any) -> None:
+    """Prints a table of the best split for each max_staleness, and a recommendation, for the words
+    of a Question. Raises ValueError naming what is missing or does not fit."""
+    asked, config = Question(**words), load_config(overrides, experiment)
+    asked.check()
     _check_settings(config)
-    machine = _machine(config, gpu, parameters, active, kv, mfu=mfu, wire=wire)
+    machine = _machine(config, asked)
     rollout, buffer = config.rollout, config.buffer
     setting = Setting(
         machine=machine,
         num_engines=1,
         num_trainer_gpus=1,
-        num_steps=steps,
+        num_steps=asked.steps,
         groups_per_step=config.trainer.groups_per_step,
-        prompt_tokens=prompt,
+        prompt_tokens=asked.prompt,
         max_staleness=0,
         on_stale=buffer.on_stale,
         oversampling=rollout.oversampling,
         max_retries=buffer.max_retries,
         max_commits=config.weight_sync.max_concurrent_commits,
-        reward_s=reward_s,
+        reward_s=asked.reward_s,
     )
-    next(splits(setting, gpus))  # refused before anything is simulated
-    if lengths_of is not None:
-        make_draw = recorded_lengths(lengths_of)
+    next(splits(setting, asked.gpus))  # refused before anything is simulated
+    if asked.lengths_of is not None:
+        make_draw = recorded_lengths(asked.lengths_of)
     else:
-        make_draw = lognormal_lengths(lengths, rollout.group_size, rollout.max_response_tokens)
-    plans = [fastest(setting, gpus, value, make_draw) for value in STALENESS]
-    together_s = colocated_s(setting, gpus, switch_s, make_draw)
+        make_draw = lognormal_lengths(
+            asked.lengths, rollout.group_size, rollout.max_response_tokens
+        )
+    plans = [fastest(setting, asked.gpus, value, make_draw) for value in STALENESS]
+    together_s = colocated_s(setting, asked.gpus, asked.switch_s, make_draw)
     console = Console(highlight=False)
     console.print(
         f"{model_size(config.model).label}, {machine.num_params:.3g} parameters", markup=False
     )
-    console.print(_table(plans, together_s, gpus))
-    console.print(in_words(plans, together_s, price), markup=False, soft_wrap=True)
+    console.print(_table(plans, together_s, asked.gpus))
+    console.print(in_words(plans, together_s, asked.price), markup=False, soft_wrap=True)
     console.print(_workers_in_words(config, recommended(plans)), markup=False, soft_wrap=True)
-    if plot is not None:
-        _draw(plot, plans, together_s)
-
-
-def _check(*, gpus: int, mfu: float, wire: float, steps: int, prompt: int) -> None:
-    for name, value, is_right, fix in (
-        ("GPUS", gpus, gpus >= 2, "at least 2, one for each pool"),
-        ("MFU", mfu, 0 < mfu <= 1, "above 0 and at most 1"),
-        ("WIRE", wire, wire > 0, "GB/s above 0"),
-        ("STEPS", steps, steps >= 4, "at least 4"),
-        ("PROMPT", prompt, prompt >= 0, "tokens, at least 0"),
-    ):
-        if not is_right:
-            raise ValueError(f"{name}={value}: must be {fix}")
+    if asked.plot is not None:
+        _draw(asked.plot, plans, together_s)
 
 
 def _check_settings(config: Config) -> None:
@@ -137,20 +145,9 @@ def _workers_in_words(config: Config, plan: Plan) -> str:
     )
 
 
-def _machine(
-    config: Config,
-    gpu: str,
-    parameters: float | None,
-    active: float | None,
-    kv: float | None,
-    *,
-    mfu: float,
-    wire: float,
-) -> Machine:
-    if gpu not in BANDWIDTH:
-        raise ValueError(f"GPU={gpu!r}: must be one of {', '.join(BANDWIDTH)}")
+def _machine(config: Config, asked: Question) -> Machine:
     size = model_size(config.model)
-    num_params, elements = parameters or size.num_params, kv or size.kv_elements
+    num_params, elements = asked.parameters or size.num_params, asked.kv or size.kv_elements
     if num_params is None or elements is None:
         missing = "PARAMETERS" if num_params is None else "KV"
         raise ValueError(
@@ -159,14 +156,14 @@ def _machine(
             "key-value heads x size of a head)"
         )
     return Machine(
-        gpu=gpu,
+        gpu=asked.gpu,
         num_params=num_params,
-        active_params=active or num_params,
+        active_params=asked.active or num_params,
         kv_elements=elements,
         tp_size=config.rollout.engine.tp_size,
         max_running=config.rollout.engine.max_running_requests,
-        utilisation=mfu,
-        wire_bytes_per_s=wire * 1e9,
+        utilisation=asked.mfu,
+        wire_bytes_per_s=asked.wire * 1e9,
     )
 
 
