@@ -3,8 +3,8 @@
 python benchmarks/long_rows.py                     # 32,768 tokens; some minutes
 python benchmarks/long_rows.py --tokens 131072 --ways tiled tiled_2_ranks
 
-A Llama of two layers, small but for its MLP, in float32 over gloo. Every way gives the gradient of
-the first one. Beside the memory that a rank's passes take stands what `make dry-run` counts.
+A Llama of two layers, small but for its MLP, in float32 over gloo. Every way gives a gradient of
+the first one's norm. Beside the memory that a rank's passes take stands what `make dry-run` counts.
 """
 
 from __future__ import annotations

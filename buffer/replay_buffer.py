@@ -23,10 +23,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
 
+from redis.exceptions import ResponseError
+
 from buffer.errors import taken_over
 from buffer.lease import Leasing
 from buffer.push import PendingPush, Pushes
-from buffer.redis.client import EXPLAINED, BufferConnectionError, BufferRedis
+from buffer.redis.client import BufferConnectionError, BufferRedis
 from buffer.redis.deadline import Deadline
 from buffer.redis.durability import Durability
 from buffer.redis.keys import Keys, check_group_id
@@ -382,7 +384,7 @@ class ReplayBuffer(Leasing):
             try:
                 if await self.renew(lease) == 0:
                     return
-            except (BufferConnectionError, *EXPLAINED) as error:  # the lease may outlast this
+            except (BufferConnectionError, ResponseError) as error:  # the lease may outlast this
                 _log.warning("the lease of step %d is not renewed: %s", lease.step, error)
 
     async def consume(self, lease: Lease, group_ids: Collection[str]) -> int:

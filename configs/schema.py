@@ -206,8 +206,8 @@ class TrainerConfig(Section):
     """Hold the inputs of layers, which is what gradient_checkpointing keeps, in pinned host memory
     until the backward pass."""
     mlp_tile_tokens: int | None = field(default=None, metadata=at_least(1))
-    """Tokens of a rank whose MLP is computed at a time, and once more in the backward pass: memory
-    of a layer that is computed again, for long rows. None: all."""
+    """Tokens of a rank whose MLP is computed at a time, which lowers the memory of
+    gradient_checkpointing for long rows, for one more pass of the MLP; None: all."""
     offload_optimizer: bool = False
     """Hold the float32 weights and Adam's moments in pinned host memory, and update there."""
     offload_parameters: bool = False

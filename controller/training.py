@@ -427,11 +427,17 @@ async def _end_of(pid: int) -> None:
 async def _first_of(
     deaths: list[asyncio.Task[RunFailed]], timeout_s: float | None
 ) -> BaseException | None:
-    """Returns what the first watch to end has found, or failed with."""
-    if deaths:
-        await asyncio.wait(deaths, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    ended = (death for death in deaths if death.done())
-    return next((death.exception() or death.result() for death in ended), None)
+    """Returns what the first watch to end has found or failed with, if it was not cancelled."""
+    while watching := [death for death in deaths if not death.cancelled()]:
+        done, _ = await asyncio.wait(
+            watching, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        told = next((death for death in done if not death.cancelled()), None)
+        if told is not None:
+            return told.exception() or told.result()
+        if not done:
+            break
+    return None
 
 
 def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:

@@ -14,7 +14,8 @@ so a machine with a GPU has no servers.
 
 A forked program has what an executed one would have: arguments, environment, streams, folder,
 umask, limits, niceness, cores, a session of its own, other random numbers. The server is its
-parent, and reports its exit code.
+parent, and reports its exit code. At its end it calls what is registered and flushes open files;
+it destroys no objects, so a temporary file that is still open stays.
 
 Servers live as long as a process keeps them (`keep`). What they have forked goes on without them.
 """
@@ -429,9 +430,13 @@ def _leave() -> None:
     """Skip the interpreter's own end: it would free all that the server has imported, and so copy
     each page of it, which takes seconds of a core."""
     with contextlib.suppress(OSError, ValueError):  # of a flush; the interpreter reports it
-        sys.stdout.flush()
-        sys.stderr.flush()
         for code in _exit_codes:
+            for each in gc.get_objects():  # those of this program: the server's are frozen
+                if issubclass(type(each), io.IOBase) and not each.closed:
+                    with contextlib.suppress(OSError, ValueError):
+                        each.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
     gc.unfreeze()  # or libraries would report what is not collected as their leak
 

@@ -399,7 +399,7 @@ class TrainerRank:
                 raise RuntimeError(
                     f"step {lease.step} lost its lease, which was not renewed for "
                     f"buffer.lease_timeout_s={self._spec.buffer.lease_timeout_s:g} (warnings in "
-                    "the logs of the ranks say why), and "
+                    "the logs of the ranks may say why), and "
                     f"{len(kept_ids) - num_consumed} of its groups went back to the buffer, where "
                     "they would be trained again; start again from the last checkpoint"
                 )

@@ -230,13 +230,15 @@ def activation_bytes(config: Config, model: ModelSize, uses_gpu: bool) -> int | 
     norm = (4 + 2 * size) * hidden
     # SDPA keeps keys and values repeated for each head of queries, and its output twice.
     attention = 2 * (queries + keys) if uses_gpu else 5 * queries
-    layer, mlp = 2 * norm + size * attention, size * 4 * model.linear["gate_proj"][0]
+    inner = model.linear["gate_proj"][0]
+    layer, mlp = 2 * norm + size * attention, size * 4 * inner
     tokens = tokens_of_rank(config.trainer)
     if not config.trainer.gradient_checkpointing:
         return tokens * (model.num_layers * (layer + mlp) + norm)
     inputs = size * hidden * (1 if config.trainer.offload_activations else model.num_layers)
     tile = min(tokens, config.trainer.mlp_tile_tokens or tokens)
-    return tokens * (inputs + layer + norm) + tile * mlp
+    sums = 4 * 3 * inner * hidden if tile < tokens else 0  # gradients of the weights, in float32
+    return tokens * (inputs + layer + norm) + tile * mlp + sums
 
 
 def rank_host_bytes(config: Config, model: ModelSize, *, num_ranks: int, served: str) -> int | None:

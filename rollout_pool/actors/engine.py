@@ -59,7 +59,11 @@ class EngineActor(PlacedActor):
             return f"did not start: {error}"
         finally:
             self._has_begun.set()
-        return await self._life.wait_given_up()
+        try:
+            return await self._life.wait_given_up()
+        except Exception:  # its server may live: the next actor of this name would not know of it
+            await self._life.stop()
+            raise
 
     async def _begin(self) -> EngineLife:
         spec, engine = self._spec, self._engine

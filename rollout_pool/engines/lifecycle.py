@@ -37,6 +37,8 @@ SHORTEST_SILENCE_S, LONGEST_SILENCE_S = 10.0, 30.0
 """Bounds of the silence after which an engine counts as dead (weight_sync.timeout_s)."""
 LOOK_AGAIN_S = 5.0
 """How often a hold checks the other engines, in case a change was not announced."""
+SYSTEM_PAUSE_S = 5.0
+"""Doubled with each restart, before the next one after the system has refused it."""
 CLEAR_UP_S = 5.0
 """Time before its tasks are cancelled again: they may be ending a server."""
 
@@ -230,8 +232,11 @@ class EngineLife:
                 await self._note("engine_restarted", why)
                 try:
                     info = await self.engine.restart()
-                except (EngineError, OSError) as error:  # such as a full disk
+                except EngineError as error:
                     why = f"did not restart: {error}"
+                except OSError as error:  # such as a full disk, which may be freed
+                    why = f"did not restart: {error}"
+                    await asyncio.sleep(SYSTEM_PAUSE_S * 2**self._num_restarts)
                 else:
                     await self.state.register_engine(name, info.url)
                     is_up = True

@@ -12,7 +12,7 @@ computed once more in the backward pass, so that the values of one tile exist at
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,26 +37,71 @@ def _with_input_on_host(layer: Callable[..., Any], *inputs: Any) -> Any:
 def tile_mlps(model: Any, num_tokens: int) -> None:
     """Lets the MLP of each layer of a transformers model compute `num_tokens` tokens at a time.
 
-    Raises ValueError for a model whose layers have none, or experts in its place: their router, and
-    what is recorded and replayed of it, is for whole rows.
+    Raises ValueError for a model whose layers have no module `mlp` of their own, or experts in it:
+    their router, and what is recorded and replayed of it, is for whole rows.
     """
-    for layer in model.get_decoder().layers:
-        mlp = getattr(layer, "mlp", None)
-        if not isinstance(mlp, nn.Module) or hasattr(mlp, "experts"):
-            what = "no module `mlp`" if mlp is None else "a mixture of experts"
+    decoder = model.get_decoder()
+    layers: Any = decoder.layers if hasattr(decoder, "layers") else decoder.h  # GPT-2's
+    for layer in layers:
+        kind = type(layer).__name__
+        mlp: Any = getattr(layer, "mlp", None)
+        problem = None
+        if not isinstance(mlp, nn.Module):
+            problem = f"its {kind} has no module `mlp`"
+        elif hasattr(mlp, "experts"):
+            problem = f"its {kind} has a mixture of experts"
+        elif kind not in (model._no_split_modules or ()):
+            # Else ZeRO-3 gathers weights for each tile, and ranks differ in their number of tiles.
+            problem = f"its _no_split_modules do not name {kind}"
+        if problem is not None:
             raise ValueError(
-                f"trainer.mlp_tile_tokens={num_tokens}: a layer ({type(layer).__name__}) of this "
-                f"model has {what}; do not set it, and split rows over more ranks "
-                "(trainer.sequence_parallel_size)"
+                f"trainer.mlp_tile_tokens={num_tokens}: not possible for this model: {problem}; do "
+                "not set it, and split rows over more ranks (trainer.sequence_parallel_size)"
             )
-        mlp.forward = _in_tiles(mlp.forward, num_tokens)
+        mlp.forward = _in_tiles(mlp, mlp.forward, num_tokens)
 
 
-def _in_tiles(forward: Callable[[Tensor], Tensor], num_tokens: int) -> Callable[[Tensor], Tensor]:
+def _in_tiles(
+    mlp: nn.Module, forward: Callable[[Tensor], Tensor], num_tokens: int
+) -> Callable[[Tensor], Tensor]:
     def tiled(hidden: Tensor) -> Tensor:
         if hidden.shape[-2] <= num_tokens:
             return forward(hidden)
-        tiles = torch.split(hidden, num_tokens, dim=-2)
-        return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in tiles], dim=-2)
+        weights = [weight for weight in mlp.parameters() if weight.requires_grad]
+        return cast(Tensor, cast(Any, _Tiles).apply(forward, num_tokens, hidden, *weights))
 
     return tiled
+
+
+class _Tiles(torch.autograd.Function):
+    """Not a checkpoint of each tile: of hundreds of gradients in bfloat16, autograd would round
+    each sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        forward: Callable[[Tensor], Tensor],
+        num_tokens: int,
+        hidden: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.forward, ctx.num_tokens, ctx.weights = forward, num_tokens, weights
+        return torch.cat([forward(tile) for tile in torch.split(hidden, num_tokens, -2)], -2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
+        parts = (torch.split(each, ctx.num_tokens, -2) for each in (hidden, gradient, of_hidden))
+        for tile, its_gradient, its_result in zip(*parts, strict=True):
+            tile = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                output = ctx.forward(tile)
+            of_tile, *of_weights = torch.autograd.grad(output, (tile, *ctx.weights), its_gradient)
+            its_result.copy_(of_tile)
+            for total, part in zip(sums, of_weights, strict=True):
+                total.add_(part)
+        of_weights = [total.to(w.dtype) for total, w in zip(sums, ctx.weights, strict=True)]
+        return None, None, of_hidden, *of_weights

@@ -201,14 +201,18 @@ class _Server:
         self._shared_memory: frozenset[Path] = frozenset()
         self._children: list[psutil.Process] = []
         self._leftovers_path = spec.leftovers_path
-        self._note_leftovers()
         command = [sys.executable, "-m", "rollout_pool.engines.sglang.server", self._socket_folder]
-        self.child = Child(
-            [*command, *arguments],
-            spec.log_path,
-            secret=spec.key,
-            environment=engine_environment(spec),
-        )
+        try:
+            self._note_leftovers()
+            self.child = Child(
+                [*command, *arguments],
+                spec.log_path,
+                secret=spec.key,
+                environment=engine_environment(spec),
+            )
+        except OSError:
+            shutil.rmtree(self._socket_folder, ignore_errors=True)
+            raise
 
     def note_family(self) -> None:
         """Notes what a killed server would leave: children and shared memory."""

@@ -170,6 +170,7 @@ def test_exit_code_names_the_signal_that_killed_a_forked_program(
         ("sys.exit()", 0),
         ("sys.exit(-1)", 255),
         ("sys.exit('why')", 1),
+        ("log = open('/dev/stdout', 'a'); log.write('why')", 0),
         ("raise ValueError('why')", 1),
         ("raise KeyboardInterrupt", -signal.SIGINT),
     ],

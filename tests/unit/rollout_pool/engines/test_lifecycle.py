@@ -227,7 +227,10 @@ async def test_engine_that_lost_its_process_is_started_again_and_catches_up(begi
     assert [(e["event"], e["detail"]) for e in noted] == [("engine_restarted", "lost its process")]
 
 
-async def test_engine_whose_disk_is_full_at_its_restart_is_tried_again(begin, state, receiver):
+async def test_engine_whose_disk_is_full_at_its_restart_is_tried_again(
+    begin, state, receiver, monkeypatch
+):
+    monkeypatch.setattr(lifecycle, "SYSTEM_PAUSE_S", 0.01)
     receiver.offer(5)
     life = await begin(starts=False)
     restart, errors = life.engine.restart, [OSError(28, "No space left on device")]
