@@ -170,7 +170,7 @@ def test_exit_code_names_the_signal_that_killed_a_forked_program(
         ("sys.exit()", 0),
         ("sys.exit(-1)", 255),
         ("sys.exit('why')", 1),
-        ("log = open('/dev/stdout', 'a'); log.write('why')", 0),
+        ("sys.log = open('/dev/stdout', 'a'); sys.log.write('why')", 0),
         ("raise ValueError('why')", 1),
         ("raise KeyboardInterrupt", -signal.SIGINT),
     ],
@@ -179,7 +179,7 @@ def test_forked_program_ends_as_an_executed_one(
     folder: Path, scripts: Path, tmp_path: Path, code: str, exit_code: int
 ) -> None:
     command = [sys.executable, str(scripts / "end.py"), code]
-    with (tmp_path / "output").open("w") as output:
+    with (tmp_path / "output").open("a") as output:
         process = fork_server.fork(command, environment(folder), (0, *[output.fileno()] * 2))
     assert process is not None and process.wait() == exit_code
     said = (tmp_path / "output").read_text()
