@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from socket import create_server
 from statistics import median
 
 # This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
@@ -26,11 +25,10 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFN
 import numpy as np
 import torch
 
+from benchmarks.ranks import free_port, join
 from benchmarks.report import Report
 from benchmarks.team import Member
-from configs.choices import Backend
 from configs.schema import ScratchModelConfig, TrainerConfig
-from trainer_pool.collectives import RankAddress, join_ranks
 from trainer_pool.data.packing import Row, pack
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.model.zero3 import Zero3Policy
@@ -79,14 +77,7 @@ class Rank:
     """A rank of the trainer; its first work is the warm-up."""
 
     def __init__(self, folder: Path, memory: Path, rank: int, port: int) -> None:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        torch.set_num_threads(1)
-        address = RankAddress(
-            rank=rank, num_ranks=NUM_RANKS, host="127.0.0.1", port=port, uses_gpu=False
-        )
-        listener = create_server(("127.0.0.1", port)) if rank == 0 else None
-        self._ranks = join_ranks(address, Backend.gloo, TIMEOUT_S, listener)
+        address, self._ranks = join(rank, NUM_RANKS, port, TIMEOUT_S)
         self._policy = Zero3Policy(
             str(folder / "model"), TrainerConfig(num_ranks=NUM_RANKS), address
         )
@@ -196,8 +187,7 @@ def main() -> None:
     ):
         folder, memory = Path(name), Path(in_memory)
         build_scratch_model(TINY if is_short else SMALL, folder / "model", 0)
-        with create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = [Member(partial(Rank, folder, memory, rank, port)) for rank in range(NUM_RANKS)]
         try:
             for rank in ranks:

@@ -18,7 +18,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from socket import create_server
 from typing import Any
 
 # This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
@@ -28,16 +27,14 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFN
 os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # what torch frees goes back to the system
 
 import numpy as np
-import torch
 
+from benchmarks.ranks import free_port, join
 from benchmarks.report import Report
 from benchmarks.team import Member
-from configs.choices import Backend
 from configs.load import load_config
 from configs.schema import ScratchModelConfig, TrainerConfig
 from controller.start.gpus import activation_bytes
 from controller.start.model_size import model_size
-from trainer_pool.collectives import RankAddress, join_ranks
 from trainer_pool.data.packing import Row, pack
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.model.zero3 import Zero3Policy
@@ -68,22 +65,14 @@ class Pass:
     """The most memory that the rank had at once, beyond what it had before."""
     seconds: float
     norm: float
-    """Of the gradient."""
+    """The gradient's norm."""
 
 
 class Rank:
     """A rank of the trainer; `work` is a pass over one row of so many tokens."""
 
     def __init__(self, folder: Path, config: TrainerConfig, rank: int, port: int) -> None:
-        num_ranks = config.ranks
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        torch.set_num_threads(1)
-        address = RankAddress(
-            rank=rank, num_ranks=num_ranks, host="127.0.0.1", port=port, uses_gpu=False
-        )
-        listener = create_server(("127.0.0.1", port)) if rank == 0 else None
-        self._ranks = join_ranks(address, Backend.gloo, TIMEOUT_S, listener)
+        address, self._ranks = join(rank, config.ranks, port, TIMEOUT_S)
         self._policy = Zero3Policy(str(folder), config, address)
 
     def work(self, number: int) -> Pass:
@@ -143,8 +132,7 @@ def main() -> None:
 
 
 def measure(folder: Path, config: TrainerConfig, num_tokens: int) -> list[Pass]:
-    with create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [Member(partial(Rank, folder, config, rank, port)) for rank in range(config.ranks)]
     try:
         for rank in ranks:

@@ -432,9 +432,9 @@ async def _first_of(
         done, _ = await asyncio.wait(
             watching, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
-        told = next((death for death in done if not death.cancelled()), None)
-        if told is not None:
-            return told.exception() or told.result()
+        ended = next((death for death in done if not death.cancelled()), None)
+        if ended is not None:
+            return ended.exception() or ended.result()
         if not done:
             break
     return None

@@ -422,22 +422,22 @@ def _run(request: _Request) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
-_exit_codes: list[int] = []
-"""The exit code of this forked process, once its program has ended."""
+_exit_code: int | None = None
+"""Set once the program of this forked process has ended."""
 
 
 def _leave() -> None:
     """Skip the interpreter's own end: it would free all that the server has imported, and so copy
     each page of it, which takes seconds of a core."""
     with contextlib.suppress(OSError, ValueError):  # of a flush; the interpreter reports it
-        for code in _exit_codes:
+        if _exit_code is not None:
             for each in gc.get_objects():  # those of this program: the server's are frozen
                 if issubclass(type(each), io.IOBase) and not each.closed:
                     with contextlib.suppress(OSError, ValueError):
                         each.flush()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(code)
+            os._exit(_exit_code)
     gc.unfreeze()  # or libraries would report what is not collected as their leak
 
 
@@ -454,10 +454,10 @@ if __name__ == "__main__":
     try:
         _run(wanted)
     except Exception:
-        _exit_codes.append(1)
+        _exit_code = 1
         raise
     except SystemExit as end:
         is_said = end.code is None or isinstance(end.code, int)
-        _exit_codes.append(int(end.code or 0) & 0xFF if is_said else 1)
+        _exit_code = int(end.code or 0) & 0xFF if is_said else 1
         raise
-    _exit_codes.append(0)
+    _exit_code = 0

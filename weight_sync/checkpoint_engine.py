@@ -238,7 +238,7 @@ class _CoordinatorThread:
             self._fail(WeightSyncError("the checkpoint engine was closed"))
         except BaseException as error:
             self._fail(_cause(error))
-        # Only now: who waits on the board would be told of its end, and not of the cause.
+        # Only now: a trainer that waits on the board would get the error of its end, not the cause.
         await self._coordinator.close()
 
     def _fail(self, error: BaseException) -> None:

@@ -237,7 +237,8 @@ def activation_bytes(config: Config, model: ModelSize, uses_gpu: bool) -> int | 
         return tokens * (model.num_layers * (layer + mlp) + norm)
     inputs = size * hidden * (1 if config.trainer.offload_activations else model.num_layers)
     tile = min(tokens, config.trainer.mlp_tile_tokens or tokens)
-    sums = 4 * 3 * inner * hidden if tile < tokens else 0  # gradients of the weights, in float32
+    is_summed = tile < tokens and config.model.lora is None  # gradients of the weights, in float32
+    sums = 4 * 3 * inner * hidden if is_summed else 0
     return tokens * (inputs + layer + norm) + tile * mlp + sums
 
 

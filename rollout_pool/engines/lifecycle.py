@@ -236,7 +236,8 @@ class EngineLife:
                     why = f"did not restart: {error}"
                 except OSError as error:  # such as a full disk, which may be freed
                     why = f"did not restart: {error}"
-                    await asyncio.sleep(SYSTEM_PAUSE_S * 2**self._num_restarts)
+                    if self._num_restarts < limit:
+                        await asyncio.sleep(SYSTEM_PAUSE_S * 2**self._num_restarts)
                 else:
                     await self.state.register_engine(name, info.url)
                     is_up = True

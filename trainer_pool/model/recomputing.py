@@ -86,7 +86,7 @@ class _Tiles(torch.autograd.Function):
         *weights: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(hidden)
-        ctx.forward, ctx.num_tokens, ctx.weights = forward, num_tokens, weights
+        ctx.compute, ctx.num_tokens, ctx.weights = forward, num_tokens, weights
         return torch.cat([forward(tile) for tile in torch.split(hidden, num_tokens, -2)], -2)
 
     @staticmethod
@@ -98,7 +98,7 @@ class _Tiles(torch.autograd.Function):
         for tile, its_gradient, its_result in zip(*parts, strict=True):
             tile = tile.detach().requires_grad_()
             with torch.enable_grad():
-                output = ctx.forward(tile)
+                output = ctx.compute(tile)
             of_tile, *of_weights = torch.autograd.grad(output, (tile, *ctx.weights), its_gradient)
             its_result.copy_(of_tile)
             for total, part in zip(sums, of_weights, strict=True):

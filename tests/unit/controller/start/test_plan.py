@@ -232,6 +232,9 @@ def test_activations_are_about_those_that_torch_keeps_for_the_backward_pass(
     assert tiled is not None
     saved = 4 * 4 * 192 * 70 - 4 * 3 * 192 * 64  # all tokens but those of a tile; sums
     assert counted - tiled == (saved if is_checkpointed else 0)
+    settings.model.lora = LoraConfig()  # the weights of the MLP get no gradients
+    adapted = activation_bytes(settings, size, uses_gpu=False)
+    assert adapted == (tiled - 4 * 3 * 192 * 64 if is_checkpointed else tiled)
     assert host is not None and offloaded is not None
     assert offloaded - host == (6 * 64 * 2 * 100 if is_offloaded else 0)  # bfloat16: of a GPU
 
