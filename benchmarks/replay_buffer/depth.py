@@ -18,6 +18,7 @@ from benchmarks.replay_buffer.leash_rate import Producer
 from benchmarks.replay_buffer.stage import Sizes, Stage, lease, open_buffer
 from benchmarks.report import Report
 from benchmarks.team import Team
+from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from configs.choices import OnStale
 from configs.schema import BufferConfig
@@ -113,7 +114,7 @@ async def _measure_eviction(report: Report, stage: Stage, run: str) -> None:
     await redis.config_set("slowlog-max-len", 100_000)
     before = await buffer.stats()
     await redis.slowlog_reset()
-    pinging = asyncio.create_task(_longest_ping_ms(Redis.from_url(stage.url)))
+    pinging = asyncio.create_task(_longest_ping_ms(await connect(stage.url)))
     cpu_s, began = stage.cpu_s(), time.perf_counter()
     await buffer.announce_version(_CONFIG.max_staleness + 1)
     await buffer.sweep()
@@ -137,6 +138,7 @@ async def _measure_eviction(report: Report, stage: Stage, run: str) -> None:
 
 
 async def _longest_ping_ms(redis: Redis) -> float:
+    """Until it is cancelled, which a client of redis-py's own may drop (`connect` says why)."""
     longest = 0.0
     try:
         while True:
