@@ -208,6 +208,23 @@ async def test_run_ends_with_its_last_engine(scene: Scene, monkeypatch: pytest.M
     assert isinstance(failed, RunFailed) and str(failed).startswith("engine-1 died")
 
 
+async def test_run_ends_with_the_last_of_engines_that_end_at_once(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "FIRST_PAUSE_S", 60.0)
+    await scene.until(lambda: ("given_up", "engine-1") in scene.pool.refs)
+    may_go_on = {name: asyncio.Event() for name in ("engine-0", "engine-1")}
+    monkeypatch.setattr(scene.state, "remove_engine", lambda engine: may_go_on[engine].wait())
+    scene.pool.answer("given_up", "engine-0", "did not restart")
+    await scene.until(lambda: "engine-0" not in scene.fleet._keeping)
+    scene.pool.fail("given_up", "engine-1")
+    await scene.until(lambda: "engine-1" not in scene.fleet._keeping)
+    may_go_on["engine-0"].set()
+    await scene.until(lambda: scene.pool.removed == ["engine-0"])
+    may_go_on["engine-1"].set()
+    assert str(await scene.running).startswith("engine-1 died")
+
+
 async def test_engines_join_and_leave_as_the_setting_says(scene: Scene) -> None:
     pool = scene.pool
     await scene.buffer.change_settings({"num_engines": "4"})
