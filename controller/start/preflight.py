@@ -483,7 +483,12 @@ def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
                 reader.opening(prompt)
         check_shown(config, shown, has_agent=find_agent(config.task, task) is not None)
     for prompt in first:
-        reader.accepts(prompt)
+        reader.accepts(prompt)  # raises
+    if not any(map(reader.accepts, itertools.islice(TaskStream(task, 0, 1), NUM_PROBE_PROMPTS))):
+        raise ValueError(
+            f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: each of the first "
+            f"{NUM_PROBE_PROMPTS} prompts is longer and would be skipped; raise the limit"
+        )
     held_out = [reader.accepts(prompt) for prompt in rest]
     if held_out and not any(held_out):
         raise ValueError(

@@ -64,6 +64,8 @@ WATCH_TIMEOUT_S = 60.0
 DROPPED_WHEN_STALE = (OnStale.requeue, OnStale.drop)
 """Under other policies a stale group is used: old tokens are masked, or the trainer waits."""
 FLUSH_TIMEOUT_S = 5.0
+MAX_SKIPPED = 10_000
+"""Prompts that a worker skips in a row; after them it gives up."""
 IDLE_CHECK_INTERVAL_S = 0.5
 """An admission that is pending at two successive checks lacks a credit."""
 MIN_WAIT_S = 0.005
@@ -148,7 +150,6 @@ class RolloutWorker:
         self._is_idle.set()
         floor = self.spec.task.curriculum
         self._curriculum = None if floor is None else Curriculum(floor, self.spec.seed + self.index)
-        self._prompts = filter(self.prompt_filter.accepts, filter(self._takes, self.stream))
         self._group_runner = GroupRunner(
             config=self.spec.config,
             scorer=self.scorer,
@@ -331,7 +332,7 @@ class RolloutWorker:
                 return _Taken(ref, prompt, await self._find_kept(group_id, ref))
             self.counters.add("prompts_skipped")
         if self._in_hand is None:
-            self._in_hand = self._next_of_stream()
+            self._in_hand = await self._next_of_stream()
         ref, prompt = self._in_hand
         if not await self.buffer.begin(group_id, ref, self.index, self.stream.position):
             return None
@@ -365,11 +366,18 @@ class RolloutWorker:
             return None
         return taken
 
-    def _next_of_stream(self) -> tuple[PromptRef, Prompt]:
-        skipped = self.prompt_filter.num_skipped
-        prompt = next(self._prompts)
-        self.counters.add("prompts_skipped", self.prompt_filter.num_skipped - skipped)
-        return PromptRef(task=prompt.task or self.task.name, index=prompt.index), prompt
+    async def _next_of_stream(self) -> tuple[PromptRef, Prompt]:
+        """Raises ValueError if it skips too many prompts one after the other."""
+        for _ in range(MAX_SKIPPED):
+            prompt = next(filter(self._takes, self.stream))
+            if self.prompt_filter.accepts(prompt):
+                return PromptRef(task=prompt.task or self.task.name, index=prompt.index), prompt
+            self.counters.add("prompts_skipped")
+            await asyncio.sleep(0)  # each may take milliseconds
+        raise ValueError(
+            f"rollout.max_prompt_tokens={self.spec.config.max_prompt_tokens}: {MAX_SKIPPED} "
+            "prompts in a row are longer and were skipped; raise the limit"
+        )
 
     def _takes(self, prompt: Prompt) -> bool:
         name = prompt.task or self.task.name

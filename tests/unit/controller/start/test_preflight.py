@@ -52,7 +52,7 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
         (["rollout.max_prompt_tokens=4"], r"max_prompt_tokens=4: prompt 0 has 6 tokens"),
         (
             ["rollout.max_prompt_tokens=1", "rollout.on_long_prompt=skip"],
-            r"every held-out prompt is longer",
+            r"each of the first 1024 prompts is longer",
         ),
         ([*TOOLS], r"with the descriptions of 1 tools has \d+ tokens"),
         (["buffer.tls_ca_file=/nowhere.pem"], r"buffer\.tls_ca_file='/nowhere\.pem'"),
@@ -427,6 +427,20 @@ def test_folder_of_a_data_set_is_checked_and_found_from_other_folders(
     assert config.task.name == str(tmp_path / "rows")
     with pytest.raises(ValueError, match="nothing is left to train on"):
         check_plan(config)
+
+
+def test_held_out_prompts_that_are_all_too_long_are_refused(tmp_path: Path) -> None:
+    paths = []
+    for name, text in (("train", "1+1"), ("held-out", "1+1+1+1+1")):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"question": text, "answer": "2"}) + "\n")
+        paths.append(path)
+    files = ["task.kind=questions", f"task.path={paths[0]}", f"task.eval_path={paths[1]}"]
+    long = ["rollout.max_prompt_tokens=4", "rollout.on_long_prompt=skip"]
+    with pytest.raises(ValueError, match=r"max_prompt_tokens=4: every held-out prompt is longer"):
+        check_plan(
+            load_config([*files, *long, "trainer.warm_start.num_steps=0", "task.eval_size=1"])
+        )
 
 
 def test_text_of_the_comparison_is_prompts_up_to_the_longest_trajectory() -> None:

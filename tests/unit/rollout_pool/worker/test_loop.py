@@ -24,6 +24,7 @@ from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.tasks.verifiers.process import EnvironmentDied
+from rollout_pool.worker import loop
 from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.group_run import MAX_FAILURES_IN_A_ROW, GroupFailed
 from rollout_pool.worker.loop import RolloutWorker
@@ -865,6 +866,20 @@ async def test_rewards_of_a_broken_scorer_leave_no_group_out(make_worker, comple
     await fill(make_worker, filter_zero_variance=True)
     counters = await state.counters()
     assert counters["rewards_failed"] == 8 and "groups_filtered" not in counters
+
+
+async def test_worker_ends_where_every_prompt_is_too_long(make_worker, state, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_SKIPPED", 5)
+
+    def example(_, index):
+        return Prompt(index=index, is_held_out=False, text="77")
+
+    monkeypatch.setattr(Numbers, "example", example)
+    long = {"max_prompt_tokens": 1, "on_long_prompt": OnLongPrompt.skip}
+    _, _, running = await make_worker.run(**long)
+    with pytest.raises(ValueError, match="max_prompt_tokens=1: 5 prompts in a row are longer"):
+        await asyncio.wait_for(running, 60)
+    assert (await state.counters())["prompts_skipped"] == 5
 
 
 async def test_too_long_prompts_are_skipped(make_worker, completer, state, monkeypatch):
