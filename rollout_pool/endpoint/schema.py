@@ -97,7 +97,7 @@ class Call(Struct, kw_only=True):
     function: CalledFunction
 
 
-class ChatMessage(Struct, kw_only=True):
+class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[Call] | None = None
@@ -105,6 +105,9 @@ class ChatMessage(Struct, kw_only=True):
     name: str | None = None
     function_call: Any = None
     audio: Any = None
+    refusal: Any = None
+    annotations: Bookkeeping = None
+    provider_specific_fields: Bookkeeping = None
 
 
 class Function(Struct, kw_only=True):
@@ -177,11 +180,17 @@ def decode(body: bytes, kind: type[T]) -> T:
     except (ValueError, RecursionError) as error:
         raise refuse("body", f"not valid JSON: {error}") from error
     if isinstance(given, dict):
-        given = {name: value for name, value in given.items() if value is not None}
+        given = _without_nulls(given)
+        if isinstance(messages := given.get("messages"), list):
+            given["messages"] = [_without_nulls(m) if isinstance(m, dict) else m for m in messages]
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         raise _refusal(str(error), given) from error
+
+
+def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
 
 
 _WORDS = {
@@ -317,7 +326,7 @@ def read_messages(given: Sequence[ChatMessage]) -> tuple[Message, ...]:
 
 def _read_message(given: ChatMessage, path: str, names: dict[str | None, str]) -> Message:
     """`names` holds those of the tools called so far, by call id."""
-    for key in ("function_call", "audio"):
+    for key in ("function_call", "audio", "refusal"):
         only(f"{path}.{key}", getattr(given, key), None, "a message has only text and tool calls")
     if given.tool_calls and given.role != "assistant":
         raise refuse(f"{path}.tool_calls", f"a {given.role} message has none")

@@ -116,6 +116,12 @@ REFUSED = [
     (body(messages=[{"role": "user"}]), "messages[0].content", "missing"),
     (body(messages=[USER, {"role": "assistant", "content": "x"}]), "messages[1].role", "own"),
     (body(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id", "missing"),
+    (body(messages=[{**USER, "refusal": "no"}]), "messages[0].refusal", "only text and tool calls"),
+    (
+        body(messages=[{**USER, "reasoning_content": "so"}]),
+        "messages[0].reasoning_content",
+        "not supported",
+    ),
     (
         body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
         "messages[0].content[0].type",
@@ -196,6 +202,7 @@ async def test_field_without_effect_is_accepted(scene):
             response_format={"type": "text"},
             parallel_tool_calls=True,
             frequency_penalty=0,
+            messages=[{**USER, "refusal": None, "reasoning_content": None, "annotations": []}],
         ),
     )
     assert answer.status_code == 200, answer.text
