@@ -108,6 +108,8 @@ buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=n
 # of the time is waiting.
 UNIT := tests/unit -n 3
 SERVERS := tests --ignore=tests/unit -n 2
+# Of the others nothing is imported.
+LONG = $$(grep -rl --include='test_*.py' 'mark\.long' tests) -n 2
 # What measures time never runs beside another test.
 MACHINE = $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m "machine and $(1)"
 # They start hundreds of processes: without compiled files each would compile the project anew.
@@ -129,7 +131,7 @@ test-servers: install ## of `make test`: launches and real servers
 	@$(PYTHON_BIN) -m pytest $(SERVERS) -m "not machine and not long" $(TIMES)/servers.xml
 
 test-long: install install-verifiers ## the rest: more kills, two hosts, verifiers, benchmarks in short, `make try`
-	@$(PYTHON_BIN) -m pytest tests -n 2 -m "long and not machine" $(TIMES)/long.xml
+	@$(PYTHON_BIN) -m pytest $(LONG) -m "long and not machine" $(TIMES)/long.xml
 	@$(PYTHON_BIN) -m pytest $(call MACHINE,long) $(TIMES)/long-machine.xml
 
 test-fast: install ## the fast unit tests
