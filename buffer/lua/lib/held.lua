@@ -1,5 +1,3 @@
--- @include lib/group
-
 -- Adds {id, {version...}} to `renumbered` for a group that a rollback has renumbered.
 local function add_renumbered(renumbered, id, versions)
   local numbers = {}

@@ -1,10 +1,6 @@
 -- Leases those of the given groups that are ready and fresh.
 -- Request: lease, lease_token, lease_ms, group_ids.
 -- Reply: Taken: {ids}, {costs}, deadline ms, mask below, {{id, {version...}}, ...}
--- @include lib/group
--- @include lib/held
--- @include lib/leash
--- @include lib/take
 local version, lease_token, ids = request.lease.version, request.lease_token, {}
 local cutoff = oldest_fresh(version) * SEQ_RANGE
 for _, id in ipairs(request.group_ids) do

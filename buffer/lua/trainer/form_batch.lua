@@ -7,11 +7,6 @@
 --      | Again: 'again' (the bound of clean-up was reached)
 --      | Refused: 'refused', 'done' (the step is trained) or 'not_owner' or 'conflict' (the step was
 --                leased with other arguments), version, groups, shares
--- @include lib/batch_record
--- @include lib/choose
--- @include lib/held
--- @include lib/take
--- @include lib/tidy
 local lease, step, version = request.lease, request.lease.step, request.lease.version
 local bound = bound_of(request.bound)
 
