@@ -397,10 +397,6 @@ class Lease:
     deadline: float
     """Unix time by the server's clock after which the groups may be leased anew."""
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(group.num_tokens for group in self.groups)
-
 
 class Reconciled(Reply):
     """Number of groups by what a takeover at a checkpoint did with them."""
