@@ -84,7 +84,6 @@ class Taken(Reply):
     ids: tuple[str, ...]
     """The requested groups that were ready and fresh, in the requested order."""
     costs: tuple[int, ...]
-    deadline_ms: int
     mask_below_version: int | None
     renumbered: Renumbered
 
@@ -95,7 +94,6 @@ class StillLeased(Reply):
     ids: frozenset[str]
     num_consumed: int
     """If it is not 0, the step is done."""
-    deadline_ms: int
     renumbered: Renumbered
 
 
@@ -275,7 +273,6 @@ class ShardedReplayBuffer(ReplayBuffer):
             raise Refused("conflict", *arguments).error(request)
         return Formed(
             lease_token=record.lease_token,
-            deadline_ms=min(reply.deadline_ms for reply in replies if reply.ids),
             ids=record.ids,
             costs=record.costs,
             still_leased=found,
@@ -309,7 +306,6 @@ class ShardedReplayBuffer(ReplayBuffer):
         masked = [r.mask_below_version for r in replies if r.mask_below_version is not None]
         formed = Formed(
             lease_token=token,
-            deadline_ms=min(r.deadline_ms for r in replies if r.ids) + self._lease_ms - short_ms,
             ids=tuple(taken),
             costs=tuple(taken.values()),
             still_leased=frozenset(taken),

@@ -20,6 +20,3 @@ local function held_by(lease_token, ids)
   end
   return held, num_consumed, renumbered
 end
-
--- The deadline of a lease, for a repeated call.
-local function deadline_of(id) return whole(finite(redis.call('ZSCORE', LEASED, id), now_ms())) end
