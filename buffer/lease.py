@@ -11,7 +11,7 @@ import heapq
 import secrets
 from collections.abc import Sequence
 from math import inf
-from typing import Literal, cast
+from typing import Literal
 
 import msgspec
 
@@ -115,7 +115,6 @@ class Formed(Reply, tag="leased"):
     """A leased batch."""
 
     lease_token: str
-    deadline_ms: int
     ids: tuple[str, ...]
     """The whole batch as it was formed."""
     costs: tuple[int, ...]
@@ -151,7 +150,6 @@ class Formed(Reply, tag="leased"):
             group_ids=self.ids,
             groups=tuple(groups),
             mask_below_version=self.mask_below_version,
-            deadline=self.deadline_ms / 1000,
         )
 
 
@@ -271,9 +269,10 @@ class Leasing:
             return []
         keys = [self.keys.payload(group_id) for group_id in group_ids]
         try:
+            firsts = await self._redis.receive(keys, self._blocks.allocate)
             return [
                 None if first is None else await self._joined(key, first)
-                for key, first in zip(keys, await self._values(keys), strict=True)
+                for key, first in zip(keys, firsts, strict=True)
             ]
         except (DamagedRunError, ValueError):  # one damaged group must not affect the others
             if len(group_ids) == 1:
@@ -281,14 +280,10 @@ class Leasing:
             return [payload for i in group_ids for payload in await self._payloads([i])]
 
     async def _joined(self, key: str, first: memoryview) -> Payload:
-        more = num_chunks(first)
-        if not more:
+        rest = [f"{key}:{i + 1}" for i in range(num_chunks(first))]
+        if not rest:
             return first
-        return join_payload(first, await self._values([f"{key}:{i + 1}" for i in range(more)]))
-
-    async def _values(self, keys: Sequence[str]) -> list[memoryview | None]:
-        values = await self._redis.receive(keys, self._blocks.allocate)
-        return cast("list[memoryview | None]", values)
+        return join_payload(first, await self._redis.receive(rest, self._blocks.allocate))
 
 
 def split_by_cost(costs: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:

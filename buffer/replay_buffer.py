@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
 
@@ -55,14 +55,14 @@ from buffer.results import (
     write_prompt,
 )
 from buffer.shard_routes import (
-    AT_GROUP,
-    by_id,
+    TO_ALL,
+    Route,
+    at_group,
     by_lease,
-    home_last,
+    ids_by_shard,
     merge,
     nothing,
-    routed,
-    to_all,
+    only,
     unite,
 )
 from buffer.staleness import Leash, parse_rollbacks
@@ -145,22 +145,18 @@ class ReplayBuffer(Leasing):
         there = await self.setting("num_shards")
         check_settings(settings, groups_per_version, self.num_shards, there)
         await self.create(
-            settings, groups_per_step, oversampling, replaced, gradient_accumulation_steps
+            lambda shard: initial_settings(
+                settings, groups_per_step, shard, oversampling, gradient_accumulation_steps
+            ),
+            replaced,
         )
 
     async def create(
-        self,
-        settings: BufferConfig,
-        groups_per_step: int,
-        oversampling: float,
-        replaced: Collection[str],
-        gradient_accumulation_steps: int,
+        self, settings_of: Callable[[int], dict[str, str | int]], replaced: Collection[str]
     ) -> None:
         """`open` of one shard, without the checks."""
         await self._scripts.load()  # only the controller's user may
-        initial = initial_settings(
-            settings, groups_per_step, self.keys.shard, oversampling, gradient_accumulation_steps
-        )
+        initial = settings_of(self.keys.shard)
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
                 pipe.hsetnx(self.keys("settings"), name, value)
@@ -182,11 +178,25 @@ class ReplayBuffer(Leasing):
         """
         check_group_id(group_id)
         deadline = Deadline(timeout_s)
-        while not (credit := await self.try_admit(group_id)).is_given:
+        while True:
+            refused: list[Credit] = []
+            for shard, own in self._places(group_id):
+                credit = await shard.try_admit(own)
+                if credit.is_given:
+                    return Admission(own, credit.version)
+                refused.append(credit)
             if not deadline.left_s:
-                raise no_room(group_id, timeout_s, credit.in_use, credit.limit)
-            await self._wake.wait([credit.seen], deadline.left_s)
-        return Admission(group_id, credit.version)
+                raise TimeoutError(
+                    f"no room for group {group_id} within {timeout_s:g} s: "
+                    f"{sum(credit.in_use for credit in refused)} groups are running, ready or "
+                    f"leased and {sum(credit.limit for credit in refused)} may be; the trainer "
+                    "consumed none"
+                )
+            await self._wake.wait([credit.seen for credit in refused], deadline.left_s)
+
+    def _places(self, group_id: str) -> list[tuple[ReplayBuffer, str]]:
+        """The shards to try in turn, each with the id that the group would have there."""
+        return [(self, group_id)]
 
     async def try_admit(self, group_id: str) -> Credit:
         """A credit for the group if there is room now; a repeated call renews the credit."""
@@ -198,7 +208,7 @@ class ReplayBuffer(Leasing):
             await asyncio.shield(self.abandon(group_id, "stopped"))
             raise
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
         """Records atomically an admitted group's prompt and its worker's position in its tasks.
 
@@ -216,7 +226,7 @@ class ReplayBuffer(Leasing):
             position=position,
         )
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def fail(self, group_id: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         """Ends a running group that could not be completed; its prompt runs again.
 
@@ -232,7 +242,7 @@ class ReplayBuffer(Leasing):
         )
         return found
 
-    @routed(to_all(sum))
+    @Route(TO_ALL, sum)
     async def reclaim(self, worker: int, *, counts_as_death: bool = True) -> int:
         """Ends all groups that a restarted worker ran before; their prompts run again.
 
@@ -255,12 +265,12 @@ class ReplayBuffer(Leasing):
             if cursor == "0":
                 return total
 
-    @routed(by_id(sum))
+    @Route(ids_by_shard, sum)
     async def renew_credits(self, group_ids: Collection[str]) -> int:
         """Renews the credits of running groups; returns how many are still running."""
         return await self._sum("rollout/renew_credits", list(group_ids), credit_ms=self._lease_ms)
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def abandon(
         self,
         group_id: str,
@@ -284,7 +294,7 @@ class ReplayBuffer(Leasing):
             prompt=None if prompt is None else write_prompt(prompt),
         )
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def push(self, group: TrajectoryGroup, timeout_s: float | None = None) -> PushResult:
         """Stores a finished group.
 
@@ -295,7 +305,7 @@ class ReplayBuffer(Leasing):
         limit_s = self._wait_timeout_s if timeout_s is None else timeout_s
         return await self._pushes.push(PendingPush(group, self._compress), limit_s)
 
-    @routed(to_all(all))
+    @Route(TO_ALL, all)
     async def flush(self, timeout_s: float) -> bool:
         """Waits until everything this object pushed is on disk, and on a replica if there is one.
 
@@ -316,7 +326,7 @@ class ReplayBuffer(Leasing):
         )
         return None if text is None else read_prompt(text)
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def keep_tokens(
         self, group_id: str, oldest: int | None, parts: Mapping[str, bytes]
     ) -> bool:
@@ -337,7 +347,7 @@ class ReplayBuffer(Leasing):
                 return False
         return True
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def kept_tokens(self, group_id: str, prompt: PromptRef) -> dict[str, bytes]:
         """All parts kept with the prompt of this running group."""
         name = self.keys(f"kept:{prompt.index} {prompt.task}")
@@ -346,7 +356,7 @@ class ReplayBuffer(Leasing):
 
     # Trainer side ----------------------------------------------------------------------------
 
-    @routed(by_lease(unite))
+    @Route(by_lease, unite)
     async def validate(self, lease: Lease, version: int) -> frozenset[str]:
         """Ids of the batch that may be trained at `version`. Call it just before the step.
 
@@ -367,7 +377,7 @@ class ReplayBuffer(Leasing):
             )
         return frozenset(fresh)
 
-    @routed(by_lease(sum))
+    @Route(by_lease, sum)
     async def renew(self, lease: Lease) -> int:
         """Extends a lease. Returns the number of groups that it still holds, 0 if it was lost."""
         return await self._sum(
@@ -401,7 +411,7 @@ class ReplayBuffer(Leasing):
             mask_below_version=lease.mask_below_version,
         )
 
-    @routed(home_last(sum))
+    @Route(TO_ALL, sum, is_home_last=True)
     async def ack(self, upto_step: int, lineage: str | None = None) -> int:
         """Deletes groups of all steps up to one whose checkpoint is durable; returns how many.
 
@@ -421,17 +431,18 @@ class ReplayBuffer(Leasing):
             total, is_more = total + acked[0], acked[1]
         return total
 
-    @routed(by_lease(sum))
+    @Route(by_lease, sum)
     async def nack(self, lease: Lease, reason: str) -> int:
         """Returns the unconsumed groups of a lease to ready; returns how many."""
-        return await self._return(lease.lease_token, lease.group_ids, reason)
+        return await self.give_back(lease.lease_token, lease.group_ids, reason)
 
-    async def _return(self, lease_token: str, group_ids: Sequence[str], reason: str) -> int:
+    async def give_back(self, lease_token: str, group_ids: Sequence[str], reason: str) -> int:
+        """`nack` by the token alone."""
         return await self._sum(
             "trainer/return_groups", group_ids, lease_token=lease_token, reason=reason
         )
 
-    @routed(home_last(nothing))
+    @Route(TO_ALL, nothing, is_home_last=True)
     async def announce_version(self, version: int) -> None:
         """Sets the trainer's version.
 
@@ -525,7 +536,7 @@ class ReplayBuffer(Leasing):
         self._lineage = lineage
         return totals
 
-    @routed(by_id(all))
+    @Route(ids_by_shard, all)
     async def are_consumed(self, group_ids: Collection[str]) -> bool:
         """Returns whether each step is done and no checkpoint was acknowledged since."""
         for part in _parts(sorted(group_ids)):
@@ -559,7 +570,7 @@ class ReplayBuffer(Leasing):
 
     # Either side -----------------------------------------------------------------------------
 
-    @routed(to_all(sum))
+    @Route(TO_ALL, sum)
     async def sweep(self) -> int:
         """Expires leases and credits, and drops stale ready groups; returns how many it moved."""
         total = 0
@@ -571,12 +582,12 @@ class ReplayBuffer(Leasing):
             if max(moved) < BOUND:
                 return total
 
-    @routed(to_all(sum_stats))
+    @Route(TO_ALL, sum_stats)
     async def stats(self) -> BufferStats:
         """The buffer's counts, read atomically per shard."""
         return read_stats(await self._scripts.run("inspect/read_stats", StatsReply))
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def group_state(self, group_id: str) -> str | None:
         """The state of a group, as "running" or "acked"; None for an unknown one, and
         `buffer.remember_s` after its end."""
@@ -587,7 +598,7 @@ class ReplayBuffer(Leasing):
             running, state = await pipe.execute()
         return readable(state) if state else None if running is None else "running"
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def events(self, group_id: str) -> list[GroupEvent]:
         """The group's events that are still in the audit stream, oldest first."""
         found: list[GroupEvent] = []
@@ -604,7 +615,7 @@ class ReplayBuffer(Leasing):
             position = part.next
         return found
 
-    @routed(home_last(nothing))
+    @Route(TO_ALL, nothing, is_home_last=True)
     async def change_settings(self, values: Mapping[str, str | int]) -> None:
         """Changes live settings of a running job, by their name without the section.
 
@@ -644,7 +655,7 @@ class ReplayBuffer(Leasing):
 
     # Quarantine ------------------------------------------------------------------------------
 
-    @routed(to_all(merge))
+    @Route(TO_ALL, merge)
     async def quarantined(self) -> list[QuarantinedGroup]:
         """The groups in quarantine, oldest first."""
         found: list[Any] = await self._redis.zrange(
@@ -673,7 +684,7 @@ class ReplayBuffer(Leasing):
                     )
         return groups
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def release(self, group_id: str) -> bool:
         """Returns a quarantined group to ready, as if it had never been leased.
 
@@ -687,12 +698,12 @@ class ReplayBuffer(Leasing):
             )
         return bool(reply)
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def discard(self, group_id: str) -> bool:
         """Drops a quarantined group; False if it was not in quarantine."""
         return await self._scripts.run("inspect/discard_group", bool, group_id=group_id)
 
-    @routed(to_all(merge))
+    @Route(TO_ALL, merge)
     async def quarantined_prompts(self) -> list[QuarantinedPrompt]:
         """The prompts that failed too often or killed two workers, oldest first."""
         found = cast(
@@ -704,12 +715,12 @@ class ReplayBuffer(Leasing):
                 prompts.append(quarantined_prompt(readable(name), readable(text)))
         return sorted(prompts, key=lambda prompt: prompt.at)
 
-    @routed(to_all(any))
+    @Route(TO_ALL, any)
     async def release_prompt(self, task: str, index: int) -> bool:
         """Runs a quarantined prompt again, with a clean record; False if it was not there."""
         return await self._end_quarantine(task, index, runs_again=True)
 
-    @routed(to_all(any))
+    @Route(TO_ALL, any)
     async def discard_prompt(self, task: str, index: int) -> bool:
         """Removes a quarantined prompt without running it again; False if it was not there."""
         return await self._end_quarantine(task, index, runs_again=False)
@@ -786,13 +797,6 @@ def check_settings(
             f" * trainer.gradient_accumulation_steps = {groups_per_version} groups, would never "
             "fit; raise it to at least that"
         )
-
-
-def no_room(group_id: str, timeout_s: float, in_use: int, limit: int) -> TimeoutError:
-    return TimeoutError(
-        f"no room for group {group_id} within {timeout_s:g} s: {in_use} groups are "
-        f"running, ready or leased and {limit} may be; the trainer consumed none"
-    )
 
 
 def split_parts(parts: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:

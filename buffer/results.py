@@ -394,12 +394,6 @@ class Lease:
     """This rank's share, without groups dropped since the batch was formed."""
     mask_below_version: int | None
     """Tokens sampled before this version are masked; None unless on_stale=mask_tokens."""
-    deadline: float
-    """Unix time by the server's clock after which the groups may be leased anew."""
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(group.num_tokens for group in self.groups)
 
 
 class Reconciled(Reply):

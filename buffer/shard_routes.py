@@ -3,10 +3,10 @@
 Each verb of ReplayBuffer carries its route as a decorator, which changes nothing in a buffer of one
 shard. ShardedReplayBuffer gets the verb from it:
 
-    @routed(AT_GROUP)
+    @Route(at_group, only)
     async def begin(self, group_id: str, ...) -> bool: ...     the shard that holds the group
 
-    @routed(by_lease(sum))
+    @Route(by_lease, sum)
     async def renew(self, lease: Lease) -> int: ...            the shards of a lease, added up
 
 An admitted group's id ends in `@<shard>`, the shard that had room; any other id is placed by its
@@ -63,17 +63,27 @@ def ids_by_shard(group_ids: Iterable[str], num_shards: int) -> dict[int, list[st
     return parts
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Route:
-    """The way of one verb over the shards."""
+TO_ALL = None
+"""The split of a verb that goes with the whole call to all shards."""
+ROUTES: dict[str, Route] = {}
+"""The route of each verb that has one; the others are written out in ShardedReplayBuffer."""
 
-    split: Callable[[Any, int], Mapping[int, Any]] | None = None
+
+@dataclass(slots=True, frozen=True)
+class Route:
+    """The way over the shards of the verb that it decorates."""
+
+    split: Callable[[Any, int], Mapping[int, Any]] | None
     """From a call's first argument and the number of shards: the shards that it goes to, each with
-    its part of that argument. None: every shard gets the whole call."""
+    its part of that argument; or TO_ALL."""
     join: Callable[[list[Any]], Any]
     """Makes one result of the shards' results."""
     is_home_last: bool = False
     """One shard after another, the home shard last: what it holds then holds in all."""
+
+    def __call__(self, verb: V) -> V:
+        ROUTES[verb.__name__] = self
+        return verb
 
     async def send(
         self, shards: Sequence[Any], verb: str, given: tuple[Any, ...], options: Mapping[str, Any]
@@ -91,54 +101,23 @@ class Route:
         return self.join(list(await asyncio.gather(*sent)))
 
 
-ROUTES: dict[str, Route] = {}
-"""The route of each verb that has one; the others are written out in ShardedReplayBuffer."""
-
-
-def routed(route: Route) -> Callable[[V], V]:
-    """Gives a verb its route."""
-
-    def note(verb: V) -> V:
-        ROUTES[verb.__name__] = route
-        return verb
-
-    return note
-
-
-def _holder(target: str | TrajectoryGroup, num_shards: int) -> dict[int, Any]:
+def at_group(target: str | TrajectoryGroup, num_shards: int) -> dict[int, Any]:
+    """To the shard that holds the group of the first argument."""
     group_id = target if isinstance(target, str) else target.group_id
     return {shard_of(group_id, num_shards): target}
 
 
-def _lease_parts(lease: Lease, num_shards: int) -> dict[int, Lease]:
+def by_lease(lease: Lease, num_shards: int) -> dict[int, Lease]:
+    """To the shards that hold groups of a lease, each with its part."""
     return {
         k: replace(lease, group_ids=tuple(ids), groups=())
         for k, ids in ids_by_shard(lease.group_ids, num_shards).items()
     }
 
 
-AT_GROUP = Route(split=_holder, join=lambda results: results[0])
-"""To the shard that holds the group of the first argument."""
-
-
-def by_id(join: Callable[[list[Any]], Any]) -> Route:
-    """To the shards that hold any of the ids in the first argument, each with its own."""
-    return Route(split=ids_by_shard, join=join)
-
-
-def by_lease(join: Callable[[list[Any]], Any]) -> Route:
-    """To the shards that hold groups of a lease, each with its part."""
-    return Route(split=_lease_parts, join=join)
-
-
-def to_all(join: Callable[[list[Any]], Any]) -> Route:
-    """To all shards at the same time."""
-    return Route(join=join)
-
-
-def home_last(join: Callable[[list[Any]], Any]) -> Route:
-    """To all shards in turn, the home shard last."""
-    return Route(join=join, is_home_last=True)
+def only(results: list[Any]) -> Any:
+    """The result of the one shard that was called."""
+    return results[0]
 
 
 def nothing(_: list[Any]) -> None:

@@ -33,13 +33,11 @@ from msgspec.structs import astuple
 
 from buffer.lease import BatchNotReady, Formed, LeaseRequest, Refused, Renumbered
 from buffer.redis.client import BufferRedis
-from buffer.redis.deadline import Deadline
-from buffer.redis.keys import check_group_id
 from buffer.redis.replies import Reply
 from buffer.redis.scripts import BOUND
 from buffer.redis.wakeups import Wake
-from buffer.replay_buffer import ReplayBuffer, no_room
-from buffer.results import Admission, Lease, Reconciled, TaskProgress
+from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Lease, Reconciled, TaskProgress
 from buffer.shard_routes import ROUTES, Route, id_in_shard, ids_by_shard, shard_of
 from buffer.types import PromptRef, TrajectoryGroup
 from configs.schema import BufferConfig
@@ -86,7 +84,6 @@ class Taken(Reply):
     ids: tuple[str, ...]
     """The requested groups that were ready and fresh, in the requested order."""
     costs: tuple[int, ...]
-    deadline_ms: int
     mask_below_version: int | None
     renumbered: Renumbered
 
@@ -97,7 +94,6 @@ class StillLeased(Reply):
     ids: frozenset[str]
     num_consumed: int
     """If it is not 0, the step is done."""
-    deadline_ms: int
     renumbered: Renumbered
 
 
@@ -156,10 +152,6 @@ class Shard(ReplayBuffer):
             lease_ms=lease_ms,
             group_ids=ids,
         )
-
-    async def give_back(self, token: str, ids: Sequence[str]) -> None:
-        """Returns groups of a batch that is not formed after all."""
-        await self._return(token, ids, "incomplete")
 
     async def record(self, request: LeaseRequest, formed: Formed) -> bool:
         """At the home shard: records the step's batch and releases the lock.
@@ -221,34 +213,16 @@ class ShardedReplayBuffer(ReplayBuffer):
         return list(await asyncio.gather(*(call(self.shards[k], ids) for k, ids in parts.items())))
 
     async def create(
-        self,
-        settings: BufferConfig,
-        groups_per_step: int,
-        oversampling: float,
-        replaced: Collection[str],
-        gradient_accumulation_steps: int,
+        self, settings_of: Callable[[int], dict[str, str | int]], replaced: Collection[str]
     ) -> None:
         for shard in self._home_last:  # once the home shard has settings, all shards are open
-            await shard.create(
-                settings, groups_per_step, oversampling, replaced, gradient_accumulation_steps
-            )
+            await shard.create(settings_of, replaced)
 
-    async def admit(self, group_id: str, timeout_s: float) -> Admission:
-        check_group_id(group_id)
-        deadline, num_shards = Deadline(timeout_s), self.num_shards
+    def _places(self, group_id: str) -> list[tuple[ReplayBuffer, str]]:
         # The first shard to try: the same for a retry, evenly spread over many ids.
-        first = crc32(group_id.encode())
-        while True:
-            credits = []
-            for k in (number % num_shards for number in range(first, first + num_shards)):
-                credit = await self.shards[k].try_admit(own := id_in_shard(group_id, k, num_shards))
-                if credit.is_given:
-                    return Admission(own, credit.version)
-                credits.append(credit)
-            if not deadline.left_s:
-                in_use, limit = sum(c.in_use for c in credits), sum(c.limit for c in credits)
-                raise no_room(group_id, timeout_s, in_use, limit)
-            await self._wake.wait([credit.seen for credit in credits], deadline.left_s)
+        first, number = crc32(group_id.encode()), self.num_shards
+        turns = [k % number for k in range(first, first + number)]
+        return [(self.shards[k], id_in_shard(group_id, k, number)) for k in turns]
 
     async def take_retry(self, group_id: str | None = None) -> PromptRef | None:
         if group_id is not None:
@@ -299,7 +273,6 @@ class ShardedReplayBuffer(ReplayBuffer):
             raise Refused("conflict", *arguments).error(request)
         return Formed(
             lease_token=record.lease_token,
-            deadline_ms=min(reply.deadline_ms for reply in replies if reply.ids),
             ids=record.ids,
             costs=record.costs,
             still_leased=found,
@@ -333,7 +306,6 @@ class ShardedReplayBuffer(ReplayBuffer):
         masked = [r.mask_below_version for r in replies if r.mask_below_version is not None]
         formed = Formed(
             lease_token=token,
-            deadline_ms=min(r.deadline_ms for r in replies if r.ids) + self._lease_ms - short_ms,
             ids=tuple(taken),
             costs=tuple(taken.values()),
             still_leased=frozenset(taken),
@@ -347,7 +319,8 @@ class ShardedReplayBuffer(ReplayBuffer):
         return formed
 
     async def _give_back(self, token: str, group_ids: Iterable[str]) -> None:
-        await self._holding(group_ids, lambda shard, ids: shard.give_back(token, ids))
+        """Returns groups of a batch that is not formed after all."""
+        await self._holding(group_ids, lambda shard, ids: shard.give_back(token, ids, "incomplete"))
 
     async def _choose(self, request: LeaseRequest, num_taken: int) -> list[str] | BatchNotReady:
         """Ids of the groups that the selector puts first over all shards, to fill the batch or, if
@@ -406,25 +379,21 @@ class ShardedReplayBuffer(ReplayBuffer):
             untrained = progress.untrained[k :: self.num_shards]
             await shard.restore_progress(replace(progress, untrained=untrained))
 
-    async def reconcile(
-        self,
-        lineage: str,
-        *,
-        step: int,
-        version: int,
-        resume_version: int,
-        consumed_group_ids: Collection[str] = (),
-        durable_step: int | None = None,
-    ) -> Reconciled:
+    async def begin_reconcile(
+        self, lineage: str, step: int, version: int, resume_version: int, durable_step: int
+    ) -> None:
         # The shards' trainer versions differ if a trainer died while it announced one. Call the
         # shard with the newest first, which may refuse the new version.
         versions = await asyncio.gather(
             *(shard.setting("trainer_version") for shard in self.shards)
         )
-        durable = step if durable_step is None else durable_step
-        newest_first = sorted(range(self.num_shards), key=lambda k: -(versions[k] or 0))
-        for k in newest_first:
-            await self.shards[k].begin_reconcile(lineage, step, version, resume_version, durable)
+        for k in sorted(range(self.num_shards), key=lambda k: -(versions[k] or 0)):
+            shard = self.shards[k]
+            await shard.begin_reconcile(lineage, step, version, resume_version, durable_step)
+
+    async def finish_reconcile(
+        self, lineage: str, consumed_group_ids: Collection[str]
+    ) -> Reconciled:
         consumed = ids_by_shard(consumed_group_ids, self.num_shards)
         parts = [
             await shard.finish_reconcile(lineage, consumed.get(shard.keys.shard, ()))

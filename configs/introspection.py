@@ -122,22 +122,19 @@ def named_settings() -> dict[str, tuple[Setting, ...]]:
     }
 
 
-def mapping_of(name: str) -> str:
-    """The key in `named_settings` of a setting that is in one of its mappings; otherwise "".
-
-    Example: mapping_of("task.tasks.sums.rewards.right.kind") == "task.rewards.NAME"
-    """
-    return _in_mapping(name)[0]
-
-
 def named_setting(name: str) -> Setting | None:
     """The setting of a mapping whose section the user named."""
-    mapping, rest = _in_mapping(name)
+    mapping, rest = in_mapping(name)
     every = named_settings().get(mapping, ())
     return next((setting for setting in every if setting.name == f"{mapping}.{rest}"), None)
 
 
-def _in_mapping(name: str) -> tuple[str, str]:
+def in_mapping(name: str) -> tuple[str, str]:
+    """The key in `named_settings` of a setting that is in one of its mappings, and its name there;
+    otherwise "" and "".
+
+    Example: in_mapping("task.tasks.sums.rewards.right.kind") == ("task.rewards.NAME", "kind")
+    """
     words = name.split(".")
     for place in range(len(words) - 3, 0, -1):  # the innermost: a task of a mixture has rewards
         if (mapping := f"{words[0]}.{words[place]}") in NAMED_SECTIONS:

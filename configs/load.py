@@ -42,7 +42,7 @@ from configs.introspection import (
     all_sections,
     all_settings,
     describe_type,
-    mapping_of,
+    in_mapping,
     named_setting,
     named_settings,
     setting_named,
@@ -600,11 +600,12 @@ def _absolute_tool(name: str) -> str:
 
 def _unknown(name: str) -> str:
     """The message for an unknown setting: the nearest name, or the names in its section."""
-    names = [setting.name for setting in named_settings().get(mapping_of(name), all_settings())]
+    mapping, _ = in_mapping(name)
+    names = [setting.name for setting in named_settings().get(mapping, all_settings())]
     guess = _nearest(name, names)
     if guess:
         return f"there is no such setting;{guess} (docs/configuration.md lists all)"
-    section = mapping_of(name) or name.rpartition(".")[0]
+    section = mapping or name.rpartition(".")[0]
     while section and section not in all_sections() and section not in named_settings():
         section = section.rpartition(".")[0]
     if section:

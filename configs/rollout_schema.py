@@ -198,14 +198,9 @@ class EngineConfig(Section):
         return "--dtype" in _flags(self.extra_args)
 
     @property
-    def quantizes_cache(self) -> bool:
-        """A server rounds the keys and values of earlier tokens."""
-        return _CACHE_DTYPE in _flags(self.extra_args)
-
-    @property
     def quantizes(self) -> list[str]:
         """The `extra_args` by which the server computes in another precision than `dtype`."""
-        return [flag for flag in _flags(self.extra_args) if flag in ("--dtype", _CACHE_DTYPE)]
+        return [flag for flag in _flags(self.extra_args) if flag in ("--dtype", CACHE_DTYPE)]
 
     @property
     def splitting_args(self) -> list[str]:
@@ -221,7 +216,8 @@ class EngineConfig(Section):
 
 _DP_SIZE = ("--dp-size", "--data-parallel-size", "--dp")
 _EP_SIZE = ("--ep-size", "--expert-parallel-size", "--ep")
-_CACHE_DTYPE = "--kv-cache-dtype"
+CACHE_DTYPE = "--kv-cache-dtype"
+"""A server rounds the keys and values of earlier tokens."""
 _WITHOUT_ROUTES = (
     "--speculative-algorithm",
     "--enable-hierarchical-cache",  # a prefix that comes back has the experts of other tokens

@@ -47,7 +47,7 @@ from configs.choices import (
     TailPolicy,
     TaskKind,
 )
-from configs.rollout_schema import TEST_TIME_FRACTION, RolloutConfig, TaskConfig
+from configs.rollout_schema import CACHE_DTYPE, TEST_TIME_FRACTION, RolloutConfig, TaskConfig
 
 RUN_NAME = matching(
     "[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
@@ -590,7 +590,7 @@ class Config(Section):
         )
         reads_ratio = algorithm.loss.ANCHOR == "proximal" and algorithm.policy_weight > 0
         yield Rule(
-            is_weighted or not (reads_ratio and engine.quantizes_cache),
+            is_weighted or not (reads_ratio and CACHE_DTYPE in engine.quantizes),
             "algorithm.correction",
             "with --kv-cache-dtype in rollout.engine.extra_args engines sample from another policy "
             "than the one that is trained: weight their tokens, as by [{kind: tis_token}]",

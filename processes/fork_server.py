@@ -250,7 +250,9 @@ class _Server:
             return None
         for name in self._imports:
             import_module(name)
-        _keep_memory_shared()
+        # A collection would write to each object, and so copy it into every forked process.
+        gc.collect()
+        gc.freeze()
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -322,12 +324,6 @@ def _introduce_itself(connection: socket.socket) -> None:
     connection.close()
 
 
-def _keep_memory_shared() -> None:
-    """A collection would write to each object, and so copy it into every forked process."""
-    gc.collect()
-    gc.freeze()
-
-
 def _set_title(title: str) -> None:
     from setproctitle import setproctitle  # SGLang needs it as well
 
@@ -386,16 +382,13 @@ def _show_environment(environment: Mapping[str, str]) -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[_ENV_START]), int(fields[_ENV_END])
     data = b""
-    for name in sorted(filter(_is_shown, environment), key=lambda name: name != RUN_VARIABLE):
+    shown = [name for name in environment if name.startswith("LEASH_")]
+    for name in sorted(shown, key=lambda name: name != RUN_VARIABLE):
         entry = f"{name}={environment[name]}\0".encode()
         if len(data) + len(entry) < end - start:
             data += entry
     # Nothing points there any more: os.environ has put copies of its own in their place.
     ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
-
-
-def _is_shown(name: str) -> bool:
-    return name.startswith("LEASH_")
 
 
 def main(folder: str, listeners: str, imports: str, when: str) -> _Request | None:

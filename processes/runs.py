@@ -41,11 +41,10 @@ def run_processes(run_id: str, temporary: Path | None = None) -> list[psutil.Pro
     """
     found = []
     for process in psutil.process_iter():
-        try:
+        # It may have ended, or belong to another user.
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             if process.pid != os.getpid() and _belongs(process, run_id, temporary):
                 found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # it has ended, or belongs to another user
     return found
 
 
@@ -112,10 +111,8 @@ def end_processes(
 
 def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def _name(process: psutil.Process) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -63,14 +64,12 @@ def kill(processes: Iterable[psutil.Process], timeout_s: float) -> None:
     """
     killed = []
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             if _is_tracker(process):
                 process.resume()
             else:
                 killed.append(process)
                 process.kill()
-        except psutil.NoSuchProcess:
-            continue
     psutil.wait_procs(killed, timeout=timeout_s)
 
 

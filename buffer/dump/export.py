@@ -115,7 +115,8 @@ async def _fetch_groups(
                 pipe.hmget(keys(f"group:{group_id}"), ["bytes", "chunks"])
             replies = await pipe.execute(raise_on_error=False)
         sizes = [
-            (0, 0) if isinstance(of_group, Exception) else _sizes(*of_group) for of_group in replies
+            (0, 0) if isinstance(of, Exception) else (number(of[0]), min(number(of[1]), MAX_CHUNKS))
+            for of in replies
         ]
         for batch in _batches(list(zip(some, sizes, strict=True))):
             for group in await _fetch(redis, keys, batch):
@@ -129,10 +130,6 @@ async def _fetch_tokens(redis: Redis, keys: Keys) -> AsyncIterator[DumpedTokens]
         if parts:
             found = {readable(part): tokens for part, tokens in parts.items()}
             yield DumpedTokens(prompt=prompt, parts=found)
-
-
-def _sizes(num_bytes: bytes | None, chunks: bytes | None) -> tuple[int, int]:
-    return number(num_bytes), min(number(chunks), MAX_CHUNKS)
 
 
 def _batches(groups: Sequence[tuple[str, tuple[int, int]]]) -> Iterable[list[tuple[str, int]]]:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.connection import ConnectionPool
 
-from buffer.redis.payloads import Allocate, PayloadConnection, PayloadConnections, Value
+from buffer.redis.payloads import Allocate, PayloadConnection, PayloadConnections
 
 T = TypeVar("T")
 
@@ -125,7 +125,7 @@ class BufferRedis(Redis):
             for reply in replies
         ]
 
-    async def receive(self, keys: Sequence[str], allocate: Allocate) -> list[Value]:
+    async def receive(self, keys: Sequence[str], allocate: Allocate) -> list[memoryview | None]:
         """The values of keys of one slot, in memory of `allocate`; None where there is no key."""
         replies = await self._use_connection(keys[0], lambda one: one.receive(keys, allocate))
         for reply in replies:

@@ -29,29 +29,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
 from buffer.redis.address import PASSWORD_VARIABLE, address
-from buffer.redis.client import (
-    SOCKET_TIMEOUT_S,
-    TRY_FOR_S,
-    BufferConnectionError,
-    BufferRedis,
-    DamagedRunError,
-    DiskFullError,
-    MemoryFullError,
-    NotAllowedError,
-)
+from buffer.redis.client import SOCKET_TIMEOUT_S, TRY_FOR_S, BufferConnectionError, BufferRedis
 from buffer.redis.cluster import ClusterRedis
 from buffer.redis.payloads import enlarge
 from configs.schema import BufferConfig
-
-__all__ = [
-    "BufferConnectionError",
-    "DamagedRunError",
-    "DiskFullError",
-    "MemoryFullError",
-    "NotAllowedError",
-    "connect",
-    "connect_as",
-]
 
 MIN_VERSION = (7, 0)
 

@@ -1,41 +1,7 @@
 """Redis keys of a run. All keys of one shard share a hash tag, so they are in one slot.
 
-{leash:RUN}:settings         HASH    max_staleness, trainer_version and the other live settings
-{leash:RUN}:running          ZSET    groups being generated, by the oldest version of their tokens
-{leash:RUN}:credits          ZSET    the same, by the deadline of their credit (ms)
-{leash:RUN}:ready            ZSET    groups to be trained, by gate version * 2^32 + sequence number
-{leash:RUN}:order            ZSET    the same in the selector's order; only with fifo and shortest
-{leash:RUN}:leased           ZSET    groups being trained, by the deadline of their lease (ms)
-{leash:RUN}:consumed         ZSET    groups whose step is done, by step
-{leash:RUN}:quarantined      ZSET    quarantined groups, by the time they were put there (ms)
-{leash:RUN}:retries          LIST    prompts to run again: 'attempt index task', or 'attempt+reruns
-                                     index task' if a worker died while running it
-{leash:RUN}:prompts          HASH    prompt of each running group, by its id, written the same way
-{leash:RUN}:failures         HASH    how often the groups of a prompt failed, by 'index task'
-{leash:RUN}:quarantined_prompts  HASH  prompts that are no longer run: 'ms times reason'
-{leash:RUN}:group:ID         HASH    a group's metadata; its state outlives the payload for a while
-{leash:RUN}:payload:ID       STRING  the encoded group, or the index of its chunks
-{leash:RUN}:payload:ID:N     STRING  its chunks, above 64 MB
-{leash:RUN}:lease:STEP       HASH    the global batch of one step
-{leash:RUN}:batches          ZSET    the steps that have a batch
-{leash:RUN}:forming          STRING  lock of the process that forms a batch from several shards
-{leash:RUN}:lineages         ZSET    every lineage that ever owned the buffer, in order
-{leash:RUN}:reconcile        HASH    progress of the last reconcile
-{leash:RUN}:stats            HASH    counters
-{leash:RUN}:events           STREAM  what happened to which group; bounded
-{leash:RUN}:wake:NAME        STREAM  wakes waiters: room, batch, version, settings, engines, ...
-{leash:RUN}:engine_versions  HASH    version that each live engine serves
-{leash:RUN}:engine_urls      HASH    URL of each engine, also of one that serves nothing yet
-{leash:RUN}:draining         HASH    live engines that get no new requests before a commit
-{leash:RUN}:commit_gate      ZSET    engines paused for a commit, by the end of their pause (ms)
-{leash:RUN}:receivers        HASH    URL of each receiver of weights
-{leash:RUN}:staged           HASH    version that each receiver staged last
-{leash:RUN}:weights          HASH    available: the newest version that a receiver has whole
-{leash:RUN}:probes           HASH    by version: what the trainer computed, see probes.py
-{leash:RUN}:tasks            HASH    each worker's position in its tasks; the highest of all shards
-{leash:RUN}:waits, :counters, :metrics, :phase   see run_state.py
-
-These are the names of shard 0, the home of a run. Shard 1 begins with {leash:RUN:1}, and so on.
+docs/buffer.md#every-key lists what each holds. Shard 0, the home of a run, has the prefix
+{leash:RUN}; shard 1 has {leash:RUN:1}, and so on.
 """
 
 from __future__ import annotations

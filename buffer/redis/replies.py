@@ -24,9 +24,9 @@ def is_number(text: str | bytes) -> bool:
     return len(text) <= 20 and digits.isdigit() and digits.isascii()
 
 
-def number(text: str | bytes | None, otherwise: int = 0) -> int:
-    """The text as an integer, or `otherwise` if it is none."""
-    return int(text) if text is not None and is_number(text) else otherwise
+def number(text: str | bytes | None) -> int:
+    """The text as an integer, or 0 if it is none."""
+    return int(text) if text is not None and is_number(text) else 0
 
 
 def setting_number(name: str, text: str) -> float:

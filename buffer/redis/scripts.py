@@ -34,7 +34,8 @@ _FOLDER = Path(__file__).parent.parent / "lua"
 _LOOK_AGAIN_S = 0.2
 BOUND = 32
 """Groups that one script call may move: far below 10 ms even at a busy server."""
-_INCLUDE = re.compile(r"^-- @include (lib/\w+)$", re.MULTILINE)
+_WORD = re.compile(r"[A-Za-z_]\w*")
+_DEFINITION = re.compile(r"^local (?:function )?([\w, ]+)", re.MULTILINE)
 
 
 class RunNotOpenError(RuntimeError):
@@ -48,24 +49,47 @@ def source(name: str) -> str:
 
 
 def assemble(script: Path) -> str:
-    """The files of lib/ that a script includes, each once, followed by the script.
+    """The script after the files of lib/ that define what it uses, each once, base.lua first.
 
     The script becomes the body of a function, so that settle() runs wherever it returns.
     """
-    text = script.read_text()
-    library: dict[str, str] = {}
-    for name in ("lib/base", *_INCLUDE.findall(text)):
-        _include(name, library)
-    main = f"local function main()\n{text}end\nlocal reply = main()\nsettle()\nreturn reply\n"
-    return "".join((*library.values(), main))
+    linked: dict[str, str] = {}
+    _link("base", linked)
+    main = f"local function main()\n{script.read_text()}end\n"
+    for needed in _libraries_of(main):
+        _link(needed, linked)
+    return "".join((*linked.values(), main, "local reply = main()\nsettle()\nreturn reply\n"))
 
 
-def _include(name: str, library: dict[str, str]) -> None:
-    if name not in library:
-        text = (_FOLDER / f"{name}.lua").read_text()
-        for needed in _INCLUDE.findall(text):
-            _include(needed, library)
-        library[name] = text
+def _link(library: str, linked: dict[str, str]) -> None:
+    """Adds a file of lib/ to `linked`, after those that define what it uses."""
+    text = (_FOLDER / "lib" / f"{library}.lua").read_text()
+    for needed in _libraries_of(text):
+        if needed not in (library, *linked):
+            _link(needed, linked)
+    linked.setdefault(library, text)
+
+
+def _libraries_of(text: str) -> list[str]:
+    """The files of lib/ that define a name in this text."""
+    homes = _homes()
+    return sorted({homes[word] for word in _WORD.findall(_code(text)) if word in homes})
+
+
+@cache
+def _homes() -> dict[str, str]:
+    """The file of lib/ that defines each name."""
+    return {
+        name: path.stem
+        for path in (_FOLDER / "lib").glob("*.lua")
+        for names in _DEFINITION.findall(_code(path.read_text()))
+        for name in _WORD.findall(names)
+    }
+
+
+def _code(text: str) -> str:
+    """The text without comments and strings."""
+    return re.sub(r"'[^']*'", "''", re.sub(r"--.*", "", text))
 
 
 @cache

@@ -95,24 +95,25 @@ class EmbeddedServer:
         self,
         folder: Path,
         config: BufferConfig,
-        host: str,
         log_path: Path,
-        port: int,
-        password: str,
-        extra: Mapping[str, str],
-        binary: Path,
-        outlives: bool,
+        url: str,
+        *,
+        extra: Mapping[str, str] = MappingProxyType({}),
+        binary: Path | None = None,
+        outlives: bool = False,
     ) -> None:
-        self.url = f"redis://default:{password}@{host}:{port}/0"
-        self._host, self._port, self._password = host, port, password
-        self._folder, self._log_path = folder, log_path
+        place = urlsplit(url)
+        assert place.hostname and place.port and place.password, "of a server started here"
+        self.url = url
+        self._host, self._port, self._password = place.hostname, place.port, place.password
+        self._folder, self._log_path = folder.resolve(), log_path
         self._start_timeout_s = config.start_timeout_s
-        self._command = [str(binary), str(folder / "server.conf")]
+        self._command = [str(binary or find_binary()), str(self._folder / "server.conf")]
         self._config = _CONFIG.format(
-            host=host,
-            port=port,
-            password=password,
-            folder=_quoted(folder),
+            host=self._host,
+            port=self._port,
+            password=self._password,
+            folder=_quoted(self._folder),
             log=_quoted(log_path.resolve()),
             appendfsync=config.appendfsync.value,
         ) + "".join(f"{name} {value}\n" for name, value in extra.items())
@@ -144,10 +145,12 @@ class EmbeddedServer:
         password = password or secrets.token_urlsafe(24)
         folder.mkdir(parents=True, exist_ok=True)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        folder = folder.resolve()
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             chosen = port if port is not None else _free_port(host)
-            server = cls(folder, config, host, log_path, chosen, password, extra, binary, outlives)
+            url = f"redis://default:{password}@{host}:{chosen}/0"
+            server = cls(
+                folder, config, log_path, url, extra=extra, binary=binary, outlives=outlives
+            )
             try:
                 server.restart()
                 return server
@@ -160,19 +163,7 @@ class EmbeddedServer:
     def adopt(cls, folder: Path, config: BufferConfig, log_path: Path, url: str) -> EmbeddedServer:
         """The server at `url` that another process started to outlive it; it is started again if
         it has ended. Raises ServerStartError as `start` does."""
-        address = urlsplit(url)
-        assert address.hostname and address.port and address.password, "of a server started here"
-        server = cls(
-            folder.resolve(),
-            config,
-            address.hostname,
-            log_path,
-            address.port,
-            address.password,
-            {},
-            find_binary(),
-            outlives=True,
-        )
+        server = cls(folder, config, log_path, url, outlives=True)
         try:
             with server._client() as client:
                 server._child = Adopted(int(client.info("server")["process_id"]))

@@ -52,10 +52,6 @@ class FlatGroup:
             spans=np.array([number for rows in spans for number in rows], U4).reshape(-1, 3),
         )
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
     def check(self, tokens: Array, logprobs: Array) -> None:
         """Raises ValueError unless these tokens and log-probabilities, [N], may be trained on.
 

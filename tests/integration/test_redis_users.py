@@ -16,7 +16,8 @@ from redis.asyncio import Redis
 from buffer.connect import Buffer, buffer_on
 from buffer.dump.export import dump_buffer
 from buffer.probes import Probes
-from buffer.redis.connection import NotAllowedError, connect
+from buffer.redis.client import NotAllowedError
+from buffer.redis.connection import connect
 from buffer.redis.scripts import script_names, source
 from buffer.redis.server import EmbeddedServer, find_binary
 from buffer.replay_buffer import ReplayBuffer

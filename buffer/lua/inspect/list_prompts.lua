@@ -1,9 +1,6 @@
 -- The prompts that were begun and are not trained by a step, and each worker's position in its tasks.
 -- Request: step.
 -- Reply: TaskPrompts: {worker, position, ...}, {'attempt index task', ...}
--- @include lib/group
--- @include lib/prompts
--- @include lib/running
 local prompts = {}
 local function add(texts)
   for _, text in ipairs(texts) do

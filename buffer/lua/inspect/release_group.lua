@@ -1,10 +1,5 @@
 -- quarantined -> ready, as if it had never been leased.
 -- Request: group_id.   Reply: 1 if it left quarantine, 0 if it was not there, -1 if its hash is damaged.
--- @include lib/drop
--- @include lib/group
--- @include lib/lineage
--- @include lib/quarantined
--- @include lib/return
 local id = request.group_id
 if redis.call('ZREM', QUARANTINED, id) == 0 then return 0 end
 local num_bytes = finite(fields_of(id, 'bytes')[1], 0)

@@ -1,7 +1,5 @@
 -- Takes a prompt out of quarantine: it runs again with a clean record, or is forgotten.
 -- Request: task, index, runs_again.   Reply: 1 if it was in quarantine, else 0.
--- @include lib/prompts
--- @include lib/quarantined_prompts
 local field = request.index .. ' ' .. request.task
 redis.call('HDEL', FAILURES, field) -- also if another shard quarantined it
 if redis.call('HDEL', QUARANTINED_PROMPTS, field) == 0 then return 0 end

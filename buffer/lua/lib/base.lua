@@ -1,9 +1,9 @@
 -- Common to all scripts: the run's settings, number parsing, and counters and wake-ups, which a call
 -- collects and writes once.
 --
--- Scripts and files of lib/ include files of lib/ by `-- @include lib/...`. scripts.py puts them before
--- the script, each once, base.lua first. The script becomes the body of main(); settle() runs wherever
--- it returns. The server creates all functions anew at every call, so files of lib/ are small.
+-- scripts.py puts the files of lib/ that define what a script uses before it, each once, base.lua first.
+-- The script becomes the body of main(); settle() runs wherever it returns. The server creates all
+-- functions anew at every call, so files of lib/ are small.
 --
 -- Convention:
 --   KEYS[1]  the shard's prefix, '{leash:RUN}'. All keys are made from it: one hash tag, one slot.

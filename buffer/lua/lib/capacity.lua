@@ -1,5 +1,3 @@
--- @include lib/group
-
 -- Whether a group would fit if all ready groups were evicted. At most a few batches are leased.
 local function fits_beside_leased(num_bytes, max_groups, max_bytes)
   local num_leased = redis.call('ZCARD', LEASED)

@@ -1,9 +1,4 @@
 -- Chooses the groups of a batch, and tells how long to wait for more.
--- @include lib/drop
--- @include lib/group
--- @include lib/leash
--- @include lib/ready
--- @include lib/running
 
 -- Whether an id may have been pushed: UTF-8 without white space and colons. (The patterns also accept
 -- some invalid code points.)

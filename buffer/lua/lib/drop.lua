@@ -1,7 +1,3 @@
--- @include lib/audit
--- @include lib/prompts
--- @include lib/tombstones
-
 local function length_of(tokens)
   return tokens <= 1024 and '<=1k' or tokens <= 4096 and '<=4k' or tokens <= 16384 and '<=16k'
     or tokens <= 65536 and '<=64k' or '>64k'

@@ -1,5 +1,3 @@
--- @include lib/group
-
 -- Adds {id, {version...}} to `renumbered` for a group that a rollback has renumbered.
 local function add_renumbered(renumbered, id, versions)
   local numbers = {}
@@ -22,6 +20,3 @@ local function held_by(lease_token, ids)
   end
   return held, num_consumed, renumbered
 end
-
--- The deadline of a lease, for a repeated call.
-local function deadline_of(id) return whole(finite(redis.call('ZSCORE', LEASED, id), now_ms())) end

@@ -8,7 +8,6 @@
 --
 -- settings.rollbacks holds the rollbacks as 'last:resume last:resume', oldest first. num_rollbacks counts all
 -- rollbacks ever; a group's field `rollbacks` is the number of them applied to its versions.
--- @include lib/group
 
 local MAX_ROLLBACKS = 32
 

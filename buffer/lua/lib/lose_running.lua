@@ -1,10 +1,3 @@
--- @include lib/audit
--- @include lib/kept
--- @include lib/prompts
--- @include lib/quarantined_prompts
--- @include lib/running
--- @include lib/tombstones
-
 -- Deaths of workers that prove nothing against a prompt: many others were under way, and a worker may die
 -- for any reason. After so many it runs alone (worker/loop.py); dies its worker then too, it is at fault.
 local MAX_DEATHS = 2

@@ -1,5 +1,4 @@
 -- Prompts, and the queue of prompts to run again.
--- @include lib/audit
 
 local RETRIES = PREFIX .. 'retries'
 

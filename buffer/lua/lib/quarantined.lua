@@ -1,6 +1,3 @@
--- @include lib/audit
--- @include lib/group
-
 local QUARANTINED = PREFIX .. 'quarantined'
 
 local function to_quarantine(id, reason, num_bytes)

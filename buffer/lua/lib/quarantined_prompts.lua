@@ -1,5 +1,4 @@
 -- Prompts that are no longer run, and how often the others have failed.
--- @include lib/audit
 
 local FAILURES = PREFIX .. 'failures'
 local QUARANTINED_PROMPTS = PREFIX .. 'quarantined_prompts'

@@ -1,8 +1,4 @@
 -- Returns groups to ready.
--- @include lib/audit
--- @include lib/group
--- @include lib/quarantined
--- @include lib/ready
 
 -- Moves a group that is in no set to ready; `event` says why. False if its hash is damaged.
 local function to_ready(id, event, ...)

@@ -1,5 +1,4 @@
 -- Groups that are being generated.
--- @include lib/kept
 
 local RUNNING = PREFIX .. 'running'
 local CREDITS = PREFIX .. 'credits'

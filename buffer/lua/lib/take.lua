@@ -1,10 +1,4 @@
 -- ready -> leased
--- @include lib/audit
--- @include lib/group
--- @include lib/held
--- @include lib/leash
--- @include lib/quarantined
--- @include lib/ready
 
 local sets_of_groups = {ready = READY, leased = LEASED, consumed = key('consumed'),
   quarantined = QUARANTINED}

@@ -1,9 +1,4 @@
 -- Bounded clean-up of expired leases and stale ready groups.
--- @include lib/drop
--- @include lib/group
--- @include lib/leash
--- @include lib/ready
--- @include lib/return
 
 -- Moves at most `limit` groups with an expired lease to ready.
 local function expire_leases(limit)

@@ -1,5 +1,4 @@
 -- Ends groups: deletes payloads and leaves tombstones.
--- @include lib/group
 
 local function is_tombstone(state)
   return state == 'acked' or state == 'abandoned' or string.sub(state, 1, 8) == 'dropped:'

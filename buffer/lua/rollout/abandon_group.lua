@@ -4,10 +4,6 @@
 -- Reply: 1 if the group was running, else 0.
 -- If its prompt runs again, a late push of the group is a duplicate. If it was stopped, what is kept of
 -- its tokens stays.
--- @include lib/audit
--- @include lib/prompts
--- @include lib/running
--- @include lib/tombstones
 local id, reason, rule = request.group_id, request.reason, request.rerun
 local prompt = request.prompt or redis.call('HGET', PROMPTS, id)
 if leave_running({id}, reason == 'stopped' and rule == 'always') == 0 then return 0 end

@@ -1,9 +1,6 @@
 -- Gives a new group a credit to be generated, if there is room.
 -- Request: group_id, credit_ms (how long the credit lasts unless it is renewed).
 -- Reply: Credit: 1 if it was given, trainer version; if not, last wake, in use, limit
--- @include lib/audit
--- @include lib/leash
--- @include lib/running
 local id, expiry = request.group_id, whole(now_ms() + request.credit_ms)
 
 if redis.call('ZSCORE', RUNNING, id) then

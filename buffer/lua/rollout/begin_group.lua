@@ -2,10 +2,6 @@
 -- lost if the worker dies. A repeated call replaces the prompt.
 -- Request: group_id, prompt ('attempt index task'), worker, position.
 -- Reply: 1 | 0 if the group is not running (nothing is recorded).
--- @include lib/audit
--- @include lib/kept
--- @include lib/prompts
--- @include lib/running
 local id, text, worker = request.group_id, request.prompt, request.worker
 if not redis.call('ZSCORE', RUNNING, id) then return 0 end
 local tasks, prompt = key('tasks'), read_prompt(text)

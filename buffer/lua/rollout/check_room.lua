@@ -1,7 +1,5 @@
 -- Whether a push of so many bytes would fit: a cheap check before the payload is sent again.
 -- Request: num_bytes.   Reply: Space: 1 or 0, last wake, groups, bytes in use
--- @include lib/capacity
--- @include lib/group
 local capacity = redis.call('HMGET', SETTINGS, 'capacity_groups', 'capacity_bytes', 'on_full')
 local held = redis.call('HMGET', STATS, 'bytes', 'bytes_consumed', 'bytes_quarantined')
 local num_groups = redis.call('ZCARD', READY) + redis.call('ZCARD', LEASED)

@@ -2,10 +2,6 @@
 -- failed too often.
 -- Request: group_id, prompt ('attempt index task'), max_failures (then the prompt is quarantined).
 -- Reply: Failure: failures of the prompt so far, 1 if it is quarantined | nil if the group was not running.
--- @include lib/audit
--- @include lib/prompts
--- @include lib/quarantined_prompts
--- @include lib/running
 local id, prompt = request.group_id, read_prompt(request.prompt)
 if leave_running({id}) == 0 then return nil end
 local field = prompt.index .. ' ' .. prompt.task

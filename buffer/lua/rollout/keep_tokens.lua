@@ -4,11 +4,6 @@
 -- Lua may copy them.
 -- Reply: 1 | 0 if the group is not running (nothing is kept)
 --      | -1 if on_stale=wait could not wait for a group with such old tokens (nothing is kept).
--- @include lib/group
--- @include lib/kept
--- @include lib/leash
--- @include lib/lineage
--- @include lib/running
 local id = request.group_id
 local score = redis.call('ZSCORE', RUNNING, id)
 local text = score and redis.call('HGET', PROMPTS, id)

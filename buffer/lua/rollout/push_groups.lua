@@ -3,15 +3,6 @@
 -- Reply: a PushReply for each: 'stored' | 'duplicate' | 'stale' | 'abandoned_lineage'
 --      | 'missing' (the payload is gone: send it again) | 'again' (more to evict)
 --      | 'full' or 'too_large', groups, bytes, capacity in groups, in bytes, on_full
--- @include lib/audit
--- @include lib/capacity
--- @include lib/drop
--- @include lib/group
--- @include lib/leash
--- @include lib/lineage
--- @include lib/ready
--- @include lib/running
--- @include lib/tombstones
 local bound, num_evicted = bound_of(request.bound), 0
 local rules = redis.call('HMGET', SETTINGS, 'sequence', 'rollbacks', 'num_rollbacks', 'capacity_groups',
   'capacity_bytes', 'on_full')

@@ -2,9 +2,6 @@
 -- Request: prefix (of the ids of its groups, not a pattern), cursor, bound (about how many to scan),
 --          credit_ms, counts_as_death (whether the worker's death counts against the prompts).
 -- Reply: Reclaimed: next cursor ('0': done), number of groups ended
--- @include lib/lose_running
--- @include lib/running
--- @include lib/server
 local reply = redis.call('ZSCAN', RUNNING, request.cursor, 'MATCH', request.prefix .. '*',
   'COUNT', bound_of(request.bound))
 local ids, seen, lost_before = {}, {}, lost_with_server(request.credit_ms)

@@ -1,6 +1,5 @@
 -- Renews the credits of a worker's running groups.
 -- Request: group_ids, credit_ms.   Reply: how many of the groups are running.
--- @include lib/running
 local deadline, renewed, total = whole(now_ms() + request.credit_ms), {}, 0
 local running = redis.call('ZMSCORE', RUNNING, unpack(request.group_ids))
 for i, id in ipairs(request.group_ids) do

@@ -1,9 +1,6 @@
 -- Takes the oldest prompt to run again; a repeated call with the same token gets the same prompt.
 -- With a group, which must be running, it atomically becomes that group's prompt.
 -- Request: token (none with a group), group_id (or none).   Reply: 'attempt index task' | nil
--- @include lib/audit
--- @include lib/prompts
--- @include lib/running
 local id = request.group_id
 
 -- The oldest entry that is a prompt; others are counted and dropped. nil if there is none, or at the

@@ -1,11 +1,6 @@
 -- Ends expired credits, moves groups with expired leases to ready, then drops stale ready groups.
 -- Request: bound (of work), credit_ms.
 -- Reply: expired, dropped, credits; one at the bound means there may be more.
--- @include lib/leash
--- @include lib/lose_running
--- @include lib/running
--- @include lib/server
--- @include lib/tidy
 local bound, lost_before = bound_of(request.bound), lost_with_server(request.credit_ms)
 local lost = redis.call('ZRANGE', CREDITS, '-inf', whole(now_ms()), 'BYSCORE', 'LIMIT', '0', bound)
 if #lost > 0 then

@@ -4,7 +4,6 @@
 -- Reply: Record: 'batch', lease token, version, groups, shares, {ids}, {costs}, mask below, 1 if done
 --      | Locked: 'locked' | Refused: 'refused', 'done' or 'not_owner'
 --      | BatchNotReady: 'wait', {wakes}, 0, ms until the lock expires (-1: a takeover is under way)
--- @include lib/batch_record
 local step, token, lock = request.lease.step, request.token, key('forming')
 if request.lease.lineage ~= '' and request.lease.lineage ~= lineage then return {'refused', 'not_owner'} end
 if is_reconciling then return {'wait', {last_wake('batch')}} end

@@ -3,8 +3,6 @@
 --          0: unchanged).
 -- Reply: Peek: {{key, id}, ...}, ready, last wake, ms until the next lease expires or -1,
 --        running group that must be waited for, its version | nil: call again
--- @include lib/choose
--- @include lib/tidy
 local version, bound = request.version, bound_of(request.bound)
 if not is_reconciling then
   if expire_leases(bound) == bound or drop_stale_ready(version, bound) == bound then return nil end

@@ -1,7 +1,6 @@
 -- At the home shard: records a batch taken from several shards, and releases the lock.
 -- Request: lease, lease_token (also of the lock), ids, costs, mask_below_version (or none).
 -- Reply: 1 if this is the step's batch now, 0 if the lock was lost.
--- @include lib/batch_record
 local batch = read_batch(request.lease.step)
 if batch then return batch.lease_token == request.lease_token and 1 or 0 end
 if redis.call('GET', key('forming')) ~= request.lease_token then return 0 end

@@ -1,10 +1,6 @@
 -- Leases those of the given groups that are ready and fresh.
 -- Request: lease, lease_token, lease_ms, group_ids.
--- Reply: Taken: {ids}, {costs}, deadline ms, mask below, {{id, {version...}}, ...}
--- @include lib/group
--- @include lib/held
--- @include lib/leash
--- @include lib/take
+-- Reply: Taken: {ids}, {costs}, mask below, {{id, {version...}}, ...}
 local version, lease_token, ids = request.lease.version, request.lease_token, {}
 local cutoff = oldest_fresh(version) * SEQ_RANGE
 for _, id in ipairs(request.group_ids) do
@@ -12,11 +8,8 @@ for _, id in ipairs(request.group_ids) do
   -- Groups taken with this token before are returned again: a reply may have been lost.
   if score and tonumber(score) >= cutoff then ids[#ids + 1] = id end
 end
-local deadline = whole(now_ms() + request.lease_ms)
-if #ids > 0 then
-  local groups, fields = whole_groups(ids)
-  if #groups > 0 then take(groups, fields, lease_token, deadline, request.lease) end
-end
+local groups, fields = whole_groups(ids)
+if #groups > 0 then take(groups, fields, lease_token, whole(now_ms() + request.lease_ms), request.lease) end
 local costs, renumbered = {}, {}
 ids = {}
 for _, id in ipairs(request.group_ids) do
@@ -26,4 +19,4 @@ for _, id in ipairs(request.group_ids) do
     if group[4] then add_renumbered(renumbered, id, group[5]) end
   end
 end
-return {ids, costs, deadline, mask_below(version), renumbered}
+return {ids, costs, mask_below(version), renumbered}

@@ -1,10 +1,5 @@
 -- Acks groups that the restored checkpoint contains, in whatever state they are.
 -- Request: lineage, group_ids.   Reply: 1 | 0 if another lineage took over.
--- @include lib/audit
--- @include lib/group
--- @include lib/ready
--- @include lib/running
--- @include lib/tombstones
 if request.lineage ~= lineage then return 0 end
 local total = 0
 for _, id in ipairs(request.group_ids) do

@@ -1,9 +1,6 @@
 -- consumed -> acked, for steps up to one whose checkpoint is durable; deletes payloads.
 -- Request: step, lineage ('' for any), bound (of work).
 -- Reply: Acked: how many were acknowledged, 1 if there may be more | nil: another lineage took over
--- @include lib/audit
--- @include lib/batch_record
--- @include lib/tombstones
 if request.lineage ~= '' and request.lineage ~= lineage then return nil end
 local bound, acked_step = bound_of(request.bound), setting('acked_step')
 local consumed = key('consumed')

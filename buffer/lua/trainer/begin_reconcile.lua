@@ -3,9 +3,6 @@
 -- Request: lineage, step, version, resume_version, durable_step (up to which a checkpoint on disk has all).
 -- Reply: Outcome: 'begun' (also on a repeated call) | 'not_owner' (a later one took over)
 --      | 'behind', newest version (resume version must be above it)
--- @include lib/leash
--- @include lib/lineage
--- @include lib/running
 
 -- Rollbacks older than the last MAX_ROLLBACKS become one that ends all versions before it.
 local function write_rollbacks(rollbacks, num_rollbacks)

@@ -2,9 +2,6 @@
 -- Request: lease_token, step, version (trained), mask_below_version (or none), group_ids.
 -- Reply: number of groups consumed by this lease (the same on a repeated call).
 -- Without groups only the step's record is marked as done: its groups are in other shards.
--- @include lib/audit
--- @include lib/group
--- @include lib/masking
 local lease_token, step, version = request.lease_token, request.step, request.version
 if is_reconciling then return 0 end -- the lease is of a lineage that was rolled back
 local total, ids, steps, largest = 0, {}, {}, nil

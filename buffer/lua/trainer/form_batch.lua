@@ -1,17 +1,12 @@
 -- Returns the global batch of a step: the first rank forms it, the others get the same one.
 -- Request: lease (a LeaseRequest), lease_ms, lease_token, bound (of work).
--- Reply: Formed: 'leased', lease token, deadline ms, {ids}, {costs}, {ids still leased}, mask below,
+-- Reply: Formed: 'leased', lease token, {ids}, {costs}, {ids still leased}, mask below,
 --                {{id, {version...}}, ...}
 --      | BatchNotReady: 'wait', {wakes}, ready, ms until the next lease expires or -1, running group,
 --                its version
 --      | Again: 'again' (the bound of clean-up was reached)
 --      | Refused: 'refused', 'done' (the step is trained) or 'not_owner' or 'conflict' (the step was
 --                leased with other arguments), version, groups, shares
--- @include lib/batch_record
--- @include lib/choose
--- @include lib/held
--- @include lib/take
--- @include lib/tidy
 local lease, step, version = request.lease, request.lease.step, request.lease.version
 local bound = bound_of(request.bound)
 
@@ -37,8 +32,8 @@ if batch then
         or batch.num_shares ~= lease.num_shares then
       return {'refused', 'conflict', batch.version, batch.num_groups, batch.num_shares}
     end
-    return {'leased', batch.lease_token, deadline_of(held[1]), batch.ids, batch.costs, held,
-      batch.mask_below_version or false, renumbered}
+    return {'leased', batch.lease_token, batch.ids, batch.costs, held, batch.mask_below_version or false,
+      renumbered}
   end
   forget_batch(step) -- all its groups were dropped or returned: form a new one
 end
@@ -58,4 +53,4 @@ local deadline, mask_below_version = whole(now_ms() + request.lease_ms), mask_be
 local costs, renumbered = take(ids, fields, request.lease_token, deadline, lease)
 write_batch(lease, request.lease_token, ids, costs, mask_below_version)
 if #ids < lease.num_groups then wake('batch') end -- the other ranks may still wait for a full one
-return {'leased', request.lease_token, deadline, ids, costs, ids, mask_below_version, renumbered}
+return {'leased', request.lease_token, ids, costs, ids, mask_below_version, renumbered}

@@ -1,7 +1,5 @@
 -- leased -> quarantined, for a group that its rank cannot use.
 -- Request: lease_token, reason, group_id.   Reply: 1 if it is in quarantine now, else 0.
--- @include lib/group
--- @include lib/quarantined
 local id = request.group_id
 local group = fields_of(id, 'state', 'bytes')
 if group[1] == 'quarantined' then return 1 end

@@ -2,15 +2,6 @@
 -- Request: lineage, bound (of work).
 -- Reply: 1 if there is more, Reconciled: {acked, requeued, dropped, quarantined} (totals so far)
 --      | nil: another lineage took over
--- @include lib/audit
--- @include lib/batch_record
--- @include lib/drop
--- @include lib/group
--- @include lib/lineage
--- @include lib/quarantined
--- @include lib/ready
--- @include lib/return
--- @include lib/tombstones
 local progress, bound = key('reconcile'), bound_of(request.bound)
 if request.lineage ~= lineage then return nil end
 

@@ -1,5 +1,4 @@
 -- Extends a lease. Request: lease_token, lease_ms, group_ids.   Reply: how many are still leased.
--- @include lib/group
 local deadlines, total = {}, 0
 local deadline = whole(now_ms() + request.lease_ms)
 for _, id in ipairs(request.group_ids) do

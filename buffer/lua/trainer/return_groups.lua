@@ -1,7 +1,5 @@
 -- leased -> ready (or quarantined), for the groups that this lease still holds.
 -- Request: lease_token, reason, group_ids.   Reply: number of groups returned.
--- @include lib/group
--- @include lib/return
 local total = 0
 for _, id in ipairs(request.group_ids) do
   if is_held(id, request.lease_token) then

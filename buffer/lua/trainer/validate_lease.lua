@@ -2,13 +2,6 @@
 -- Request: version, lease_token, lease_ms, mask_below_version (below it tokens were masked; or none),
 --          group_ids.
 -- Reply: the ids that stay.
--- @include lib/drop
--- @include lib/group
--- @include lib/leash
--- @include lib/masking
--- @include lib/quarantined
--- @include lib/ready
--- @include lib/return
 local deadline, oldest = whole(now_ms() + request.lease_ms), oldest_fresh(request.version)
 local fresh, deadlines, stale = {}, {}, {}
 

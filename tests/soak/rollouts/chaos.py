@@ -27,8 +27,7 @@ from typing import Any
 import psutil
 import redis
 
-from buffer.redis.client import BufferConnectionError
-from buffer.redis.connection import DiskFullError
+from buffer.redis.client import BufferConnectionError, DiskFullError
 from configs.load import read_config
 from controller.buffer_access import buffer_address
 from controller.metrics.history import Record, read_metrics

@@ -1,10 +1,6 @@
 -- Whether the parts of what is kept of some groups agree with each other, at this moment.
 -- Request: group_ids.
 -- Reply: {{id, what is wrong, id, what is wrong...}, bytes, bytes consumed, bytes in quarantine, tokens}
--- @include lib/group
--- @include lib/ready
--- @include lib/running
--- @include lib/tombstones
 local wrong, bytes, tokens = {}, {ready = 0, leased = 0, consumed = 0, quarantined = 0}, 0
 
 local function check(id)

@@ -1,8 +1,5 @@
 -- Names of prompts with kept tokens that neither run nor wait to run again.
 -- Reply: {'index task', ...}
--- @include lib/kept
--- @include lib/prompts
--- @include lib/running
 local wanted, lost = {}, {}
 for _, texts in ipairs({redis.call('HVALS', PROMPTS), redis.call('LRANGE', RETRIES, '0', '-1')}) do
   for _, text in ipairs(texts) do wanted[name_of(text) or ''] = true end

@@ -1,7 +1,5 @@
 -- One part of the names that anything is kept under, for check_groups.
 -- Request: source ('keys' or a set), cursor, bound (about how many to look at).   Reply: {cursor, {group ids}, {steps}}
--- @include lib/group
--- @include lib/running
 local groups, steps, reply = {}, {}, nil
 if request.source == 'keys' then
   reply = redis.call('SCAN', request.cursor, 'MATCH', key('*'), 'COUNT', bound_of(request.bound))

@@ -14,8 +14,7 @@ from redis.asyncio import Redis
 from buffer.connect import Buffer
 from buffer.dump.export import dump_buffer
 from buffer.errors import BufferFullError, NotOwnerError
-from buffer.redis.client import BufferRedis
-from buffer.redis.connection import DamagedRunError
+from buffer.redis.client import BufferRedis, DamagedRunError
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import _FOLDER
 from buffer.run_state import RunState

@@ -107,7 +107,6 @@ async def _lease_of_garbage(buffer: ReplayBuffer) -> Lease:
         group_ids=("g",),
         groups=(),
         mask_below_version=None,
-        deadline=0.0,
     )
 
 

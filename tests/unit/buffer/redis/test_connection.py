@@ -24,9 +24,16 @@ import uvloop
 from hiredis import pack_command
 from redis import Redis, exceptions
 
-from buffer.redis.client import TRY_FOR_S, BufferClosedError, BufferRedis
+from buffer.redis.client import (
+    TRY_FOR_S,
+    BufferClosedError,
+    BufferConnectionError,
+    BufferRedis,
+    DiskFullError,
+    MemoryFullError,
+)
 from buffer.redis.cluster import key_of
-from buffer.redis.connection import BufferConnectionError, DiskFullError, MemoryFullError, connect
+from buffer.redis.connection import connect
 from buffer.redis.payloads import fresh
 from buffer.redis.replies import readable
 from buffer.redis.server import EmbeddedServer

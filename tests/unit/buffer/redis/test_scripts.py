@@ -1,39 +1,41 @@
-"""The scripts of buffer/lua: each includes the library files that it uses, and no other."""
+"""The scripts of buffer/lua: each gets the library files that it uses, and no other."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
+from pathlib import Path
 
-import pytest
+from buffer.redis.scripts import _DEFINITION, _FOLDER, _code, assemble, script_names, source
 
-from buffer.redis.scripts import _FOLDER, script_names, source
-
-LIBRARY = sorted(path.stem for path in (_FOLDER / "lib").glob("*.lua"))
+LIBRARY = sorted((_FOLDER / "lib").glob("*.lua"))
 WORD = re.compile(r"[A-Za-z_]\w*")
-DEFINITION = re.compile(r"^local (?:function )?([\w, ]+)", re.MULTILINE)
 
 
 def code(name: str) -> str:
     """A file without its comments and strings."""
-    text = (_FOLDER / f"{name}.lua").read_text()
-    return re.sub(r"'[^']*'", "''", re.sub(r"--.*", "", text))
+    return _code((_FOLDER / f"{name}.lua").read_text())
 
 
-HOMES = {
-    name: library
-    for library in LIBRARY
-    for defined in DEFINITION.findall(code(f"lib/{library}"))
-    for name in WORD.findall(defined)
-}
-"""The file of lib/ that defines each name."""
+def test_names_of_the_library_have_one_home_each() -> None:
+    defined = Counter(
+        name
+        for path in LIBRARY
+        for names in _DEFINITION.findall(_code(path.read_text()))
+        for name in {*WORD.findall(names)}
+    )
+    assert [name for name, number in defined.items() if number > 1] == []
 
 
-@pytest.mark.parametrize("name", [*script_names(), *(f"lib/{name}" for name in LIBRARY)])
-def test_scripts_include_the_library_that_they_use_and_no_other(name: str) -> None:
-    used = {HOMES[word] for word in WORD.findall(code(name)) if word in HOMES}
-    included = re.findall(r"^-- @include lib/(\w+)$", (_FOLDER / f"{name}.lua").read_text(), re.M)
-    assert included == sorted(used - {"base", name.removeprefix("lib/")})
+def test_scripts_get_the_library_that_they_use_and_no_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.lua"
+    script.write_text("-- drop(), forget_kept()\nreturn redis.call('GET', 'rerun')\n")
+    base = (_FOLDER / "lib" / "base.lua").read_text()
+    main = f"local function main()\n{script.read_text()}end\n"
+    assert assemble(script).startswith(base + main)
+    script.write_text("return is_held('group-1', 'token')\n")
+    assert assemble(script).startswith(base + (_FOLDER / "lib" / "group.lua").read_text() + "local")
 
 
 def test_source_holds_each_library_file_once_before_its_use() -> None:
@@ -44,9 +46,9 @@ def test_source_holds_each_library_file_once_before_its_use() -> None:
     assert text.index("local function to_tombstones(") < text.index("local function drop(")
 
 
-def test_library_files_are_all_included_by_a_script() -> None:
+def test_library_files_are_all_used_by_a_script() -> None:
     shipped = "\n".join(source(name) for name in script_names())
-    assert [name for name in LIBRARY if f"-- @include lib/{name}\n" not in shipped] == ["base"]
+    assert [path.stem for path in LIBRARY if path.read_text() not in shipped] == []
 
 
 def _sent() -> dict[str, set[str]]:
