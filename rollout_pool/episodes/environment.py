@@ -73,12 +73,10 @@ class SingleTurn(Env):
     def __init__(
         self, text: str, system_prompt: str | None = None, pictures: tuple[str, ...] = ()
     ) -> None:
-        self._text = text
-        self._system_prompt = system_prompt
-        self._pictures = pictures
+        self._question = Observation.user(text, system_prompt, pictures)
 
     async def reset(self) -> Observation:
-        return Observation.user(self._text, self._system_prompt, self._pictures)
+        return self._question
 
     async def step(self, completion: Completion) -> Step:
         return Step()

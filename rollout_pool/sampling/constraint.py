@@ -43,9 +43,9 @@ class _Correction:
 
     place: int
     token: int | None = None
+    """None for a probe."""
     logprob: float = 0.0
     candidates: Sequence[int] = ()
-    is_probe: bool = False
 
 
 class Guide:
@@ -130,12 +130,11 @@ class Guide:
                 sample.guidance.max_asked *= 2
             return False
         place, sample.ends_at, sample.finish_reason = correction.place, None, None
-        sample.guidance = Guidance(
-            max_asked=1 if correction.is_probe else FEW, is_probe=correction.is_probe
-        )
         if correction.token is None:
+            sample.guidance = Guidance(max_asked=1, is_probe=True)
             sample.cut(place)
             return True
+        sample.guidance = Guidance(max_asked=FEW)
         sample.cut(place + 1)
         sample.put_last(correction.token, correction.logprob, correction.candidates)
         self._note_end(sample)
@@ -173,7 +172,7 @@ class Guide:
         """`first`: the first two tokens that are allowed, or the only one."""
         if not len(ids):
             if len(first) > 1 and not sample.guidance.is_probe:
-                return _Correction(place=place, is_probe=True)
+                return _Correction(place=place)
             return _Correction(place=place, token=first[0], candidates=first[:1])
         most = sample.sampling.top_k if sample.has_candidates else len(ids)
         best = np.sort(np.argsort(-logprobs, kind="stable")[:most])

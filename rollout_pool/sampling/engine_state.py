@@ -77,11 +77,7 @@ class AdaptiveLimit:
         assert most >= 1
         self._most = most
         self.value = most
-        self._has_begun = False
-        self._fell_from: int | None = None
-        self._is_settling = False
-        """It has fallen, and more samples than allowed are still in flight."""
-        self._queue_age = 0
+        self.restart()
 
     def update(self, seen: LoadSample) -> None:
         if not self._has_begun:
@@ -96,12 +92,16 @@ class AdaptiveLimit:
         elif self._queue_age >= QUEUE_PATIENCE:
             self._fall(seen, FACTOR_QUEUE)
         elif not has_queue and seen.num_in_flight >= IN_USE * self.value:
-            self._grow(max(seen.kv_usage, seen.expected_usage))
+            usage = max(seen.kv_usage, seen.expected_usage)
+            if usage < KV_ROOM:
+                self.value = min(self._most, self.value + self._step(usage))
 
     def restart(self) -> None:
         """Call when the engine was restarted."""
-        self._has_begun = self._is_settling = False
-        self._fell_from = None
+        self._has_begun = False
+        self._fell_from: int | None = None
+        self._is_settling = False
+        """It has fallen, and more samples than allowed are still in flight."""
         self._queue_age = 0
 
     def _fall(self, seen: LoadSample, factor: float) -> None:
@@ -112,11 +112,6 @@ class AdaptiveLimit:
         self._fell_from = base
         self._is_settling = seen.num_in_flight > self.value
         self._queue_age = 0
-
-    def _grow(self, usage: float) -> None:
-        if usage >= KV_ROOM:
-            return
-        self.value = min(self._most, self.value + self._step(usage))
 
     def _step(self, usage: float) -> int:
         value, mark = self.value, self._fell_from
@@ -321,7 +316,6 @@ class EngineState:
         self.may_roll_out = may_roll_out
 
     def note_load(self, load: EngineLoad | None, num_preempted: int) -> None:
-        """`load` is None if the engine is alive but cannot report it."""
         self._is_silent = False
         self.load = load
         peak = max(self._peak, self._peak_before)
