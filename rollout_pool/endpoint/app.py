@@ -342,6 +342,9 @@ CLOSE_S = 5
 class Endpoint:
     """Serves `sessions` and `groups` from `start` to `close`."""
 
+    url: str
+    """Without the /v1; set by `start`."""
+
     def __init__(
         self,
         serving: Serving,
@@ -358,22 +361,15 @@ class Endpoint:
         self._limits = limits or HttpLimits()
         self._host = host
         self._port = port
-        self._url: str | None = None
         self._server: uvicorn.Server | None = None
         self.serving: asyncio.Task[None] | None = None
         """Once it is started; ends with `close`, or with the error that ended it before."""
-
-    @property
-    def url(self) -> str:
-        """Without the /v1."""
-        assert self._url is not None, "the endpoint has not been started"
-        return self._url
 
     async def start(self) -> None:
         """Starts to accept requests. Raises OSError naming the address if it is taken."""
         listening = _listen(self._host, self._port)
         host, port = listening.getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         app = _Api(self.sessions, self.groups, self.admin_key).app()
         count = self.sessions.serving.count
         self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S, count=count))

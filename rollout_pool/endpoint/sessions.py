@@ -382,7 +382,6 @@ class Session:
                         await completion.delivered.wait()
 
     async def stop_completions(self) -> None:
-        """Cancels the completions in progress."""
         await end_tasks(completion.task for completion in self._completions)
         for completion in self._completions:
             self._give_up(completion)

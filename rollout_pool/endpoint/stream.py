@@ -182,7 +182,6 @@ class Turn(ABC):
         self.index = 0
         """Place of the completion that it writes, among the n of the request."""
         self.streamed = ""
-        """Text that was streamed."""
         self._held = ""
         """Text that may be the beginning of one that ends the completion."""
 
@@ -370,7 +369,6 @@ class ContentStream:
 
     def __init__(self, tokenizer: Tokenizer, parser: ToolParser | None) -> None:
         self.sent = ""
-        """All content sent so far."""
         self._tokenizer = tokenizer
         self._texts = TextStream(tokenizer)
         self._parser = parser

@@ -73,10 +73,12 @@ class SingleTurn(Env):
     def __init__(
         self, text: str, system_prompt: str | None = None, pictures: tuple[str, ...] = ()
     ) -> None:
-        self._question = Observation.user(text, system_prompt, pictures)
+        self._text = text
+        self._system_prompt = system_prompt
+        self._pictures = pictures
 
     async def reset(self) -> Observation:
-        return self._question
+        return Observation.user(self._text, self._system_prompt, self._pictures)
 
     async def step(self, completion: Completion) -> Step:
         return Step()

@@ -60,7 +60,7 @@ class BadCall(ValueError):
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
-    """Splits the text into thoughts and content."""
+    """Thoughts and content."""
     end = text.rfind(END_OF_THINK)
     if end >= 0:
         end += len(END_OF_THINK)

@@ -18,7 +18,6 @@ only one, which is exact, too: the policy has no choice then, and nothing to lea
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -111,7 +110,7 @@ class Guide:
                 self._correction = self._draw(sample, place, verdict.first, ids, logprobs)
                 sample.ends_at = place
             elif sample.has_candidates:
-                logprob = logprobs[ids == token].item() - _logsumexp(logprobs)
+                logprob = logprobs[ids == token].item() - float(np.logaddexp.reduce(logprobs))
                 sample.logprobs[place] = min(0.0, logprob)
                 sample.candidates[place] = array("i", ids.tolist())
         del sample.guidance.alternatives[:num_followed]
@@ -177,7 +176,7 @@ class Guide:
         most = sample.sampling.top_k if sample.has_candidates else len(ids)
         best = np.sort(np.argsort(-logprobs, kind="stable")[:most])
         ids, logprobs = ids[best], logprobs[best]  # a probe may have found more
-        shares = logprobs - _logsumexp(logprobs)
+        shares = logprobs - np.logaddexp.reduce(logprobs)
         if sample.sampling.temperature == 0:
             at = int(shares.argmax())
         else:
@@ -188,8 +187,3 @@ class Guide:
             logprob=min(0.0, float(shares[at])),
             candidates=ids.tolist(),
         )
-
-
-def _logsumexp(logprobs: NDArray[np.float64]) -> float:
-    highest = logprobs.max()
-    return float(highest) + math.log(np.exp(logprobs - highest).sum())

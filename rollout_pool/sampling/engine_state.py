@@ -79,6 +79,14 @@ class AdaptiveLimit:
         self.value = most
         self.restart()
 
+    def restart(self) -> None:
+        """Call when the engine was restarted."""
+        self._has_begun = False
+        self._fell_from: int | None = None
+        self._is_settling = False
+        """It has fallen, and more samples than allowed are still in flight."""
+        self._queue_age = 0
+
     def update(self, seen: LoadSample) -> None:
         if not self._has_begun:
             self._has_begun = True
@@ -95,14 +103,6 @@ class AdaptiveLimit:
             usage = max(seen.kv_usage, seen.expected_usage)
             if usage < KV_ROOM:
                 self.value = min(self._most, self.value + self._step(usage))
-
-    def restart(self) -> None:
-        """Call when the engine was restarted."""
-        self._has_begun = False
-        self._fell_from: int | None = None
-        self._is_settling = False
-        """It has fallen, and more samples than allowed are still in flight."""
-        self._queue_age = 0
 
     def _fall(self, seen: LoadSample, factor: float) -> None:
         if self._is_settling:
