@@ -79,7 +79,7 @@ class WorkerActor(PlacedActor):
 
     async def evaluate(self, version: int, engine: str | None) -> EvalReport:
         await self.start()
-        return await self._parts.worker.evaluate(version, engine)
+        return await self._parts.worker.evaluator.run(version, engine)
 
     async def stop(self) -> None:
         """End `run`; evaluations still get their reply.

@@ -8,11 +8,10 @@ run(prompt, request) ──► session ──► agent(session, prompt) ──�
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 
-from rollout_pool.cancelling import contained, end_tasks
+from rollout_pool.cancelling import BackgroundTasks, contained, end_tasks
 from rollout_pool.endpoint.sessions import Outcome, Session, Sessions
 from rollout_pool.episodes.episode import Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.tasks.agent import Agent, SessionHandle
@@ -30,7 +29,7 @@ class AgentRunner(EpisodeSource):
         self._agent = agent
         self._sessions = sessions
         self._url = url
-        self._acting: set[asyncio.Task[Outcome]] = set()
+        self._acting = BackgroundTasks()
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """The finished episode; what the agent returned is its env_reward.
@@ -47,18 +46,16 @@ class AgentRunner(EpisodeSource):
 
     async def close(self) -> None:
         """Cancels the running agents and their episodes."""
-        await end_tasks(self._acting)
+        await self._acting.end()
 
     async def _play(self, session: Session, prompt: Prompt) -> Episode:
-        acting = asyncio.create_task(self._act(session, prompt))
-        self._acting.add(acting)
+        acting = self._acting.spawn(self._act(session, prompt))
         try:
             await session.wait_end(acting)
             if not acting.done():
                 await session.cut_short()
         finally:
             await end_tasks([acting])
-            self._acting.discard(acting)
         if acting.cancelled():
             return session.episode(end="episode_timeout", outcome=None)
         if (error := acting.exception()) is None:

@@ -19,7 +19,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -39,8 +39,7 @@ from rollout_pool.cancelling import end_tasks, unless_gone
 from rollout_pool.endpoint.chat import ChatTurn
 from rollout_pool.endpoint.completions import CompletionTurn
 from rollout_pool.endpoint.errors import ApiError, refuse
-from rollout_pool.endpoint.group_stream import GroupStream
-from rollout_pool.endpoint.groups import ExternalGroups
+from rollout_pool.endpoint.groups import ExternalGroups, GroupStream
 from rollout_pool.endpoint.pending_completion import PendingCompletion
 from rollout_pool.endpoint.request_limits import RequestLimits
 from rollout_pool.endpoint.schema import (
@@ -109,24 +108,20 @@ class _Api:
         self._limits = RequestLimits(sessions.serving)
 
     def app(self) -> ASGIApp:
-        pages: list[tuple[str, Callable[[Request], Awaitable[Response]], str]] = [
-            ("chat/completions", self.chat, "POST"),
-            ("completions", self.completions, "POST"),
-            ("models", self.models, "GET"),
-            ("models/{model:path}", self.models, "GET"),
-        ]
-        routes = [
-            Route(f"{prefix}/v1/{page}", endpoint, methods=[method])
-            for prefix in ("", "/sessions/{key}")
-            for page, endpoint, method in pages
-        ]
-        for page, endpoint, method in (
+        pages = [
             ("health", self.health, "GET"),
             ("groups", self.open_group, "POST"),
             ("groups/{group_id}", self.group, "GET"),
             ("sessions/{session_id}/reward", self.reward, "POST"),
-        ):
-            routes.append(Route(f"/{page}", endpoint, methods=[method]))
+        ]
+        for start in ("v1", "sessions/{key}/v1"):
+            pages += [
+                (f"{start}/chat/completions", self.chat, "POST"),
+                (f"{start}/completions", self.completions, "POST"),
+                (f"{start}/models", self.models, "GET"),
+                (f"{start}/models/{{model:path}}", self.models, "GET"),
+            ]
+        routes = [Route(f"/{page}", endpoint, methods=[method]) for page, endpoint, method in pages]
         handlers: dict[Any, Any] = {
             ApiError: _refused,
             HTTPException: _http_error,
@@ -259,7 +254,8 @@ class _Api:
     async def reward(self, request: Request) -> Response:
         """Ends a session. Posting the same reward again is allowed."""
         session_id = request.path_params["session_id"]
-        self._check_may_reward(request, session_id)
+        with contextlib.suppress(SessionOver):  # a closed one may have had this same reward
+            self._session_named(request, session_id)  # before the body is read
         outcome = _read_outcome(await read_body(request, MAX_SMALL_BODY_BYTES))
         try:
             session = self._session_named(request, session_id)
@@ -301,11 +297,6 @@ class _Api:
         if session is None or session.session_id != session_id:
             raise ApiError(401, "this key belongs to another session", code="invalid_api_key")
         return session
-
-    def _check_may_reward(self, request: Request, session_id: str) -> None:
-        """Checked before the body is read. A closed session may have had this same reward."""
-        with contextlib.suppress(SessionOver):
-            self._session_named(request, session_id)
 
     def _is_admin(self, request: Request) -> bool:
         if "key" in request.path_params:
@@ -351,6 +342,9 @@ CLOSE_S = 5
 class Endpoint:
     """Serves `sessions` and `groups` from `start` to `close`."""
 
+    url: str
+    """Without the /v1; set by `start`."""
+
     def __init__(
         self,
         serving: Serving,
@@ -367,22 +361,15 @@ class Endpoint:
         self._limits = limits or HttpLimits()
         self._host = host
         self._port = port
-        self._url: str | None = None
         self._server: uvicorn.Server | None = None
         self.serving: asyncio.Task[None] | None = None
         """Once it is started; ends with `close`, or with the error that ended it before."""
-
-    @property
-    def url(self) -> str:
-        """Without the /v1."""
-        assert self._url is not None, "the endpoint has not been started"
-        return self._url
 
     async def start(self) -> None:
         """Starts to accept requests. Raises OSError naming the address if it is taken."""
         listening = _listen(self._host, self._port)
         host, port = listening.getsockname()[:2]
-        self._url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         app = _Api(self.sessions, self.groups, self.admin_key).app()
         count = self.sessions.serving.count
         self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S, count=count))
@@ -429,10 +416,7 @@ def _listen(host: str, port: int) -> socket.socket:
     )
     try:
         listening = socket.create_server(
-            address,
-            family=family,
-            backlog=BACKLOG,
-            dualstack_ipv6=family == socket.AF_INET6,
+            address, family=family, backlog=BACKLOG, dualstack_ipv6=family == socket.AF_INET6
         )
     except OSError as error:
         problem = f"rollout.openai.port={port}: cannot listen on {host}: {error.strerror}"

@@ -8,20 +8,9 @@ from typing import Any
 from rollout_pool.endpoint.constraints import read_form
 from rollout_pool.endpoint.errors import refuse
 from rollout_pool.endpoint.pending_completion import PendingCompletion
-from rollout_pool.endpoint.schema import (
-    ChatRequest,
-    message_json,
-    only,
-    read_messages,
-)
+from rollout_pool.endpoint.schema import ChatRequest, message_json, only, read_messages
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.endpoint.stream import (
-    ContentStream,
-    TextStream,
-    Turn,
-    logprob_entries,
-    rest_of,
-)
+from rollout_pool.endpoint.stream import ContentStream, TextStream, Turn, logprob_entries, rest_of
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.sampling.stop import before_stop
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 from rollout_pool.endpoint.constraints import response_form
@@ -59,10 +60,7 @@ class CompletionTurn(Turn):
         text = before_stop(whole, self.stop)
         prompt = self._prompt
         shown = prompt if isinstance(prompt, str) else decode(prompt)
-        messages = (
-            Message(role="user", content=shown),
-            Message(role="assistant", content=text),
-        )
+        messages = (Message(role="user", content=shown), Message(role="assistant", content=text))
         if self.session.deliver(completion, messages):
             self._note(completion, text)
             self._note(completion, whole)  # the next prompt may repeat the text that ended it
@@ -98,21 +96,16 @@ class CompletionTurn(Turn):
         if self._wants_logprobs and start < completion.sample.num_ready:
             tokenizer = self.session.serving.tokenizer
             entries = logprob_entries(completion.sample, tokenizer, start)
+            tokens = [entry["token"] for entry in entries]
+            *offsets, self._offset = accumulate(map(len, tokens), initial=self._offset)
             logprobs = {
-                "tokens": [entry["token"] for entry in entries],
+                "tokens": tokens,
                 "token_logprobs": [entry["logprob"] for entry in entries],
                 "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in entries],
-                "text_offset": self._offsets([entry["token"] for entry in entries]),
+                "text_offset": offsets,
             }
         body = {"index": self.index, "text": text, "logprobs": logprobs}
         return {**body, "finish_reason": finish_reason}
-
-    def _offsets(self, tokens: list[str]) -> list[int]:
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
-        return offsets
 
 
 def _read_prompt(prompt: str | list[int | str], num_embeddings: int) -> str | list[int]:

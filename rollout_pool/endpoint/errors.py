@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """A response other than 200. `param` names the request's field at fault."""
+    """A response other than 200. `param` names the request's field at fault; `should_retry`
+    overrides what the official clients infer from the status, and `retry_after_s` their delay."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        should_retry: bool | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        """`should_retry` overrides what the official clients infer from the status, and
-        `retry_after_s` their delay."""
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.should_retry = should_retry
-        self.retry_after_s = retry_after_s
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    should_retry: bool | None = None
+    retry_after_s: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self, request_id: str) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"

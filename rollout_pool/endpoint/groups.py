@@ -7,23 +7,23 @@ POST /groups ─────────────────► ExternalGrou
 requests, POST /sessions/ID/reward ─► outcome ─► Episode ──► score, push
 GET /groups/ID ──────────────► status ◄─ ended(end, why) ───────┘
 
-A program that stays connected (group_stream.py) is missed at once when it dies.
+A program that stays connected (GroupStream) is missed at once when it dies.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from rollout_pool.cancelling import end_tasks
+from starlette.types import Receive, Scope, Send
+
+from rollout_pool.cancelling import unless_gone
 from rollout_pool.endpoint.errors import ApiError
-from rollout_pool.endpoint.sessions import (
-    NUM_REMEMBERED,
-    Session,
-    SessionLost,
-    Sessions,
-)
+from rollout_pool.endpoint.sessions import NUM_REMEMBERED, Session, SessionLost, Sessions
+from rollout_pool.endpoint.stream import EventStream, event_of, is_set_within
+from rollout_pool.episodes.conversation import opening
 from rollout_pool.episodes.episode import Episode, EpisodeRequest
 from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt
@@ -46,7 +46,7 @@ class ExternalGroup(EpisodeSource):
         self._group_size = sessions.serving.rollout.group_size
         self._members: list[Session] = []
         self._prompt: Prompt | None = None
-        self._withdrawn = asyncio.Event()
+        self._withdrawn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._why: str | None = None
         """Why it was given up."""
         self._num_rewarded = 0
@@ -59,7 +59,7 @@ class ExternalGroup(EpisodeSource):
 
     @property
     def is_withdrawn(self) -> bool:
-        return self._withdrawn.is_set()
+        return self._withdrawn.done()
 
     def give_up(self, why: str) -> None:
         """The group will not be finished: its sessions are closed for this reason, of several the
@@ -72,7 +72,8 @@ class ExternalGroup(EpisodeSource):
     def withdraw(self) -> None:
         """The program disconnected: the worker skips the group, or gives it up unless all its
         rewards are posted."""
-        self._withdrawn.set()
+        if not self.is_withdrawn:
+            self._withdrawn.set_result(None)
 
     async def run(self, prompt: Prompt, request: EpisodeRequest) -> Episode:
         """One of its episodes; returns when its reward is posted.
@@ -104,16 +105,12 @@ class ExternalGroup(EpisodeSource):
             await self._sessions.close(session, why)
 
     async def _wait_outcome(self, session: Session) -> None:
-        withdrawn = asyncio.create_task(self._withdrawn.wait())
-        try:
-            is_late = await session.wait_end(session.outcome, withdrawn)
-        finally:
-            await end_tasks([withdrawn])
+        is_late = await session.wait_end(session.outcome, self._withdrawn)
         if session.outcome.done():
             return
         if session.failure is not None:
             raise session.failure
-        if self._withdrawn.is_set():
+        if self.is_withdrawn:
             raise SessionLost(f"{session.session_id}: the program that requested the group left")
         serving = self._sessions.serving
         if is_late:
@@ -133,14 +130,13 @@ class ExternalGroup(EpisodeSource):
         if self.end is not None:
             raise self._no_group()
         assert self._prompt is not None
-        system = self._sessions.serving.task.system_prompt
-        messages = [] if system is None else [{"role": "system", "content": system}]
+        opened = opening(self._prompt.text, self._sessions.serving.task.system_prompt)
         return {
             "group_id": self.group_id,
             "prompt": {
                 "index": self._prompt.index,
                 "text": self._prompt.text,
-                "messages": [*messages, {"role": "user", "content": self._prompt.text}],
+                "messages": [{"role": one.role, "content": one.content} for one in opened],
             },
             "sessions": [
                 {"id": session.session_id, **session.address(url)} for session in self._members
@@ -190,6 +186,29 @@ class ExternalGroup(EpisodeSource):
         return sum(session.outcome.done() for session in self._members)
 
 
+class GroupStream(EventStream):
+    """A group as server-sent events: itself, comments, and how it ended. Its program is taken for
+    dead when it disconnects: its sessions are closed, and the group is given up."""
+
+    def __init__(self, group: ExternalGroup, about: Mapping[str, Any], keep_alive_s: float) -> None:
+        super().__init__()
+        self._group = group
+        self._about = about
+        self._keep_alive_s = keep_alive_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self.stream_response(send))
+        finally:
+            self._group.withdraw()  # without effect once all its rewards are posted
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        yield event_of(self._about)
+        while not await is_set_within(self._group.has_ended, self._keep_alive_s):
+            yield b": the group is open\n\n"
+        yield event_of(self._group.status())
+
+
 class ExternalGroups:
     """The groups that external programs request, and how the last ones ended."""
 
@@ -214,11 +233,7 @@ class ExternalGroups:
             why = f"{MAX_WAITING} requests for groups are already waiting"
             self._sessions.serving.count("requests_refused:groups")
             raise ApiError(
-                429,
-                why,
-                code="too_many_groups",
-                should_retry=True,
-                retry_after_s=RETRY_AFTER_S,
+                429, why, code="too_many_groups", should_retry=True, retry_after_s=RETRY_AFTER_S
             )
         group = ExternalGroup(self._sessions, self)
         self._waiting.append(group)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from host.http_server import BodyRoom, has_more_values
-from rollout_pool.endpoint.errors import ApiError
+from rollout_pool.endpoint.errors import refuse
 from rollout_pool.endpoint.sessions import CHARACTERS_PER_TOKEN, Serving
 
 BYTES_PER_CHARACTER = 6
@@ -45,7 +45,7 @@ class RequestLimits:
         """Raises ApiError for JSON with more values than a request can need."""
         if has_more_values(body, self._max_values):
             problem = f"holds more than {self._max_values} values"
-            raise ApiError(400, f"body: {problem}", param="body", code="too_many_values")
+            raise refuse("body", problem, code="too_many_values")
 
     async def read(self, body: bytes, work: Callable[[], T]) -> T:
         """The result of `work`, run in a thread if `body` is large."""

@@ -74,10 +74,6 @@ class Outcome:
                 raise ValueError(f"{name}={value}: a reward must be a finite number")
 
 
-def _count_nothing(name: str) -> None:
-    return
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Serving:
     """The parts and settings that all sessions of an endpoint share."""
@@ -92,7 +88,7 @@ class Serving:
     grace_s: float = RETRY_GRACE_S
     """How long a completion whose client disconnected waits for a retry."""
     keep_alive_s: float = KEEP_ALIVE_S
-    count: Callable[[str], None] = _count_nothing
+    count: Callable[[str], None] = lambda name: None
     """Counts a request that a limit refused."""
     group_state: Callable[[str], Awaitable[str | None]] | None = None
     """See ReplayBuffer.group_state."""
@@ -179,15 +175,14 @@ class Session:
     async def wait_end(self, *ends: asyncio.Future[Any]) -> bool:
         """Returns once one of `ends` is done, there was no request for
         rollout.openai.session_timeout_s, or the episode timed out; True in the last case."""
-        is_late = asyncio.Event()
-        late = asyncio.create_task(is_late.wait())
+        late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         idle = asyncio.create_task(self.wait_idle(self.serving.rollout.openai.session_timeout_s))
         try:
-            with self.clock.alarm(is_late.set):
+            with self.clock.alarm(lambda: late.set_result(None)):
                 await asyncio.wait([*ends, idle, late], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await end_tasks([idle, late])
-        return is_late.is_set()
+            await end_tasks([idle])
+        return late.done()
 
     def check_requests(self, fingerprint: Callable[[], bytes]) -> None:
         """Raises ApiError if as many requests are in progress as may be."""
@@ -387,7 +382,6 @@ class Session:
                         await completion.delivered.wait()
 
     async def stop_completions(self) -> None:
-        """Cancels the completions in progress."""
         await end_tasks(completion.task for completion in self._completions)
         for completion in self._completions:
             self._give_up(completion)

@@ -11,10 +11,10 @@ import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from configs.choices import ToolParser
@@ -59,21 +59,13 @@ async def ended(completion: PendingCompletion, session: Session) -> None:
         raise error
 
 
-class EventStream(Response, ABC):
+class EventStream(StreamingResponse, ABC):
     """A response of server-sent events."""
 
-    def __init__(self) -> None:
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
+    media_type = "text/event-stream"
 
-    async def send_events(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-        async with aclosing(self.events()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    def __init__(self) -> None:
+        super().__init__(self.events(), headers={"cache-control": "no-cache"})
 
     @abstractmethod
     def events(self) -> AsyncGenerator[bytes]: ...
@@ -104,7 +96,7 @@ class Stream(EventStream):
                 await reading.enter_async_context(completion.reading())
                 completion.news.add(self._news)
                 reading.callback(completion.news.discard, self._news)
-            await self.send_events(send)
+            await self.stream_response(send)
 
     async def events(self) -> AsyncGenerator[bytes]:
         turn = self._turn
@@ -190,7 +182,6 @@ class Turn(ABC):
         self.index = 0
         """Place of the completion that it writes, among the n of the request."""
         self.streamed = ""
-        """Text that was streamed."""
         self._held = ""
         """Text that may be the beginning of one that ends the completion."""
 
@@ -309,11 +300,7 @@ class Turn(ABC):
 def usage(completions: Sequence[PendingCompletion]) -> dict[str, Any]:
     given = len(completions[0].sample.prompt)
     written = sum(len(completion.sample.output_ids) for completion in completions)
-    return {
-        "prompt_tokens": given,
-        "completion_tokens": written,
-        "total_tokens": given + written,
-    }
+    return {"prompt_tokens": given, "completion_tokens": written, "total_tokens": given + written}
 
 
 def logprob_entries(sample: Sample, tokenizer: Tokenizer, start: int) -> list[dict[str, Any]]:
@@ -382,7 +369,6 @@ class ContentStream:
 
     def __init__(self, tokenizer: Tokenizer, parser: ToolParser | None) -> None:
         self.sent = ""
-        """All content sent so far."""
         self._tokenizer = tokenizer
         self._texts = TextStream(tokenizer)
         self._parser = parser
@@ -415,7 +401,4 @@ class ContentStream:
     def _safe_length(self, text: str) -> int:
         if self._parser is ToolParser.llama3_json and text.startswith("{"):
             return 0
-        if (place := text.find(self._marker)) >= 0:
-            return place
-        begun = (n for n in range(len(self._marker) - 1, 0, -1) if text.endswith(self._marker[:n]))
-        return len(text) - next(begun, 0)
+        return safe_length(text, [self._marker])

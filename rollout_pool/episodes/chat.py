@@ -22,13 +22,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from configs.choices import ToolParser
-from rollout_pool.episodes.conversation import (
-    Completion,
-    Message,
-    ToolCall,
-    ToolSpec,
-    with_files,
-)
+from rollout_pool.episodes.conversation import Completion, Message, ToolCall, ToolSpec, with_files
 from rollout_pool.episodes.template import ChatTemplate, call_id
 from rollout_pool.episodes.tokenizer import TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import parse_tool_calls
@@ -61,7 +55,7 @@ class ChatFormat:
         self._pictures = pictures
         self._chat_template = chat_template
         self._tool_parser = tool_parser
-        self._known_special: dict[int, bool] = {}
+        self._is_special = lru_cache(maxsize=None)(self._looks_special)
         self._num_calls = itertools.count()
         self._known_opening = lru_cache(maxsize=TEXTS_KEPT)(self._encode_opening)
         self._text = TextTokens(tokenizer)
@@ -201,15 +195,11 @@ class ChatFormat:
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         return tuple(self._text.opening(text))
 
-    def _is_special(self, token: int) -> bool:
+    def _looks_special(self, token: int) -> bool:
         """Returns whether a turn may end with `token`: models use different special tokens."""
-        known = self._known_special.get(token)
-        if known is None:
-            decode = self._tokenizer.decode
-            is_skipped = decode([token]) != "" and decode([token], skip_special_tokens=True) == ""
-            known = token == self._tokenizer.eos_token_id or is_skipped
-            self._known_special[token] = known
-        return known
+        decode = self._tokenizer.decode
+        is_skipped = decode([token]) != "" and decode([token], skip_special_tokens=True) == ""
+        return token == self._tokenizer.eos_token_id or is_skipped
 
     def _eos(self) -> list[int]:
         eos = self._tokenizer.eos_token_id

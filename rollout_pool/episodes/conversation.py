@@ -11,8 +11,6 @@ from host.pictures import read_picture
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class ToolCall:
-    """A tool call of the model."""
-
     call_id: str
     name: str
     arguments: Mapping[str, Any]
@@ -49,7 +47,6 @@ class Message:
     content: str
     """With `host.pictures.MARK` where each of `pictures` is shown."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Calls of an assistant."""
     tool_call_id: str | None = None
     """The call whose result a tool's message is."""
     name: str | None = None

@@ -10,15 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, get_args
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.episodes.chat import (
-    LONGEST_TEXT_KEPT,
-    TEXTS_KEPT,
-    ChatFormat,
-)
+from rollout_pool.episodes.chat import LONGEST_TEXT_KEPT, TEXTS_KEPT, ChatFormat
 from rollout_pool.episodes.conversation import (
     Completion,
     Message,
@@ -26,12 +22,7 @@ from rollout_pool.episodes.conversation import (
     ToolSpec,
     TrainableChat,
 )
-from rollout_pool.episodes.template import (
-    QUESTION,
-    as_template_message,
-    as_template_tool,
-    call_id,
-)
+from rollout_pool.episodes.template import QUESTION, as_template_message, as_template_tool, call_id
 from rollout_pool.episodes.tokenizer import PlainWords, TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import (
     END_OF_THINK,
@@ -54,10 +45,7 @@ def chat_format(
     if task.renderer is not None:
         return RendererFormat(tokenizer, task.renderer)
     return ChatFormat(
-        tokenizer,
-        chat_template=task.chat_template,
-        tool_parser=task.tool_parser,
-        pictures=pictures,
+        tokenizer, chat_template=task.chat_template, tool_parser=task.tool_parser, pictures=pictures
     )
 
 
@@ -76,6 +64,7 @@ class RendererFormat:
         self._name, self._renderer = self._make_renderer(setting)
         self._ends = frozenset(self._renderer.get_stop_token_ids())
         self._num_calls = itertools.count()
+        self._plain_words = PlainWords(tokenizer)
         self._known_opening = lru_cache(maxsize=TEXTS_KEPT)(self._render_opening)
 
     def _make_renderer(self, name: str) -> tuple[str, Any]:
@@ -232,11 +221,7 @@ class RendererFormat:
     # Messages for the library ---------------------------------------------------------------------
 
     def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        *,
-        opens_turn: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, *, opens_turn: bool = False
     ) -> Any:
         try:
             return self._renderer.render(messages, tools=tools, add_generation_prompt=opens_turn)
@@ -245,10 +230,6 @@ class RendererFormat:
             raise ValueError(
                 f"{self._setting}: the renderer refuses a conversation of {roles}: {error}"
             ) from error
-
-    @cached_property
-    def _plain_words(self) -> PlainWords:
-        return PlainWords(self._tokenizer)
 
     def _messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         if any(message.pictures for message in messages):

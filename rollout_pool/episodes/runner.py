@@ -16,18 +16,12 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import contained
-from rollout_pool.episodes.conversation import (
-    Chat,
-    Completion,
-    Message,
-    ToolSpec,
-    with_files,
-)
+from rollout_pool.episodes.conversation import Chat, Completion, Message, ToolSpec, with_files
 from rollout_pool.episodes.environment import Env, Observation, Step
 from rollout_pool.episodes.episode import (
     HEEDS_INTERRUPT_S,
@@ -44,24 +38,17 @@ from rollout_pool.sampling.sample import Completer, Sample
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EpisodeRunner:
     """Settings: task.max_turns, max_turn_tokens, stop, grammar, min_turn_tokens, turn_timeout_s and
     episode_timeout_s; rollout.max_prompt_tokens, max_response_tokens and on_long_prompt."""
 
-    def __init__(
-        self,
-        completer: Completer,
-        chat: Chat,
-        task: TaskConfig,
-        rollout: RolloutConfig,
-        *,
-        heeds_interrupt_s: float = HEEDS_INTERRUPT_S,
-    ) -> None:
-        self._completer = completer
-        self._chat = chat
-        self._task = task
-        self._rollout = rollout
-        self._heeds_interrupt_s = heeds_interrupt_s
+    _completer: Completer
+    _chat: Chat
+    _task: TaskConfig
+    _rollout: RolloutConfig
+    _: KW_ONLY
+    heeds_interrupt_s: float = HEEDS_INTERRUPT_S
 
     async def run(self, env: Env, request: EpisodeRequest) -> Episode:
         """The finished episode; `env` is closed in any case.
@@ -185,7 +172,7 @@ class EpisodeRunner:
         heeds = asyncio.timeout(None)
 
         def ring() -> None:
-            heeds.reschedule(loop.time() + self._heeds_interrupt_s)
+            heeds.reschedule(loop.time() + self.heeds_interrupt_s)
             self._completer.interrupt(sample)
 
         try:
@@ -244,8 +231,6 @@ class _Turn:
 
 @dataclass(kw_only=True, slots=True)
 class _Progress:
-    """An episode in progress."""
-
     env: Env
     request: EpisodeRequest
     clock: EpisodeClock

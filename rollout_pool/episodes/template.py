@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -57,6 +57,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._plain_words = PlainWords(tokenizer)
         self._check_opening = lru_cache(SHAPES_KEPT)(self._check_opening_anew)
         self._check_demonstration = lru_cache(SHAPES_KEPT)(self._check_demonstration_anew)
         self._way_behind = lru_cache(SHAPES_KEPT)(self._find_way_behind)
@@ -186,11 +187,7 @@ class ChatTemplate:
     # The template ---------------------------------------------------------------------------------
 
     def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[ToolSpec],
-        *,
-        opens_turn: bool = False,
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, opens_turn: bool = False
     ) -> str:
         shown = [self._plain_words.within(as_template_tool(tool)) for tool in tools]
         written = [self._template_message(message, bool(tools)) for message in messages]
@@ -212,10 +209,6 @@ class ChatTemplate:
         return self._tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=opens_turn, tokenize=False
         )
-
-    @cached_property
-    def _plain_words(self) -> PlainWords:
-        return PlainWords(self._tokenizer)
 
     def _template_message(self, message: Message, has_tools: bool) -> dict[str, Any]:
         written = as_template_message(message)

@@ -48,11 +48,7 @@ def parse_tool_calls(parser: ToolParser, text: str) -> ParsedText:
     content, calls, bad_call = PARSERS[parser](said)
     if not calls and bad_call is None:
         return ParsedText(content=text)
-    return ParsedText(
-        content=(thoughts + content).strip(),
-        calls=tuple(calls),
-        bad_call=bad_call,
-    )
+    return ParsedText(content=(thoughts + content).strip(), calls=tuple(calls), bad_call=bad_call)
 
 
 _Parsed = tuple[str, list[Call], str | None]
@@ -64,7 +60,7 @@ class BadCall(ValueError):
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
-    """Splits the text into thoughts and content."""
+    """Thoughts and content."""
     end = text.rfind(END_OF_THINK)
     if end >= 0:
         end += len(END_OF_THINK)

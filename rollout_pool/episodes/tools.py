@@ -16,7 +16,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rollout_pool.cancelling import contained
@@ -58,7 +58,10 @@ class ToolEnv:
     async def step(self, completion: Completion) -> Step:
         if not completion.tool_calls and completion.bad_call is None:
             return self._with_counts(await self._inner.step(completion))
-        results = list(await asyncio.gather(*self._started(completion.tool_calls)))
+        self._num_calls += len(completion.tool_calls)
+        calls = enumerate(completion.tool_calls)
+        running = (self._result_message(call, is_run=place < MAX_CALLS) for place, call in calls)
+        results = list(await asyncio.gather(*running))
         if completion.bad_call is not None:
             self._num_errors += 1
             results.append(_bad_call_message(completion.bad_call))
@@ -66,12 +69,6 @@ class ToolEnv:
 
     async def close(self) -> None:
         await self._inner.close()
-
-    def _started(self, calls: Sequence[ToolCall]) -> list[Awaitable[Message]]:
-        self._num_calls += len(calls)
-        return [
-            self._result_message(call, is_run=place < MAX_CALLS) for place, call in enumerate(calls)
-        ]
 
     async def _result_message(self, call: ToolCall, *, is_run: bool) -> Message:
         try:
@@ -114,13 +111,6 @@ def _bad_call_message(why: str) -> Message:
 
 def _in_words(error: Exception) -> str:
     return str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
-
-
-def as_text(result: object) -> str:
-    """A tool's result as text: strings as they are, anything else as JSON."""
-    if isinstance(result, str):
-        return result
-    return json.dumps(result, ensure_ascii=False, default=str)
 
 
 def shorten(text: str, limit: int = MAX_RESULT_CHARS) -> str:
@@ -179,8 +169,12 @@ def function_tool(function: Callable[..., Any], setting: str) -> Tool:
         except TypeError as error:
             raise ToolError(f"{spec.name}: {error}") from error
         if inspect.iscoroutinefunction(function):
-            return as_text(await function(*bound.args, **bound.kwargs))
-        return as_text(await asyncio.to_thread(in_thread, *bound.args, **bound.kwargs))
+            result = await function(*bound.args, **bound.kwargs)
+        else:
+            result = await asyncio.to_thread(in_thread, *bound.args, **bound.kwargs)
+        if isinstance(result, str):
+            return result
+        return json.dumps(result, ensure_ascii=False, default=str)
 
     def in_thread(*positional: Any, **named: Any) -> object:
         try:

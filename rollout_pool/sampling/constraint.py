@@ -18,7 +18,6 @@ only one, which is exact, too: the policy has no choice then, and nothing to lea
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -43,9 +42,9 @@ class _Correction:
 
     place: int
     token: int | None = None
+    """None for a probe."""
     logprob: float = 0.0
     candidates: Sequence[int] = ()
-    is_probe: bool = False
 
 
 class Guide:
@@ -111,7 +110,7 @@ class Guide:
                 self._correction = self._draw(sample, place, verdict.first, ids, logprobs)
                 sample.ends_at = place
             elif sample.has_candidates:
-                logprob = logprobs[ids == token].item() - _logsumexp(logprobs)
+                logprob = logprobs[ids == token].item() - float(np.logaddexp.reduce(logprobs))
                 sample.logprobs[place] = min(0.0, logprob)
                 sample.candidates[place] = array("i", ids.tolist())
         del sample.guidance.alternatives[:num_followed]
@@ -130,12 +129,11 @@ class Guide:
                 sample.guidance.max_asked *= 2
             return False
         place, sample.ends_at, sample.finish_reason = correction.place, None, None
-        sample.guidance = Guidance(
-            max_asked=1 if correction.is_probe else FEW, is_probe=correction.is_probe
-        )
         if correction.token is None:
+            sample.guidance = Guidance(max_asked=1, is_probe=True)
             sample.cut(place)
             return True
+        sample.guidance = Guidance(max_asked=FEW)
         sample.cut(place + 1)
         sample.put_last(correction.token, correction.logprob, correction.candidates)
         self._note_end(sample)
@@ -173,12 +171,12 @@ class Guide:
         """`first`: the first two tokens that are allowed, or the only one."""
         if not len(ids):
             if len(first) > 1 and not sample.guidance.is_probe:
-                return _Correction(place=place, is_probe=True)
+                return _Correction(place=place)
             return _Correction(place=place, token=first[0], candidates=first[:1])
         most = sample.sampling.top_k if sample.has_candidates else len(ids)
         best = np.sort(np.argsort(-logprobs, kind="stable")[:most])
         ids, logprobs = ids[best], logprobs[best]  # a probe may have found more
-        shares = logprobs - _logsumexp(logprobs)
+        shares = logprobs - np.logaddexp.reduce(logprobs)
         if sample.sampling.temperature == 0:
             at = int(shares.argmax())
         else:
@@ -189,8 +187,3 @@ class Guide:
             logprob=min(0.0, float(shares[at])),
             candidates=ids.tolist(),
         )
-
-
-def _logsumexp(logprobs: NDArray[np.float64]) -> float:
-    highest = logprobs.max()
-    return float(highest) + math.log(np.exp(logprobs - highest).sum())

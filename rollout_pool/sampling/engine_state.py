@@ -77,6 +77,10 @@ class AdaptiveLimit:
         assert most >= 1
         self._most = most
         self.value = most
+        self.restart()
+
+    def restart(self) -> None:
+        """Call when the engine was restarted."""
         self._has_begun = False
         self._fell_from: int | None = None
         self._is_settling = False
@@ -96,13 +100,9 @@ class AdaptiveLimit:
         elif self._queue_age >= QUEUE_PATIENCE:
             self._fall(seen, FACTOR_QUEUE)
         elif not has_queue and seen.num_in_flight >= IN_USE * self.value:
-            self._grow(max(seen.kv_usage, seen.expected_usage))
-
-    def restart(self) -> None:
-        """Call when the engine was restarted."""
-        self._has_begun = self._is_settling = False
-        self._fell_from = None
-        self._queue_age = 0
+            usage = max(seen.kv_usage, seen.expected_usage)
+            if usage < KV_ROOM:
+                self.value = min(self._most, self.value + self._step(usage))
 
     def _fall(self, seen: LoadSample, factor: float) -> None:
         if self._is_settling:
@@ -112,11 +112,6 @@ class AdaptiveLimit:
         self._fell_from = base
         self._is_settling = seen.num_in_flight > self.value
         self._queue_age = 0
-
-    def _grow(self, usage: float) -> None:
-        if usage >= KV_ROOM:
-            return
-        self.value = min(self._most, self.value + self._step(usage))
 
     def _step(self, usage: float) -> int:
         value, mark = self.value, self._fell_from
@@ -321,7 +316,6 @@ class EngineState:
         self.may_roll_out = may_roll_out
 
     def note_load(self, load: EngineLoad | None, num_preempted: int) -> None:
-        """`load` is None if the engine is alive but cannot report it."""
         self._is_silent = False
         self.load = load
         peak = max(self._peak, self._peak_before)

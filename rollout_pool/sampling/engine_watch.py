@@ -75,10 +75,8 @@ class EngineWatch:
 
     async def _follow_engines(self) -> None:
         while True:
-            before, self._routes = (
-                self._routes,
-                await self.state.wait_routes_changed(self._routes, LOOK_AGAIN_S),
-            )
+            before = self._routes
+            self._routes = await self.state.wait_routes_changed(before, LOOK_AGAIN_S)
             await self._connect_to(before.urls, self._routes.urls)
             self._inform_router()
 

@@ -32,6 +32,8 @@ from processes.die_with_parent import die_with_parent
 _STACK_BYTES = 2**29
 """llguidance calls itself for each rule within a rule; with the usual stack it dies of some
 thousands. Reserved, but not used by other grammars."""
+_LIMITS = LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, max_grammar_size=100_000)
+"""Below the library's own: far above what schemas need, and soon reached by what grows."""
 
 
 class NotAllowed(ValueError):
@@ -39,18 +41,15 @@ class NotAllowed(ValueError):
 
 
 class Setup(Struct, kw_only=True, frozen=True):
-    """The first line that the starter reads."""
+    """The first line that the starter reads: its tokenizer, and the limits of grammars.py."""
 
     tokenizer: str
     """The text that the tokenizers library writes."""
     num_embeddings: int
     end_tokens: list[int]
     compile_s: float
-    """Processor time to compile a grammar."""
     step_s: float
-    """Processor time of any later request."""
     max_bytes: int
-    """Memory of one grammar and its completions."""
 
 
 class Call(Struct, frozen=True):
@@ -231,7 +230,11 @@ def main(number: int) -> None:
     die_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes
     starter = socket.socket(fileno=number)
-    setup = msgspec.json.decode(_read_line(starter), type=Setup)
+    with starter.makefile("rb") as sent:
+        line = sent.readline()
+    if not line.endswith(b"\n"):
+        sys.exit(1)  # the worker has ended
+    setup = msgspec.json.decode(line, type=Setup)
     vocabulary = Vocabulary(setup.num_embeddings, setup.end_tokens)
     tokenizer = LLTokenizer(
         setup.tokenizer, n_vocab=setup.num_embeddings, eos_token=setup.end_tokens
@@ -243,15 +246,6 @@ def main(number: int) -> None:
             starter.close()
             _serve(socket.socket(fileno=descriptor), setup, vocabulary, tokenizer)
         os.close(descriptor)
-
-
-def _read_line(connection: socket.socket) -> bytes:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        if not (piece := connection.recv(2**20)):
-            sys.exit(1)  # the worker has ended
-        line += piece
-    return bytes(line)
 
 
 def _serve(
@@ -322,17 +316,12 @@ class _Grammar:
         return None
 
     def _compile(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds that no text follows the grammar
         if matcher.is_error():
             raise NotAllowed(_problem(matcher))
         return matcher
-
-
-def _limits() -> LLParserLimits:
-    """Below the library's own: far above what schemas need, and soon reached by what grows."""
-    return LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, max_grammar_size=100_000)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from processes.child import Child
-from rollout_pool.cancelling import end_tasks
+from rollout_pool.cancelling import BackgroundTasks
 from rollout_pool.sampling.grammar_process import (
     Call,
     NotAllowed,
@@ -113,7 +113,7 @@ class Grammars:
         self._starting = asyncio.Lock()
         self._compiling = asyncio.Semaphore(MAX_COMPILED_AT_ONCE)
         self._numbers = itertools.count()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     @property
     def num_bytes(self) -> int:
@@ -150,7 +150,7 @@ class Grammars:
         if len(grammar) > MAX_GRAMMAR:
             raise ConstraintFailed(f"it has {len(grammar)} characters, and may have {MAX_GRAMMAR}")
         process = self._processes[grammar] = _Process(grammar, self._make_room, self._ended)
-        process.compiling = self._keep(self._compile(process))
+        process.compiling = self._tasks.spawn(self._compile(process))
         # All that wait for it may have been cancelled.
         process.compiling.add_done_callback(lambda task: task.cancelled() or task.exception())
         return process
@@ -160,7 +160,7 @@ class Grammars:
             async with self._compiling:
                 connection = await self._fork()
                 streams = await asyncio.open_connection(sock=connection, limit=_LINE_BYTES)
-                self._keep(process.read(process.connect(*streams)))
+                self._tasks.spawn(process.read(process.connect(*streams)))
                 await process.ask(Call("compile", arguments=[process.grammar]))
                 process.is_compiled = True
         except (ConstraintFailed, OSError) as error:
@@ -233,17 +233,11 @@ class Grammars:
             self._starter[1].close()  # it ends, and its processes with it
             self._starter = None
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def close(self) -> None:
         """Ends all processes. Completions in progress fail."""
         for process in list(self._processes.values()):
             process.end("the run has ended")
-        await end_tasks(self._tasks)
+        await self._tasks.end()
         child = None if self._starter is None else self._starter[0]
         self._stop()
         if child is not None:

@@ -21,7 +21,7 @@ from rollout_pool.sampling.sample import Sample
 
 @dataclass(kw_only=True, slots=True)
 class Spent:
-    """Sums over samples."""
+    """Sums over samples; see Sample for what they count."""
 
     num_tokens: int = 0
     longest: int = 0
@@ -29,9 +29,7 @@ class Spent:
     """The oldest version that sampled one of the tokens; None before the first token."""
     num_failures: int = 0
     num_refused: int = 0
-    """Responses refused because of their log-probabilities."""
     num_wasted: int = 0
-    """Tokens that were sampled and then lost."""
 
     def add(self, sample: Sample) -> None:
         self.num_tokens += len(sample.output_ids)
@@ -48,9 +46,7 @@ class Activity:
     """Counts the model calls of the programs that run a group's episodes."""
 
     _num_sessions: int = 0
-    """Open ones."""
     _num_requests: int = 0
-    """In progress."""
     _since: float = field(default_factory=time.monotonic)
     """Time of the last change."""
 

@@ -58,9 +58,6 @@ class Part(Struct, frozen=True, forbid_unknown_fields=True):
     """int32[], little-endian, of each token, if the sampling is truncated."""
 
 
-_decoder = msgpack.Decoder(Part)
-
-
 @dataclass(kw_only=True, slots=True)
 class KeptSample:
     """A sample as far as it is kept; see Sample for its columns."""
@@ -116,7 +113,7 @@ def read_kept(
     by_sample: dict[str, dict[int, Part]] = {}
     for name, data in parts.items():
         try:
-            part = _decoder.decode(data)
+            part = msgpack.decode(data, type=Part)
         except MsgspecError as error:
             log.warning("kept tokens %s cannot be read and are sampled again: %s", name, error)
             continue

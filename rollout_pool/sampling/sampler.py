@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, StatusCode
@@ -31,6 +32,7 @@ TIME_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf")
 """Upper bounds in seconds of the buckets in which the times of requests are counted."""
 
 
+@dataclass(eq=False)
 class Sampler:
     """Completes samples at the engines of one router, any number at once.
 
@@ -42,24 +44,16 @@ class Sampler:
         await sampler.complete(sample)   # its prompt is sent with those 12: finish_reason "stop"
     """
 
-    def __init__(
-        self,
-        router: Router,
-        max_retries: int,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        grammars: Grammars | None = None,
-    ) -> None:
-        """`decode`: the text of tokens, special ones included; needed for `Sample.stop`.
-        `grammars`: needed for `Sample.constraint`."""
-        self.router = router
-        self.max_retries = max_retries
-        self.decode = decode
-        self._grammars = grammars
-        self._running: dict[Sample, _Completion] = {}
-        self.counted: Counter[str] = Counter()
-        """Totals over all requests so far, as counters of the run: their number, the tokens that
-        have arrived, the time that they waited for a slot, and the time from there to their first
-        token."""
+    router: Router
+    max_retries: int
+    decode: Callable[[Sequence[int]], str] | None = None
+    """The text of tokens, special ones included; needed for `Sample.stop`."""
+    grammars: Grammars | None = None
+    """Needed for `Sample.constraint`."""
+    counted: Counter[str] = field(default_factory=Counter, init=False)
+    """Totals over all requests so far, as counters of the run: their number, the tokens that have
+    arrived, the time that they waited for a slot, and the time from there to their first token."""
+    _running: dict[Sample, _Completion] = field(default_factory=dict, init=False)
 
     async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         """Implements Completer.complete."""
@@ -70,8 +64,8 @@ class Sampler:
         with open_span("sample", about, sample.span_context, fails=False) as span:
             try:
                 if sample.constraint is not None:
-                    assert self._grammars is not None, "this sampler has no grammars"
-                    completion.guide = await Guide.of(sample, self._grammars)
+                    assert self.grammars is not None, "this sampler has no grammars"
+                    completion.guide = await Guide.of(sample, self.grammars)
                 await completion.run()
             finally:
                 del self._running[sample]

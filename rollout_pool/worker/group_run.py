@@ -70,7 +70,6 @@ class GroupRun:
     prompt: Prompt
     episode_source: EpisodeSource
     samples: GroupSamples
-    """Its samples, with their age, length and cost."""
     tokens: GroupTokens | None = None
     """The tokens that the buffer keeps of it, as long as `samples.keeper` is set."""
     work: asyncio.Task[None] | None = None
@@ -88,7 +87,6 @@ class GroupRun:
     num_turns: int = 0
     """Turns of its ended episodes."""
     num_branches: int = 0
-    """Branches of its ended episodes."""
     pictures: dict[str, bytes] = field(default_factory=dict)
     """Pictures of its scored episodes, by digest."""
     given_up_because: str | None = field(default=None, init=False)
@@ -160,14 +158,12 @@ class GroupRunner:
 
     def __post_init__(self) -> None:
         self._sampling = SamplingParams(**asdict(self.config.sampling))
-        self._filter: VarianceFilter | None = None
         self.set_filter(self.config)
 
     def set_filter(self, config: RolloutConfig) -> None:
         """Leaves out groups as these settings say, from the next one on."""
-        self._filter = None
-        if config.filter_zero_variance:
-            self._filter = VarianceFilter(config.max_filtered_ratio)
+        ratio = config.max_filtered_ratio
+        self._filter = VarianceFilter(ratio) if config.filter_zero_variance else None
 
     async def generate_and_push(self, run: GroupRun) -> None:
         """Generates the group and pushes it, unless the filter leaves it out.
@@ -315,20 +311,15 @@ class GroupRunner:
 
     async def _settle_cancelled(self, run: GroupRun) -> bool:
         """Returns whether the group is in the buffer nevertheless."""
-        if run.stopped_for is GroupEnd.too_old:
-            was_running = await self.buffer.abandon(
-                run.group_id, "too_old", Rerun.as_stale, run.ref
-            )
-        elif run.stopped_for is GroupEnd.idle:
-            was_running = await self.buffer.abandon(run.group_id, "idle", Rerun.always, run.ref)
-        else:
-            # A resumed run takes the prompt again, with the tokens that it has.
+        end = run.stopped_for or GroupEnd.stopped
+        if end is GroupEnd.stopped:  # a resumed run takes the prompt again, with the tokens it has
             await self.keep_tokens(run)
-            was_running = await self.buffer.abandon(run.group_id, "stopped", Rerun.always, run.ref)
+        rerun = Rerun.as_stale if end is GroupEnd.too_old else Rerun.always
+        was_running = await self.buffer.abandon(run.group_id, end.value, rerun, run.ref)
         if run.group is not None and not was_running:  # its push had completed
             await self._settle_whole(run)
             return True
-        self.num_too_old += run.stopped_for is GroupEnd.too_old
+        self.num_too_old += end is GroupEnd.too_old
         return False
 
 

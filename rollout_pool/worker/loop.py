@@ -50,7 +50,7 @@ from rollout_pool.sampling.kept_tokens import LOOK_EVERY_S, GroupTokens, KeptSam
 from rollout_pool.sampling.sample import Completer
 from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
-from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
+from rollout_pool.types import RolloutSpec, WorkerReport
 from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.group_run import ExternalGroups, GroupLog, GroupRun, GroupRunner
@@ -75,8 +75,6 @@ STOP_AGAIN_S = 10.0
 
 
 class _Taken(NamedTuple):
-    """A prompt for a group."""
-
     ref: PromptRef
     prompt: Prompt
     kept: Mapping[str, KeptSample] = MappingProxyType({})
@@ -85,7 +83,7 @@ class _Taken(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class RolloutWorker:
-    """`run` generates until `stop`; `evaluate` may be called at any time, also after that.
+    """`run` generates until `stop`; `evaluator.run` may be called at any time, also after that.
 
     Example, with two free credits and three prompts in the stream (`WorkerParts` builds a
     worker):
@@ -95,7 +93,7 @@ class RolloutWorker:
         # group 0-0-ab12cd34 generates prompt 0 and group 0-1-9f8e7d6c prompt 1; the admission of a
         # third waits for a credit. Group 0-1 ends first and is pushed. The trainer leases and
         # consumes it, which frees its credit: the third group starts with prompt 2.
-        await worker.evaluate(version=7)  # meanwhile, at the same engines
+        await worker.evaluator.run(version=7)  # meanwhile, at the same engines
         worker.stop()
         report = await running  # WorkerReport(num_groups=1, ...); groups in flight are given up
     """
@@ -109,7 +107,6 @@ class RolloutWorker:
     episode_source: EpisodeSource
     """Runs the episodes of all groups but external ones."""
     external_groups: ExternalGroups | None = None
-    """Groups requested by external programs."""
     evaluator: Evaluator
     buffer: ReplayBuffer
     state: RunState
@@ -130,7 +127,6 @@ class RolloutWorker:
     _waiting: str | None = field(default=None, init=False)
     """Id of a group whose prompt is to run alone, until the others have ended."""
     _admission: asyncio.Task[None] | None = field(default=None, init=False)
-    """The admission of the next group, if in progress."""
     _unfinished: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
     """Tasks that are never cancelled; the worker waits for them at its end."""
     _completed: asyncio.Queue[asyncio.Future[Any] | None] = field(
@@ -203,11 +199,6 @@ class RolloutWorker:
             async with asyncio.timeout(limit_s):
                 await self._is_idle.wait()
         self.stop()
-
-    async def evaluate(self, version: int, engine: str | None = None) -> EvalReport:
-        """Evaluates `version` or a later one on the held-out prompts; pass `engine` if it is held
-        at that version."""
-        return await self.evaluator.run(version, engine)
 
     # The loop -------------------------------------------------------------------------------------
 
@@ -510,7 +501,6 @@ class RolloutWorker:
             self._see_through(end_tasks([run.work], self.stop_again_s))
 
     async def _keep_tokens(self) -> None:
-        """Keeps the tokens of groups whose samples have grown."""
         every = self.spec.config.keep_every_tokens
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

@@ -65,7 +65,6 @@ class Curriculum:
         self._taught: dict[str, deque[bool]] = {}
 
     def takes(self, task: str) -> bool:
-        """Returns whether a prompt of the task is taken."""
         return self._draw.random() < self.probability(task)
 
     def probability(self, task: str) -> float:
