@@ -170,16 +170,10 @@ class RolloutPool:
         if has_teacher:
             handle = actors[TEACHER]
             place = ray.get(handle.group.remote(), timeout=timeout_s)
-            keeping = handle.keep.remote()
-            teacher = _Placed(name=TEACHER, handle=handle, keeping=keeping, group=place)
+            teacher = _placed(TEACHER, handle, place)
         pool = cls(spec, groups, workers, scorers, teacher)
         for engine, group in zip(engines, groups, strict=True):
-            pool._engines[engine.name] = _Placed(
-                name=engine.name,
-                handle=engine.handle,
-                keeping=engine.handle.keep.remote(),
-                group=group,
-            )
+            pool._engines[engine.name] = _placed(engine.name, engine.handle, group)
         for receiver, node in zip(receivers, nodes, strict=True):
             keeping = receiver.handle.keep.remote(engines[0].handle.gpu_ids.remote())
             pool._receivers[node] = _Kept(
@@ -249,11 +243,9 @@ class RolloutPool:
         return cast("Pending[str]", self._handle(name).node.remote())
 
     def _handle(self, name: str) -> Any:
-        if name in self._engines:
-            return self._engines[name].handle
-        for worker in self._workers:
-            if worker.name == name:
-                return worker.handle
+        for member in (*self._engines.values(), *self._workers):
+            if member.name == name:
+                return member.handle
         raise HasLeft(f"{name} has left the run")
 
     def drain_worker(self, name: str, limit_s: float) -> Pending[None]:
@@ -292,8 +284,7 @@ class RolloutPool:
             max_task_retries=-1,
             lifetime=_lifetime(spec),
         )
-        keeping = handle.keep.remote()
-        self._engines[name] = _Placed(name=name, handle=handle, keeping=keeping, group=group)
+        self._engines[name] = _placed(name, handle, group)
         return name, handle.wait_ready.remote()
 
     def given_up(self, engine: str) -> Pending[str]:
@@ -376,9 +367,7 @@ def place_teacher(
         num_gpus=_engine_gpus(spec),
         lifetime=_lifetime(spec),
     )
-    keeping = handle.keep.remote()
-    teacher = _Placed(name=TEACHER, handle=handle, keeping=keeping, group=group)
-    return teacher, handle.url.remote()
+    return _placed(TEACHER, handle, group), handle.url.remote()
 
 
 def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
@@ -400,6 +389,10 @@ def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
     ]
     if clearing:
         ray.wait(clearing, num_returns=len(clearing), timeout=timeout_s)
+
+
+def _placed(name: str, handle: Any, group: PlacementGroup) -> _Placed:
+    return _Placed(name=name, handle=handle, keeping=handle.keep.remote(), group=group)
 
 
 def _members(handles: Mapping[str, Any]) -> list[_Member]:

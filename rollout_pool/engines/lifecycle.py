@@ -232,11 +232,10 @@ class EngineLife:
                 await self._note("engine_restarted", why)
                 try:
                     info = await self.engine.restart()
-                except EngineError as error:
+                except (EngineError, OSError) as error:
                     why = f"did not restart: {error}"
-                except OSError as error:  # such as a full disk, which may be freed
-                    why = f"did not restart: {error}"
-                    if self._num_restarts < limit:
+                    # A full disk, for example, may be freed.
+                    if isinstance(error, OSError) and self._num_restarts < limit:
                         await asyncio.sleep(SYSTEM_PAUSE_S * 2**self._num_restarts)
                 else:
                     await self.state.register_engine(name, info.url)

@@ -51,12 +51,10 @@ class Reward:
     @classmethod
     def check(cls, part: str, config: TaskConfig, task: Task) -> None:
         """Raises ValueError naming the setting if the part cannot score `task`. Asks no service."""
-        return
 
     @classmethod
     async def probe(cls, part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError naming the setting if the service at `config.url` cannot score."""
-        return
 
     def load(self, timeout_s: float) -> PartScorer:
         """The process is killed if a call takes `timeout_s`. Raises ValueError naming the setting

@@ -44,22 +44,6 @@ class Refused(Exception):
         self.pause_s = pause_s
 
 
-class Spacing:
-    """Spaces calls evenly, at most `per_second`; None does not limit."""
-
-    def __init__(self, per_second: float | None) -> None:
-        self._gap_s = 0.0 if per_second is None else 1.0 / per_second
-        self._next = 0.0
-
-    async def wait(self) -> None:
-        if not self._gap_s:
-            return
-        now = time.monotonic()
-        mine = max(now, self._next)
-        self._next = mine + self._gap_s
-        await asyncio.sleep(mine - now)
-
-
 class ServiceClient:
     """The client of one reward part's service. Used in one event loop."""
 
@@ -74,7 +58,7 @@ class ServiceClient:
         self._url = config.url.rstrip("/") + path if path else config.url
         self._name = _without_secrets(self._url)
         self._key = _key(part, config.api_key_env)
-        self._spacing = Spacing(config.max_per_second)
+        self._next_call = 0.0
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._client = httpx.AsyncClient(
             # A few KiB that are compressed may be GiB of text.
@@ -91,7 +75,7 @@ class ServiceClient:
         content = json.dumps(body).encode()
         async with self._room:
             for attempt in range(self.config.max_retries + 1):
-                await self._spacing.wait()
+                await self._wait_turn()
                 try:
                     return await self._attempt(content, key)
                 except Refused as error:
@@ -100,6 +84,14 @@ class ServiceClient:
                         raise RemoteFailure(f"{self._name}: {error} ({tries})") from error
                     await asyncio.sleep(_pause_s(attempt, error.pause_s))
         raise AssertionError("the last attempt returns or raises")
+
+    async def _wait_turn(self) -> None:
+        """Spaces calls evenly."""
+        if per_second := self.config.max_per_second:
+            now = time.monotonic()
+            mine = max(now, self._next_call)
+            self._next_call = mine + 1.0 / per_second
+            await asyncio.sleep(mine - now)
 
     async def close(self) -> None:
         await self._client.aclose()
