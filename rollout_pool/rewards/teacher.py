@@ -54,13 +54,16 @@ class Teacher(RemoteService):
         self, tokens: list[int], key: str, *, wants_texts: bool = False
     ) -> tuple[FloatArray, list[str] | None]:
         """[T] log-probabilities, and the texts of the tokens if the server tells them."""
-        if self._is_openai:
-            response = await self.ask(self._completion(tokens), key)
-            logprobs, texts = _openai_logprobs(response)
-        else:
-            body = {**_generation(tokens), "return_text_in_logprobs": wants_texts}
-            response = await self.ask(body, key)
-            logprobs, texts = _sglang_logprobs(response, tokens)
+        body = self._completion(tokens) if self._is_openai else _generation(tokens, wants_texts)
+        response = await self.ask(body, key)
+        try:
+            if self._is_openai:
+                found = response["choices"][0]["logprobs"]
+                logprobs, texts = found["token_logprobs"], found.get("tokens")
+            else:
+                logprobs, texts = _sglang_logprobs(response, tokens)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise RemoteFailure("the teacher gave no log-probabilities") from error
         return check_logprobs(logprobs, len(tokens)), texts
 
     @classmethod
@@ -78,33 +81,23 @@ class Teacher(RemoteService):
         }
 
 
-def _generation(tokens: list[int]) -> dict[str, object]:
+def _generation(tokens: list[int], wants_texts: bool) -> dict[str, object]:
     return {
         "input_ids": tokens,
         "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "return_text_in_logprobs": wants_texts,
     }
-
-
-def _openai_logprobs(response: dict[str, Any]) -> tuple[object, list[str] | None]:
-    try:
-        found = response["choices"][0]["logprobs"]
-        return found["token_logprobs"], found.get("tokens")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RemoteFailure("the teacher gave no log-probabilities") from error
 
 
 def _sglang_logprobs(
     response: dict[str, Any], tokens: list[int]
 ) -> tuple[list[object], list[str] | None]:
-    try:
-        found = response["meta_info"]["input_token_logprobs"]
-        logprobs = [logprob for logprob, *_ in found]
-        ids = [token for _, token, *_ in found]
-        texts = [text for _, _, text, *_ in found]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RemoteFailure("the teacher gave no log-probabilities") from error
+    found = response["meta_info"]["input_token_logprobs"]
+    logprobs = [logprob for logprob, *_ in found]
+    ids = [token for _, token, *_ in found]
+    texts = [text for _, _, text, *_ in found]
     if ids != tokens:
         raise RemoteFailure("the teacher gave the log-probabilities of other tokens")
     return logprobs, None if None in texts else texts

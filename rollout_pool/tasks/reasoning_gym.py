@@ -16,6 +16,7 @@ from rollout_pool.tasks.task import (
     Prompt,
     PromptCut,
     SingleTurnTask,
+    check_params,
     draw_held_out,
 )
 
@@ -106,17 +107,11 @@ def _check(config: TaskConfig) -> None:
         close = difflib.get_close_matches(config.name, DATASETS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(sorted(DATASETS))}"
         raise ValueError(f"task.name={config.name!r}: reasoning-gym has no such task; {hint}")
-    settings = [f.name for f in dataclasses.fields(DATASETS[config.name][1])]
-    for name in config.params:
-        if name in ("seed", "size"):
-            raise ValueError(
-                f"task.params.{name}: use task.{'seed' if name == 'seed' else 'eval_size'}"
-            )
-        if name not in settings:
-            known = ", ".join(sorted({*settings} - {"seed", "size"}))
-            raise ValueError(
-                f"task.params.{name}: {config.name} has no such setting; it has {known}"
-            )
+    for name, instead in (("seed", "seed"), ("size", "eval_size")):
+        if name in config.params:
+            raise ValueError(f"task.params.{name}: use task.{instead}")
+    settings = {f.name for f in dataclasses.fields(DATASETS[config.name][1])}
+    check_params(config, config.name, sorted(settings - {"seed", "size"}))
     try:
         _Questions(config, config.seed).entry(0)
     except (AssertionError, TypeError, ValueError) as error:

@@ -77,7 +77,10 @@ def main(argv: list[str]) -> None:
         server_args = prepare_server_args(arguments)
         server_args.api_key = key
         if server_args.dist_init_addr is None:
-            _meet_in(socket_folder)
+            # A TCPStore, where the ranks would meet, listens on every interface and answers every
+            # connection.
+            place = f"file://{socket_folder}/rendezvous"
+            os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", place)
         _keep_out_of_logs(key)  # SGLang logs all its settings
         run_server(server_args)
     finally:
@@ -124,15 +127,6 @@ def _begin_child(_: object) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
         os._exit(1)
-
-
-def _meet_in(folder: str) -> None:
-    """Makes the server's ranks rendezvous through a file in `folder` instead of a TCPStore.
-
-    SGLang's store listens on every interface and answers every connection. With
-    `--dist-init-addr`, for ranks on several machines, it is used nevertheless.
-    """
-    os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{folder}/rendezvous")
 
 
 def _read_line(descriptor: int) -> str:
