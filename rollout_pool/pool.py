@@ -222,8 +222,7 @@ class RolloutPool:
         return ends | {teacher.name: teacher.keeping for teacher in self._teachers}
 
     def lost(self, name: str) -> Pending[None]:
-        """Raises RayActorError when the process of an engine or a worker dies; Ray may start it
-        again."""
+        """Raises RayActorError when the process of an engine or a worker dies, restarted or not."""
         return cast("Pending[None]", _once(self._handle(name).wait_lost).remote())
 
     def noticed(self, name: str) -> Pending[None]:
@@ -313,11 +312,10 @@ class RolloutPool:
     # Receivers ------------------------------------------------------------------------------------
 
     def receiver_for(self, engine: str, node: str) -> dict[str, Pending[None]]:
-        """Starts a receiver, by name, on the engine's node if that has none. It shares the first of
-        the engine's GPUs."""
+        """Starts a receiver, by name, on the engine's node if that has none."""
         if node in self._receivers:
             return {}
-        # It shares the GPU of the engine beside it, so it must see that one.
+        # It shares the first GPU of the engine beside it, so it must see that one.
         sees_gpus = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         handle = _create(
             ReceiverActor,

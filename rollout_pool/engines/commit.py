@@ -33,11 +33,9 @@ class CommitReport:
     version: int
     strategy: str
     pause_s: float
-    """From the call that stops decoding to the return of the one that resumes it; 0 for one that
-    was not paused."""
+    """From the call that ends decoding to the return of the one that resumes; 0 without a pause."""
     stop_s: float
-    """Part of `pause_s`: until the running requests have paused, or have ended with a last token.
-    """
+    """Part of `pause_s`: until the running requests have paused, or ended with a last token."""
     load_s: float
     """Part of `pause_s`, if there was one."""
     paused_at: float

@@ -82,8 +82,7 @@ class EngineLife:
         return info
 
     def start_again(self, why: str) -> None:
-        """In the place of `start`, for an engine that was lost together with the process that
-        owned it."""
+        """In the place of `start`, for an engine that was lost with the process that owned it."""
         self._living = asyncio.create_task(self._live(why))
 
     async def wait_given_up(self) -> str:

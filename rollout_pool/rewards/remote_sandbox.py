@@ -125,8 +125,7 @@ def _result(response: dict[str, Any], limits: SandboxLimits) -> SandboxResult:
 
 
 async def check_remote_sandbox(part: str, config: RewardConfig, limits: SandboxLimits) -> None:
-    """Raises ValueError for a service that cannot be reached, or that does not run programs with
-    these settings."""
+    """Raises ValueError for a service that is not there or runs no programs with such settings."""
     sandbox = RemoteSandbox(part, config)
     try:
         result = await sandbox.run("", limits=limits)

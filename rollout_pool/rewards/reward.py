@@ -57,8 +57,7 @@ class Reward:
         """Raises ValueError naming the setting if the service at `config.url` cannot score."""
 
     def load(self, timeout_s: float) -> PartScorer:
-        """The process is killed if a call takes `timeout_s`. Raises ValueError naming the setting
-        at fault."""
+        """A process whose call takes `timeout_s` is killed. Raises ValueError with the setting."""
         raise NotImplementedError
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:

@@ -86,7 +86,6 @@ class ServiceClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def _wait_turn(self) -> None:
-        """Spaces calls evenly."""
         if per_second := self.config.max_per_second:
             now = time.monotonic()
             mine = max(now, self._next_call)
@@ -114,8 +113,7 @@ class ServiceClient:
         return self.checked(response, content)
 
     def checked(self, response: httpx.Response, content: bytes) -> dict[str, Any]:
-        """The JSON object in `content`. Raises Refused if another attempt may do better, else
-        RemoteFailure."""
+        """The JSON object in `content`. Raises Refused if a retry may help, else RemoteFailure."""
         status = response.status_code
         if status in _WORTH_ANOTHER_TRY or status >= 500:
             raise Refused(f"HTTP {status}", _retry_after_s(response.headers))
@@ -158,8 +156,7 @@ class RemoteService(Reward):
 
 
 def _is_outside(url: str) -> bool:
-    """Returns whether a proxy may be needed: not for names without a dot, this machine, or private
-    addresses."""
+    """Returns whether a proxy may be needed: not for names without a dot and private addresses."""
     host = httpx.URL(url).host
     try:
         return ip_address(host).is_global
@@ -179,7 +176,7 @@ async def _read(response: httpx.Response) -> bytes:
 
 
 def _pause_s(attempt: int, retry_after_s: float | None) -> float:
-    """Exponential back-off with jitter."""
+    # Exponential back-off with jitter.
     longest = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt)
     pause_s = random.uniform(longest / 2, longest)
     return pause_s if retry_after_s is None else min(MAX_PAUSE_S, retry_after_s) + pause_s / 10

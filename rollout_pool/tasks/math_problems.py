@@ -43,8 +43,7 @@ class Gsm8kTask(ProblemTask[MathProblem]):
 
 
 class MathTask(ProblemTask[MathProblem]):
-    """Reward is 1 for a result that is mathematically equal to that in the solution's last box,
-    else 0."""
+    """Reward is 1 for a result mathematically equal to that in the solution's last box, else 0."""
 
     name = "math"
 

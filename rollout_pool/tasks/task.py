@@ -73,8 +73,7 @@ class Task(Protocol):
         ...
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        """A model episode, from the first message to the last message; the warm start trains on the
-        assistant's messages."""
+        """All messages of a model episode; the warm start trains on the assistant's."""
         ...
 
 

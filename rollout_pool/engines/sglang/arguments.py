@@ -10,8 +10,7 @@ from rollout_pool.engines.engine import EngineSpec, program_path
 from rollout_pool.types import AdapterSpec
 
 SHARED_MEMORY_BYTES = 2**20
-"""Shared memory that a server of one rank needs; without it its scheduler dies of SIGBUS, minutes
-later."""
+"""Shared memory of a server of one rank; without it its scheduler dies of SIGBUS, minutes later."""
 SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
 """Per rank where there are several, since they communicate through it."""
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"

@@ -30,7 +30,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -72,8 +72,7 @@ CALL_GAP_S = 0.005
 it, samples that start one by one as others end would each have their own call."""
 LONGEST_GAP_S = 0.05
 FEW_CALLS = 16
-"""Above this the gap grows in proportion to the open calls: for each call the HTTP client scans all
-of its connections."""
+"""Above this the gap grows with the open calls: for each the HTTP client scans all connections."""
 LONG_PREFIX = 128
 """Fewest tokens of a prompt for which one sample of a group goes ahead. Sent together, the engine
 would compute the prompt for each of them; a shorter prompt costs less than the wait."""
@@ -174,12 +173,8 @@ class _Request:
 
     def settle(self, spans: Sequence[VersionSpan]) -> None:
         """Sets the exact versions of all tokens, counted from the request's first token."""
-        shifted = [
-            VersionSpan(
-                version=span.version, start=self._start + span.start, end=self._start + span.end
-            )
-            for span in spans
-        ]
+        before = self._start
+        shifted = [replace(s, start=before + s.start, end=before + s.end) for s in spans]
         self.sample.version_spans = merge_spans([*self._spans_before, *shifted])
 
     def routes(
@@ -218,8 +213,7 @@ class BatchingClient(ABC):
     _: KW_ONLY
     has_prefix_cache: bool = False
     keys_prefix_by_version: bool = False
-    """A commit leaves the server's prefix cache as it is; only prefixes of the same version may be
-    reused."""
+    """A commit leaves the prefix cache as it is: only prefixes of one version may be reused."""
     stream_interval: int = STREAM_INTERVAL
     """Tokens of a sample between two parts."""
     vocab_size: int | None = None

@@ -38,10 +38,11 @@ ABORTS_AT_ONCE = 4
 """A connection each: a hundred new ones take longer than a hundred calls."""
 LOAD_TIMEOUT_S = 5.0
 STEPS_TO_END = 2
-"""Steps of the scheduler until an aborted request has ended: the one under way, and the one that
-sees the abort."""
+"""Steps of the scheduler until an abort has taken effect: the one under way, and the next."""
 MAX_FLUSHES = 20
 _ALL = {"abort_all": True}
+_OF_THE_CALL = (400, 413, 422)
+"""Statuses of a call that any server would refuse."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -137,13 +138,7 @@ class SGLangClient(BatchingClient):
 
     def _call_error(self, status: int, text: str) -> EngineError:
         error = self._refusal(GENERATE_PATH, status, text)
-        if status in (
-            httpx.codes.BAD_REQUEST,
-            httpx.codes.REQUEST_ENTITY_TOO_LARGE,
-            httpx.codes.UNPROCESSABLE_ENTITY,
-        ):
-            return CallRefused(str(error))
-        return error
+        return CallRefused(str(error)) if status in _OF_THE_CALL else error
 
     async def _post_abort(self, request_ids: Collection[str] | None) -> None:
         """Best effort: a dead engine needs no abort."""

@@ -93,8 +93,7 @@ class VerifiersTask(ProblemTask[Row]):
         return float(outcome["reward"]), outcome["metrics"]
 
     async def start(self) -> None:
-        """Starts the process, which the first episode would start otherwise. Raises ValueError or
-        RuntimeError."""
+        """Else the first episode would start the process. Raises ValueError or RuntimeError."""
         await self._process.start()
 
     async def close(self) -> None:
