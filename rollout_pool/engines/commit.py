@@ -32,9 +32,9 @@ class CommitReport:
     engine: str
     version: int
     strategy: str
-    pause_s: float
+    pause_s: float = 0.0
     """From the call that ends decoding to the return of the one that resumes; 0 without a pause."""
-    stop_s: float
+    stop_s: float = 0.0
     """Part of `pause_s`: until the running requests have paused, or ended with a last token."""
     load_s: float
     """Part of `pause_s`, if there was one."""
@@ -125,8 +125,6 @@ class Committer:
             engine=self.client.name,
             version=version,
             strategy=self._strategy.name,
-            pause_s=0.0,
-            stop_s=0.0,
             load_s=load_s,
             paused_at=began_at,
         )

@@ -54,7 +54,22 @@ class Teacher(RemoteService):
         self, tokens: list[int], key: str, *, wants_texts: bool = False
     ) -> tuple[FloatArray, list[str] | None]:
         """[T] log-probabilities, and the texts of the tokens if the server tells them."""
-        body = self._completion(tokens) if self._is_openai else _generation(tokens, wants_texts)
+        body: dict[str, object] = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_text_in_logprobs": wants_texts,
+        }
+        if self._is_openai:
+            body = {
+                "model": self.config.model,
+                "prompt": tokens,
+                "max_tokens": 1,
+                "temperature": 1.0,
+                "echo": True,
+                "logprobs": 1,
+            }
         response = await self.ask(body, key)
         try:
             if self._is_openai:
@@ -69,26 +84,6 @@ class Teacher(RemoteService):
     @classmethod
     async def probe(cls, part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
         await check_teacher(part, config, tokenizer)
-
-    def _completion(self, tokens: list[int]) -> dict[str, object]:
-        return {
-            "model": self.config.model,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "echo": True,
-            "logprobs": 1,
-        }
-
-
-def _generation(tokens: list[int], wants_texts: bool) -> dict[str, object]:
-    return {
-        "input_ids": tokens,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-        "return_text_in_logprobs": wants_texts,
-    }
 
 
 def _sglang_logprobs(

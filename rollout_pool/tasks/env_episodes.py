@@ -97,7 +97,8 @@ def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:
-    """`python`, functions as `module:name`, and MCP servers' tools. Raises ValueError, naming it."""
+    """`python`, functions as `module:name`, and the tools of MCP servers. Raises ValueError naming
+    task.tools."""
     tools: list[Tool] = []
     taken: dict[str, str] = {}
     for name in names:

@@ -117,15 +117,16 @@ class SGLangClient(BatchingClient):
                 )
             async with response:
                 if response.status != httpx.codes.OK:
-                    raise self._call_error(response.status, await response.text())
+                    error = self._refusal(path, response.status, await response.text())
+                    raise CallRefused(str(error)) if response.status in _OF_THE_CALL else error
                 async for line in _lines(response.content):
                     if line.startswith(b"data: {"):
                         part = cast(dict[str, Any], json.loads(line[len(b"data: ") :]))
                         if "error" in part:
                             raise CallRefused(f"{self.name} refused {path}: {part['error']}")
                         yield part
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._failure(path, error) from error
+        except (aiohttp.ClientError, TimeoutError) as failure:
+            raise self._failure(path, failure) from failure
 
     def _open_streams(self) -> aiohttp.ClientSession:
         """As `_http` in all that is said there."""
@@ -135,10 +136,6 @@ class SGLangClient(BatchingClient):
             timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=self.request_timeout_s),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_TIMEOUT_S),
         )
-
-    def _call_error(self, status: int, text: str) -> EngineError:
-        error = self._refusal(GENERATE_PATH, status, text)
-        return CallRefused(str(error)) if status in _OF_THE_CALL else error
 
     async def _post_abort(self, request_ids: Collection[str] | None) -> None:
         """Best effort: a dead engine needs no abort."""
