@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
@@ -25,13 +25,6 @@ CHUNK = 1000
 generators that build a table of `size` rows stay small."""
 
 
-class _Generator(Protocol):
-    """A reasoning-gym data set (the library has no types)."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
-
-
 class _Questions:
     """Entry `index` of the endless sequence that begins at `seed`."""
 
@@ -39,23 +32,19 @@ class _Questions:
         self._name = config.name
         self._params = config.params
         self._seed = seed
-        self._chunks: dict[int, _Generator] = {}
+        self._chunks: dict[int, Any] = {}
 
-    def generator(self, chunk: int) -> _Generator:
+    def generator(self, chunk: int) -> Any:
+        """A data set of the library, which has no types."""
         if chunk not in self._chunks:
             if len(self._chunks) == 4:  # drop the oldest; requeued prompts reach back a little
                 self._chunks.pop(next(iter(self._chunks)))
-            self._chunks[chunk] = cast(
-                _Generator,
-                reasoning_gym.create_dataset(
-                    self._name,
-                    **{**self._params, "seed": self._seed + chunk * CHUNK, "size": CHUNK},
-                ),
-            )
+            own = {"seed": self._seed + chunk * CHUNK, "size": CHUNK}
+            self._chunks[chunk] = reasoning_gym.create_dataset(self._name, **self._params, **own)
         return self._chunks[chunk]
 
     def entry(self, index: int) -> dict[str, Any]:
-        return self.generator(index // CHUNK)[index % CHUNK]
+        return cast(dict[str, Any], self.generator(index // CHUNK)[index % CHUNK])
 
 
 class ReasoningGymTask(SingleTurnTask):
