@@ -182,7 +182,6 @@ class RolloutPool:
         return pool
 
     def worker_group(self, timeout_s: float) -> PlacementGroup:
-        """The place of the workers."""
         group: PlacementGroup = ray.get(self._workers[0].handle.group.remote(), timeout=timeout_s)
         return group
 

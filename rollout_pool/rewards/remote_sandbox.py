@@ -57,7 +57,6 @@ class RemoteSandbox(ServiceClient):
     """A `Sandbox`: the service of one reward part."""
 
     def __init__(self, part: str, config: RewardConfig) -> None:
-        """Raises ValueError if the key is missing."""
         assert config.url is not None, part
         super().__init__(part, config, path="" if config.url.endswith(PATH) else PATH)
         self._setting = f"task.rewards.{part}"

@@ -137,18 +137,15 @@ class ServiceClient:
 class RemoteService(Reward):
     """A part that a service scores."""
 
-    path: ClassVar[str] = ""
+    path: str = ""
     max_values: ClassVar[int] = 100_000
     """JSON values of a response."""
 
-    def __init__(
-        self, part: str, config: RewardConfig, task: Task | None, *, path: str | None = None
-    ) -> None:
-        """`path`: in place of the class's. Raises ValueError if the key is missing."""
+    def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
+        """Raises ValueError if the key is missing."""
         self.config = config
         self.task = task
-        path = self.path if path is None else path
-        self._service = ServiceClient(part, config, path=path, max_values=self.max_values)
+        self._service = ServiceClient(part, config, path=self.path, max_values=self.max_values)
         self.ask = self._service.ask
 
     async def close(self) -> None:

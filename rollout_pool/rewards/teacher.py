@@ -38,8 +38,8 @@ class Teacher(RemoteService):
     def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
         assert config.url is not None, part
         self._is_openai = config.url.rstrip("/").endswith("/v1")
-        path = "/completions" if self._is_openai else GENERATE_PATH
-        super().__init__(part, config, task, path=path)
+        self.path = "/completions" if self._is_openai else GENERATE_PATH
+        super().__init__(part, config, task)
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
         """One [T] column for each branch, 0 at its first token."""

@@ -171,7 +171,6 @@ class LocalSandbox:
         return dataclasses.replace(result, seconds=result.seconds + seconds)
 
     async def protections(self, limits: SandboxLimits) -> tuple[str, ...]:
-        """See `protections`."""
         layers: tuple[str, ...] = ()
         if self._compiler is not None:
             layers = await protections(self._compiler, self._compiler_limits)

@@ -270,7 +270,6 @@ class BatchingClient(ABC):
     async def generate_tokens(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
     ) -> None:
-        """Implements EngineClient.generate_tokens."""
         self._check_tokens(sample)
         request = _Request(sample, request_id, on_arrival)
         assert request_id not in self._requests, request_id
@@ -297,7 +296,6 @@ class BatchingClient(ABC):
             del self._requests[request_id]
 
     def stop(self, request_id: str) -> None:
-        """Implements EngineClient.stop."""
         request = self._requests.get(request_id)
         if request is None or request.is_stopping:
             return

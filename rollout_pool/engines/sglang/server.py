@@ -21,7 +21,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import register_after_fork
 from typing import Any
@@ -95,28 +94,21 @@ def _fork_children() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     # Where the experts of tokens are kept: it would be registered with CUDA.
-    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
-    Scheduler.maybe_sleep_on_idle = _sleep_unless_asked(Scheduler.maybe_sleep_on_idle)
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
+    sleep = Scheduler.maybe_sleep_on_idle
+
+    def sleep_unless_asked(scheduler: Any) -> None:
+        # A flush that waits for the last request's end (`SGLangClient.drain`) is answered in the
+        # next step: SGLang would first sleep for a second, or until something else arrives.
+        if scheduler.flush_wrapper._pending is None:
+            sleep(scheduler)
+
+    Scheduler.maybe_sleep_on_idle = sleep_unless_asked
 
     multiprocessing.set_start_method("fork", force=True)
     # SGLang sets spawn when it starts.
     multiprocessing.set_start_method = lambda *_args, **_kwargs: None
     register_after_fork(_begin_child, _begin_child)
-
-
-def _allocate(shape: tuple[int, ...], *, dtype: torch.dtype, **_: object) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def _sleep_unless_asked(sleep: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A flush that waits for the last request's end (`SGLangClient.drain`) is answered in the next
-    step: SGLang would first sleep for a second, or until something else arrives."""
-
-    def sleep_unless_asked(scheduler: Any) -> None:
-        if scheduler.flush_wrapper._pending is None:
-            sleep(scheduler)
-
-    return sleep_unless_asked
 
 
 def _begin_child(_: object) -> None:
