@@ -40,8 +40,11 @@ class Reward:
     """True if its scoring process needs the whole conversation, not only the last message."""
 
     def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
-        """`part`: its name in task.rewards. Raises ValueError naming the setting at fault."""
+        """`part`: its name in task.rewards; `task`: None in `probe`. Raises ValueError naming the
+        setting at fault."""
+        self.part = part
         self.config = config
+        self.task = task
 
     @classmethod
     def is_in_process(cls, config: RewardConfig) -> bool:

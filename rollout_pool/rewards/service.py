@@ -143,8 +143,7 @@ class RemoteService(Reward):
 
     def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
         """Raises ValueError if the key is missing."""
-        self.config = config
-        self.task = task
+        super().__init__(part, config, task)
         self._service = ServiceClient(part, config, path=self.path, max_values=self.max_values)
         self.ask = self._service.ask
 
