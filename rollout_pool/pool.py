@@ -170,16 +170,10 @@ class RolloutPool:
         if has_teacher:
             handle = actors[TEACHER]
             place = ray.get(handle.group.remote(), timeout=timeout_s)
-            keeping = handle.keep.remote()
-            teacher = _Placed(name=TEACHER, handle=handle, keeping=keeping, group=place)
+            teacher = _placed(TEACHER, handle, place)
         pool = cls(spec, groups, workers, scorers, teacher)
         for engine, group in zip(engines, groups, strict=True):
-            pool._engines[engine.name] = _Placed(
-                name=engine.name,
-                handle=engine.handle,
-                keeping=engine.handle.keep.remote(),
-                group=group,
-            )
+            pool._engines[engine.name] = _placed(engine.name, engine.handle, group)
         for receiver, node in zip(receivers, nodes, strict=True):
             keeping = receiver.handle.keep.remote(engines[0].handle.gpu_ids.remote())
             pool._receivers[node] = _Kept(
@@ -188,7 +182,6 @@ class RolloutPool:
         return pool
 
     def worker_group(self, timeout_s: float) -> PlacementGroup:
-        """The place of the workers."""
         group: PlacementGroup = ray.get(self._workers[0].handle.group.remote(), timeout=timeout_s)
         return group
 
@@ -228,8 +221,7 @@ class RolloutPool:
         return ends | {teacher.name: teacher.keeping for teacher in self._teachers}
 
     def lost(self, name: str) -> Pending[None]:
-        """Raises RayActorError when the process of an engine or a worker dies; Ray may start it
-        again."""
+        """Raises RayActorError when the process of an engine or a worker dies, restarted or not."""
         return cast("Pending[None]", _once(self._handle(name).wait_lost).remote())
 
     def noticed(self, name: str) -> Pending[None]:
@@ -249,11 +241,9 @@ class RolloutPool:
         return cast("Pending[str]", self._handle(name).node.remote())
 
     def _handle(self, name: str) -> Any:
-        if name in self._engines:
-            return self._engines[name].handle
-        for worker in self._workers:
-            if worker.name == name:
-                return worker.handle
+        for member in (*self._engines.values(), *self._workers):
+            if member.name == name:
+                return member.handle
         raise HasLeft(f"{name} has left the run")
 
     def drain_worker(self, name: str, limit_s: float) -> Pending[None]:
@@ -292,8 +282,7 @@ class RolloutPool:
             max_task_retries=-1,
             lifetime=_lifetime(spec),
         )
-        keeping = handle.keep.remote()
-        self._engines[name] = _Placed(name=name, handle=handle, keeping=keeping, group=group)
+        self._engines[name] = _placed(name, handle, group)
         return name, handle.wait_ready.remote()
 
     def given_up(self, engine: str) -> Pending[str]:
@@ -322,11 +311,10 @@ class RolloutPool:
     # Receivers ------------------------------------------------------------------------------------
 
     def receiver_for(self, engine: str, node: str) -> dict[str, Pending[None]]:
-        """Starts a receiver, by name, on the engine's node if that has none. It shares the first of
-        the engine's GPUs."""
+        """Starts a receiver, by name, on the engine's node if that has none."""
         if node in self._receivers:
             return {}
-        # It shares the GPU of the engine beside it, so it must see that one.
+        # It shares the first GPU of the engine beside it, so it must see that one.
         sees_gpus = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         handle = _create(
             ReceiverActor,
@@ -376,9 +364,7 @@ def place_teacher(
         num_gpus=_engine_gpus(spec),
         lifetime=_lifetime(spec),
     )
-    keeping = handle.keep.remote()
-    teacher = _Placed(name=TEACHER, handle=handle, keeping=keeping, group=group)
-    return teacher, handle.url.remote()
+    return _placed(TEACHER, handle, group), handle.url.remote()
 
 
 def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
@@ -400,6 +386,10 @@ def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
     ]
     if clearing:
         ray.wait(clearing, num_returns=len(clearing), timeout=timeout_s)
+
+
+def _placed(name: str, handle: Any, group: PlacementGroup) -> _Placed:
+    return _Placed(name=name, handle=handle, keeping=handle.keep.remote(), group=group)
 
 
 def _members(handles: Mapping[str, Any]) -> list[_Member]:

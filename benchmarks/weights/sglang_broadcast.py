@@ -27,7 +27,7 @@ from benchmarks import KEY
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines.engine import Strategy
 from rollout_pool.engines.sglang.engine import SGLangEngine
-from rollout_pool.engines.sglang.strategies import Batch, StagedFile
+from rollout_pool.engines.sglang.strategies import StagedFile
 from weight_sync.group import open_store
 
 _HOST = "127.0.0.1"
@@ -99,7 +99,7 @@ class SGLangBroadcast(Strategy):
             asyncio.to_thread(_meet, store, self._group_name, self._config.timeout_s),
         )
 
-    async def _receive(self, batch: Batch, version: int) -> None:
+    async def _receive(self, batch: StagedFile, version: int) -> None:
         """The engine receives one broadcast, the concatenated tensors of a batch, and loads it."""
         body = {
             "names": [tensor.name for tensor in batch.tensors],
@@ -113,7 +113,7 @@ class SGLangBroadcast(Strategy):
         }
         await self._post("/update_weights_from_distributed", body)
 
-    def _broadcast(self, batch: Batch) -> None:
+    def _broadcast(self, batch: StagedFile) -> None:
         dist.broadcast(torch.from_numpy(batch.data), 0, self._group)
 
     async def _post(self, path: str, body: dict[str, object]) -> None:

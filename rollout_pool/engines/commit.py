@@ -32,12 +32,10 @@ class CommitReport:
     engine: str
     version: int
     strategy: str
-    pause_s: float
-    """From the call that stops decoding to the return of the one that resumes it; 0 for one that
-    was not paused."""
-    stop_s: float
-    """Part of `pause_s`: until the running requests have paused, or have ended with a last token.
-    """
+    pause_s: float = 0.0
+    """From the call that ends decoding to the return of the one that resumes; 0 without a pause."""
+    stop_s: float = 0.0
+    """Part of `pause_s`: until the running requests have paused, or ended with a last token."""
     load_s: float
     """Part of `pause_s`, if there was one."""
     paused_at: float
@@ -76,8 +74,7 @@ class Committer:
         try:
             await self.client.resume()
         except EngineError as error:
-            self._torn = f"it does not resume after it has drained: {error}"
-            raise self._tear() from error
+            raise self._tear(f"it does not resume after it has drained: {error}") from error
 
     async def commit(self, version: int, folder: Path) -> CommitReport:
         """Make the engine serve the weights in `folder` as `version`.
@@ -87,7 +84,7 @@ class Committer:
         leaves the engine torn.
         """
         if self._torn is not None:
-            raise self._tear()
+            raise self._tear(self._torn)
         await self._strategy.prepare(folder)
         if not self._strategy.pauses:
             return await self._load_beside(version, folder)
@@ -106,8 +103,7 @@ class Committer:
             await self.client.resume()
         except Exception as error:
             what = str(error) or type(error).__name__
-            self._torn = f"the commit of version {version} failed: {what}"
-            raise self._tear() from error
+            raise self._tear(f"the commit of version {version} failed: {what}") from error
         pause_s = time.perf_counter() - pause_began
         self._torn = None
         return CommitReport(
@@ -129,8 +125,6 @@ class Committer:
             engine=self.client.name,
             version=version,
             strategy=self._strategy.name,
-            pause_s=0.0,
-            stop_s=0.0,
             load_s=load_s,
             paused_at=began_at,
         )
@@ -143,10 +137,10 @@ class Committer:
             try:
                 await self.client.resume()
             except EngineError:
-                self._torn = f"it neither pauses nor resumes: {error}"
-                raise self._tear() from error
+                raise self._tear(f"it neither pauses nor resumes: {error}") from error
             self._torn = None
             raise
 
-    def _tear(self) -> TornEngine:
-        return TornEngine(f"{self.client.name} must be restarted: {self._torn}")
+    def _tear(self, why: str) -> TornEngine:
+        self._torn = why
+        return TornEngine(f"{self.client.name} must be restarted: {why}")

@@ -55,8 +55,7 @@ class EngineSpec:
     """Sampling seed; must differ between engines, or they would draw the same samples."""
     key: str = field(repr=False)
     context_length: int | None = None
-    """Most tokens of a request with its completion; None: what the engine finds in the model's
-    config."""
+    """Most tokens of a request with its completion; None: what the model's config says."""
     adapter: AdapterSpec | None = None
     """Its versions are committed; None: weights are."""
     has_pictures: bool = False
@@ -181,8 +180,7 @@ class Engine(Protocol):
 
     @property
     def client(self) -> EngineControl:
-        """To the server that runs now: another one after a restart. Raises EngineError if there is
-        none."""
+        """To the server that runs now; another after a restart. EngineError if there is none."""
         ...
 
     async def start(self) -> EngineInfo:

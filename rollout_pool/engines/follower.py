@@ -278,8 +278,7 @@ class WeightFollower:
     # The staged copy is held while the engine reads it -----------------------------------------
 
     async def _hold(self, staged: StagedVersion) -> bool:
-        """Returns whether the version is still staged; if not, there is a newer one or no
-        receiver."""
+        """Returns whether the version is still staged: else there is a newer one or no receiver."""
         assert self._client is not None
         ttl_s = self.config.commit_timeout_s + SLACK_S
         return await self._ask(

@@ -46,11 +46,7 @@ def make_client(
     end_tokens: Collection[int],
     pictures: PictureTokens | None = None,
 ) -> EngineClient:
-    """A worker's connection to the engine `name` of its run.
-
-    `vocab_size`: tokens that the model has embeddings for; others are refused unsent.
-    `end_tokens`: each ends a sample. `pictures`: of a model that takes some.
-    """
+    """A worker's connection to the engine `name` of its run; its settings are BatchingClient's."""
     config = spec.config.engine
     return SGLangClient(
         name,

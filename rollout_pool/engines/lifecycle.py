@@ -23,7 +23,7 @@ from buffer.probes import Agreement
 from buffer.run_state import RunState
 from configs.schema import WeightSyncConfig
 from processes import tree
-from processes.silence import wait_silent
+from processes.silence import Probe, wait_silent
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.commit import Committer
 from rollout_pool.engines.engine import Engine, EngineControl, EngineInfo, Strategy
@@ -82,8 +82,7 @@ class EngineLife:
         return info
 
     def start_again(self, why: str) -> None:
-        """In the place of `start`, for an engine that was lost together with the process that
-        owned it."""
+        """In the place of `start`, for an engine that was lost with the process that owned it."""
         self._living = asyncio.create_task(self._live(why))
 
     async def wait_given_up(self) -> str:
@@ -232,11 +231,10 @@ class EngineLife:
                 await self._note("engine_restarted", why)
                 try:
                     info = await self.engine.restart()
-                except EngineError as error:
+                except (EngineError, OSError) as error:
                     why = f"did not restart: {error}"
-                except OSError as error:  # such as a full disk, which may be freed
-                    why = f"did not restart: {error}"
-                    if self._num_restarts < limit:
+                    # A full disk, for example, may be freed.
+                    if isinstance(error, OSError) and self._num_restarts < limit:
                         await asyncio.sleep(SYSTEM_PAUSE_S * 2**self._num_restarts)
                 else:
                     await self.state.register_engine(name, info.url)
@@ -250,7 +248,7 @@ class EngineLife:
     async def _serve(self, closing: contextlib.AsyncExitStack) -> str:
         """Follows the receiver until the server has died, is silent or torn; returns which.
         `closing` gets what must be closed then."""
-        pulse = EnginePulse(self.engine.client, self.engine.info.pid)
+        responds = engine_pulse(self.engine.client, self.engine.info.pid)
         strategy = self.engine.strategy(self.config)
         closing.push_async_callback(strategy.close)
         follower = WeightFollower(
@@ -260,14 +258,14 @@ class EngineLife:
             config=self.config,
             state=self.state,
             committer=Committer(self.engine.client, strategy, self.config.pause_mode),
-            responds=pulse.responds,
+            responds=responds,
             pin=self._pin,
             read_back=self._read_back(),
         )
         closing.push_async_callback(follower.forget_receiver)
         limit_s = min(max(self.config.timeout_s, SHORTEST_SILENCE_S), LONGEST_SILENCE_S)
         dying = asyncio.create_task(self.engine.wait_dead())
-        stalling = asyncio.create_task(wait_silent(pulse.responds, limit_s))
+        stalling = asyncio.create_task(wait_silent(responds, limit_s))
         following = asyncio.create_task(self._follow(strategy, follower))
         ends = {dying, stalling, following}
         try:
@@ -291,24 +289,21 @@ class EngineLife:
             return str(error)
 
 
-class EnginePulse:
-    """Tells whether a server is alive, even if it is busy or paused.
+def engine_pulse(client: EngineControl, pid: int) -> Probe:
+    """Tells whether a server is alive, even if it is busy or paused. `pid`: of a ready server,
+    which has started all its processes.
 
     Its HTTP process responds while the scheduler loads weights or is paused, and even while the
     scheduler is stopped by a signal: the latter shows in the state of its process.
     """
+    family = tree.family(pid)
 
-    def __init__(self, client: EngineControl, pid: int) -> None:
-        """`pid`: of a ready server, which has started all its processes."""
-        self._client = client
-        self._family = tree.family(pid)
+    async def responds(timeout_s: float) -> bool:
+        # Stopped by a debugger it would show another state.
+        is_stopped = any(_status(process) == psutil.STATUS_STOPPED for process in family)
+        return not is_stopped and await client.responds(timeout_s)
 
-    async def responds(self, timeout_s: float) -> bool:
-        return not self._is_stopped() and await self._client.responds(timeout_s)
-
-    def _is_stopped(self) -> bool:
-        """Stopped by a signal (not by a debugger, which shows as another state)."""
-        return any(_status(process) == psutil.STATUS_STOPPED for process in self._family)
+    return responds
 
 
 def _status(process: psutil.Process) -> str:

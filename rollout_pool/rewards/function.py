@@ -24,10 +24,6 @@ class BadReward(ValueError):
 class FunctionReward(Reward):
     reads_messages = True
 
-    def __init__(self, part: str, config: RewardConfig, task: Task) -> None:
-        self.config = config
-        self._part, self._task = part, task
-
     @classmethod
     def is_in_process(cls, config: RewardConfig) -> bool:
         return True
@@ -40,10 +36,10 @@ class FunctionReward(Reward):
         """Raises ValueError for a function that is missing, takes other arguments, or is a class or
         a generator. A call raises BadReward if it returned anything but a number or None."""
         name = self.config.function
-        assert name is not None, self._part  # checked by the schema
-        setting = f"task.rewards.{self._part}.function"
+        assert name is not None and self.task is not None, self.part  # checked by the schema
+        setting = f"task.rewards.{self.part}.function"
         what = f"{setting}={name!r}"
-        function = load_with_solution(name, setting, "(prompt, episode)", self._task)
+        function = load_with_solution(name, setting, "(prompt, episode)", self.task)
         _check_returns(load_callable(name, setting), what)
         return lambda request: as_reward(
             function(request.prompt, request.episode, request.prompt), what

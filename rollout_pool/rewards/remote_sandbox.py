@@ -57,7 +57,6 @@ class RemoteSandbox(ServiceClient):
     """A `Sandbox`: the service of one reward part."""
 
     def __init__(self, part: str, config: RewardConfig) -> None:
-        """Raises ValueError if the key is missing."""
         assert config.url is not None, part
         super().__init__(part, config, path="" if config.url.endswith(PATH) else PATH)
         self._setting = f"task.rewards.{part}"
@@ -125,8 +124,7 @@ def _result(response: dict[str, Any], limits: SandboxLimits) -> SandboxResult:
 
 
 async def check_remote_sandbox(part: str, config: RewardConfig, limits: SandboxLimits) -> None:
-    """Raises ValueError for a service that cannot be reached, or that does not run programs with
-    these settings."""
+    """Raises ValueError for a service that is not there or runs no programs with such settings."""
     sandbox = RemoteSandbox(part, config)
     try:
         result = await sandbox.run("", limits=limits)

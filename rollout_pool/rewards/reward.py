@@ -40,8 +40,11 @@ class Reward:
     """True if its scoring process needs the whole conversation, not only the last message."""
 
     def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
-        """`part`: its name in task.rewards. Raises ValueError naming the setting at fault."""
+        """`part`: its name in task.rewards; `task`: None in `probe`. Raises ValueError naming the
+        setting at fault."""
+        self.part = part
         self.config = config
+        self.task = task
 
     @classmethod
     def is_in_process(cls, config: RewardConfig) -> bool:
@@ -51,16 +54,13 @@ class Reward:
     @classmethod
     def check(cls, part: str, config: TaskConfig, task: Task) -> None:
         """Raises ValueError naming the setting if the part cannot score `task`. Asks no service."""
-        return
 
     @classmethod
     async def probe(cls, part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError naming the setting if the service at `config.url` cannot score."""
-        return
 
     def load(self, timeout_s: float) -> PartScorer:
-        """The process is killed if a call takes `timeout_s`. Raises ValueError naming the setting
-        at fault."""
+        """A process whose call takes `timeout_s` is killed. Raises ValueError with the setting."""
         raise NotImplementedError
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:

@@ -64,7 +64,6 @@ class RemoteScoring:
         """How often a host was lost."""
 
     async def start(self) -> None:
-        """Wait until all accept requests. Raises like `ScoringHost.wait_ready`."""
         await asyncio.gather(*(line.host.wait_ready(RETURN_TIMEOUT_S) for line in self._lines))
 
     async def score(self, request: bytes) -> PartScore:

@@ -44,22 +44,6 @@ class Refused(Exception):
         self.pause_s = pause_s
 
 
-class Spacing:
-    """Spaces calls evenly, at most `per_second`; None does not limit."""
-
-    def __init__(self, per_second: float | None) -> None:
-        self._gap_s = 0.0 if per_second is None else 1.0 / per_second
-        self._next = 0.0
-
-    async def wait(self) -> None:
-        if not self._gap_s:
-            return
-        now = time.monotonic()
-        mine = max(now, self._next)
-        self._next = mine + self._gap_s
-        await asyncio.sleep(mine - now)
-
-
 class ServiceClient:
     """The client of one reward part's service. Used in one event loop."""
 
@@ -74,7 +58,7 @@ class ServiceClient:
         self._url = config.url.rstrip("/") + path if path else config.url
         self._name = _without_secrets(self._url)
         self._key = _key(part, config.api_key_env)
-        self._spacing = Spacing(config.max_per_second)
+        self._next_call = 0.0
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._client = httpx.AsyncClient(
             # A few KiB that are compressed may be GiB of text.
@@ -91,7 +75,7 @@ class ServiceClient:
         content = json.dumps(body).encode()
         async with self._room:
             for attempt in range(self.config.max_retries + 1):
-                await self._spacing.wait()
+                await self._wait_turn()
                 try:
                     return await self._attempt(content, key)
                 except Refused as error:
@@ -100,6 +84,13 @@ class ServiceClient:
                         raise RemoteFailure(f"{self._name}: {error} ({tries})") from error
                     await asyncio.sleep(_pause_s(attempt, error.pause_s))
         raise AssertionError("the last attempt returns or raises")
+
+    async def _wait_turn(self) -> None:
+        if per_second := self.config.max_per_second:
+            now = time.monotonic()
+            mine = max(now, self._next_call)
+            self._next_call = mine + 1.0 / per_second
+            await asyncio.sleep(mine - now)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -122,8 +113,7 @@ class ServiceClient:
         return self.checked(response, content)
 
     def checked(self, response: httpx.Response, content: bytes) -> dict[str, Any]:
-        """The JSON object in `content`. Raises Refused if another attempt may do better, else
-        RemoteFailure."""
+        """The JSON object in `content`. Raises Refused if a retry may help, else RemoteFailure."""
         status = response.status_code
         if status in _WORTH_ANOTHER_TRY or status >= 500:
             raise Refused(f"HTTP {status}", _retry_after_s(response.headers))
@@ -147,18 +137,14 @@ class ServiceClient:
 class RemoteService(Reward):
     """A part that a service scores."""
 
-    path: ClassVar[str] = ""
+    path: str = ""
     max_values: ClassVar[int] = 100_000
     """JSON values of a response."""
 
-    def __init__(
-        self, part: str, config: RewardConfig, task: Task | None, *, path: str | None = None
-    ) -> None:
-        """`path`: in place of the class's. Raises ValueError if the key is missing."""
-        self.config = config
-        self.task = task
-        path = self.path if path is None else path
-        self._service = ServiceClient(part, config, path=path, max_values=self.max_values)
+    def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
+        """Raises ValueError if the key is missing."""
+        super().__init__(part, config, task)
+        self._service = ServiceClient(part, config, path=self.path, max_values=self.max_values)
         self.ask = self._service.ask
 
     async def close(self) -> None:
@@ -166,8 +152,7 @@ class RemoteService(Reward):
 
 
 def _is_outside(url: str) -> bool:
-    """Returns whether a proxy may be needed: not for names without a dot, this machine, or private
-    addresses."""
+    """Returns whether a proxy may be needed: not for names without a dot and private addresses."""
     host = httpx.URL(url).host
     try:
         return ip_address(host).is_global
@@ -187,7 +172,7 @@ async def _read(response: httpx.Response) -> bytes:
 
 
 def _pause_s(attempt: int, retry_after_s: float | None) -> float:
-    """Exponential back-off with jitter."""
+    # Exponential back-off with jitter.
     longest = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0**attempt)
     pause_s = random.uniform(longest / 2, longest)
     return pause_s if retry_after_s is None else min(MAX_PAUSE_S, retry_after_s) + pause_s / 10

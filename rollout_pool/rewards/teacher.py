@@ -38,8 +38,8 @@ class Teacher(RemoteService):
     def __init__(self, part: str, config: RewardConfig, task: Task | None) -> None:
         assert config.url is not None, part
         self._is_openai = config.url.rstrip("/").endswith("/v1")
-        path = "/completions" if self._is_openai else GENERATE_PATH
-        super().__init__(part, config, task, path=path)
+        self.path = "/completions" if self._is_openai else GENERATE_PATH
+        super().__init__(part, config, task)
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
         """One [T] column for each branch, 0 at its first token."""
@@ -54,57 +54,45 @@ class Teacher(RemoteService):
         self, tokens: list[int], key: str, *, wants_texts: bool = False
     ) -> tuple[FloatArray, list[str] | None]:
         """[T] log-probabilities, and the texts of the tokens if the server tells them."""
+        body: dict[str, object] = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_text_in_logprobs": wants_texts,
+        }
         if self._is_openai:
-            response = await self.ask(self._completion(tokens), key)
-            logprobs, texts = _openai_logprobs(response)
-        else:
-            body = {**_generation(tokens), "return_text_in_logprobs": wants_texts}
-            response = await self.ask(body, key)
-            logprobs, texts = _sglang_logprobs(response, tokens)
+            body = {
+                "model": self.config.model,
+                "prompt": tokens,
+                "max_tokens": 1,
+                "temperature": 1.0,
+                "echo": True,
+                "logprobs": 1,
+            }
+        response = await self.ask(body, key)
+        try:
+            if self._is_openai:
+                found = response["choices"][0]["logprobs"]
+                logprobs, texts = found["token_logprobs"], found.get("tokens")
+            else:
+                logprobs, texts = _sglang_logprobs(response, tokens)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise RemoteFailure("the teacher gave no log-probabilities") from error
         return check_logprobs(logprobs, len(tokens)), texts
 
     @classmethod
     async def probe(cls, part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
         await check_teacher(part, config, tokenizer)
 
-    def _completion(self, tokens: list[int]) -> dict[str, object]:
-        return {
-            "model": self.config.model,
-            "prompt": tokens,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "echo": True,
-            "logprobs": 1,
-        }
-
-
-def _generation(tokens: list[int]) -> dict[str, object]:
-    return {
-        "input_ids": tokens,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": 0,
-    }
-
-
-def _openai_logprobs(response: dict[str, Any]) -> tuple[object, list[str] | None]:
-    try:
-        found = response["choices"][0]["logprobs"]
-        return found["token_logprobs"], found.get("tokens")
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise RemoteFailure("the teacher gave no log-probabilities") from error
-
 
 def _sglang_logprobs(
     response: dict[str, Any], tokens: list[int]
 ) -> tuple[list[object], list[str] | None]:
-    try:
-        found = response["meta_info"]["input_token_logprobs"]
-        logprobs = [logprob for logprob, *_ in found]
-        ids = [token for _, token, *_ in found]
-        texts = [text for _, _, text, *_ in found]
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RemoteFailure("the teacher gave no log-probabilities") from error
+    found = response["meta_info"]["input_token_logprobs"]
+    logprobs = [logprob for logprob, *_ in found]
+    ids = [token for _, token, *_ in found]
+    texts = [text for _, _, text, *_ in found]
     if ids != tokens:
         raise RemoteFailure("the teacher gave the log-probabilities of other tokens")
     return logprobs, None if None in texts else texts

@@ -36,8 +36,7 @@ class Score:
     """A service that the reward needs gave no usable response: the reward is unknown and must not
     be trained on. If the completion is at fault (scorer crash, timeout), the part is 0."""
     left_open: str | None = None
-    """The part that did not judge the episode (a function that returned None): it is left out of
-    its group."""
+    """The part that did not judge the episode (returned None): it is left out of its group."""
     columns: Columns = ()
     """Further per-token columns of each branch, such as a teacher's log-probabilities."""
 

@@ -44,8 +44,7 @@ class Language:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunRequest:
-    """One program and its input. The time to compile is the service's own; other fields of
-    SandboxFusion are ignored."""
+    """One program and its input. Other fields of SandboxFusion, as compile_timeout, are ignored."""
 
     code: str
     language: str
@@ -61,8 +60,7 @@ class RunRequest:
 
 
 def make_app(languages: Mapping[str, Language], key: str, *, max_open: int = MAX_OPEN) -> Starlette:
-    """`key` is the bearer token of requests; "" admits all. More than `max_open` requests at a time
-    are refused with 429."""
+    """`key`: the bearer token of requests; "" admits all. Requests above `max_open` get 429."""
     service = _Service(languages, key, max_open)
     return Starlette(
         routes=[

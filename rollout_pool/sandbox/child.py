@@ -267,7 +267,7 @@ def _lock_in(request: Request, inherited: list[str], *, was_root: bool, alive: i
         put_file(request.code)  # Landlock's rule for an executable needs the file
     _keep_files_away(request, inherited, layers)
     _check_packages(request.packages)
-    if not seccomp.is_supported() or "seccomp" in request.without:
+    if os.uname().machine not in seccomp.MACHINES or "seccomp" in request.without:
         raise Unsafe(
             "no filter of system calls (seccomp) on this machine: it needs Linux with "
             "CONFIG_SECCOMP_FILTER on x86_64 or aarch64"

@@ -48,19 +48,15 @@ def find_command(
     Raises ValueError naming `setting` if there is no such command.
     """
     arguments = [word.replace("{file}", FILE).replace("{output}", OUTPUT) for word in command]
-    path = arguments[0]
+    what, path = f"{setting}={list(command)}", arguments[0]
     if path != FILE:
-        path = _find_executable(path, f"{setting}={list(command)}")
+        if (found := shutil.which(path)) is None:
+            raise ValueError(
+                f"{what}: there is no executable {path!r}; install it, or give its path"
+            )
+        path = os.path.realpath(found)
+        _check_place(path, what)
     return dataclasses.replace(BARE, command=(path, *arguments), compiles=compiles)
-
-
-def _find_executable(name: str, what: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise ValueError(f"{what}: there is no executable {name!r}; install it, or give its path")
-    path = os.path.realpath(found)
-    _check_place(path, what)
-    return path
 
 
 def _check_place(path: str, what: str) -> None:

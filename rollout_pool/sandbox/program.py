@@ -65,8 +65,7 @@ class Notes:
 
 
 def run(code: str, notes: Notes, channel: statements.Channel | None = None) -> None:
-    """Run it as `__main__`, then serve its tests through `channel`. Raises SystemExit with the
-    program's exit status."""
+    """Run it as `__main__`, then serve its tests through `channel`. Raises its SystemExit."""
 
     def note(error: BaseException) -> None:
         if (reason := _reason(error, notes.tried)) is not None:
@@ -109,8 +108,7 @@ def become(command: list[str], environment: dict[str, str], notes: Notes) -> NoR
 
 
 def run_tests(text: str, channel: statements.Channel) -> None:
-    """Run the statements that test the program at the other end of `channel`. Raises SystemExit if
-    they fail."""
+    """Run statements that test the program at the other end. Raises SystemExit if they fail."""
     module = type(sys)("__main__")
     _clear_up(module)
     try:

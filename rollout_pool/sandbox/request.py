@@ -1,21 +1,10 @@
-"""The parent's request to the sandbox's child side, as text: importing JSON would take longer than
-the whole set-up.
-
-    parent_pid 4711
-    without landlock,seccomp
-    packages /opt/env/lib/python3.11/site-packages
-    command                         or an executable and its arguments, separated by NUL
-    compiles 0
-    memory_bytes 536870912          one limit per line
-
-    print("the code follows the first empty line")
+"""The parent's request to the sandbox's child side, encoded by `plain`: importing JSON would take
+longer than the whole set-up.
 """
 
 from __future__ import annotations
 
-import os
-
-from rollout_pool.sandbox import view
+from rollout_pool.sandbox import plain, view
 
 
 class Request:
@@ -52,27 +41,13 @@ class Request:
         return [*self.packages, *executable, *(view.OF_COMPILERS if self.compiles else ())]
 
     def encode(self) -> bytes:
-        lines = [f"parent_pid {self.parent_pid}", f"without {','.join(self.without)}"]
-        lines.append("command " + "\0".join(self.command))
-        lines.append(f"compiles {int(self.compiles)}")
-        lines.append(f"packages {os.pathsep.join(self.packages)}")
-        lines += [f"{name} {value}" for name, value in self.limits.items()]
-        return "\n".join([*lines, "", ""]).encode() + self.code
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return plain.encode(fields, _no_object)
 
     @classmethod
     def decode(cls, content: bytes) -> Request:
-        head, _, code = content.partition(b"\n\n")
-        fields = dict(line.split(" ", 1) for line in head.decode().split("\n"))
-        parent_pid, without = int(fields.pop("parent_pid")), fields.pop("without")
-        packages, command = fields.pop("packages"), fields.pop("command")
-        compiles = bool(int(fields.pop("compiles")))
-        limits = {name: int(value) for name, value in fields.items()}
-        return cls(
-            code=code,
-            command=command.split("\0") if command else [],
-            compiles=compiles,
-            limits=limits,
-            packages=packages.split(os.pathsep) if packages else [],
-            parent_pid=parent_pid,
-            without=without.split(",") if without else [],
-        )
+        return cls(**plain.decode(content, _no_object))
+
+
+_no_object = ().__getitem__
+"""A request has plain values alone."""

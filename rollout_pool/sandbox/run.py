@@ -21,7 +21,7 @@ import signal
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -171,7 +171,6 @@ class LocalSandbox:
         return dataclasses.replace(result, seconds=result.seconds + seconds)
 
     async def protections(self, limits: SandboxLimits) -> tuple[str, ...]:
-        """See `protections`."""
         layers: tuple[str, ...] = ()
         if self._compiler is not None:
             layers = await protections(self._compiler, self._compiler_limits)
@@ -255,7 +254,7 @@ class _Run:
         self._limits = limits
         self._environment = environment
         self._killed_for: str | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process
 
     async def run(
         self, code: str | bytes, stdin: str, without: Collection[str], statements: str | None = None
@@ -279,8 +278,8 @@ class _Run:
                 text = (statements or "").encode("utf-8", "replace")
                 descriptors.append(_file_in_memory(text, stack))
             started = time.perf_counter()
+            await self._start(*descriptors)
             try:
-                await self._start(*descriptors)
                 stdout, stderr = await self._talk(stdin)
             finally:
                 await self._end()
@@ -320,7 +319,6 @@ class _Run:
 
     async def _talk(self, stdin: str) -> tuple[str, str]:
         """Returns what it printed until it ended or was killed."""
-        assert self._process is not None
         assert self._process.stdout is not None and self._process.stderr is not None
         printed = bytearray(), bytearray()
         writing = asyncio.create_task(self._write(stdin))
@@ -338,7 +336,7 @@ class _Run:
         return printed[0].decode("utf-8", "replace"), printed[1].decode("utf-8", "replace")
 
     async def _write(self, stdin: str) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):  # it may not read its input
             self._process.stdin.write(stdin.encode("utf-8", "replace"))
             await self._process.stdin.drain()
@@ -355,7 +353,6 @@ class _Run:
 
     def _kill(self, reason: str) -> None:
         """Kills it through the keeper, which also reaps the program's processes."""
-        assert self._process is not None
         if self._killed_for is None:
             self._killed_for = reason
             if self._process.returncode is None:
@@ -363,7 +360,6 @@ class _Run:
                     self._process.send_signal(signal.SIGTERM)
 
     async def _force_end(self, ending: Collection[asyncio.Task[Any]]) -> None:
-        assert self._process is not None
         self._kill("wall_time")
         if await _all_end(ending, _KILL_AGAIN_S):
             return
@@ -375,7 +371,7 @@ class _Run:
 
     async def _end(self) -> None:
         """Ends all processes in any case."""
-        if self._process is None or self._process.returncode is not None:
+        if self._process.returncode is not None:
             return
         ending = [asyncio.create_task(self._process.wait())]
         try:
@@ -447,11 +443,8 @@ def _read_pipe(descriptor: int) -> str:
 
 
 def _notes(text: str) -> _Notes:
-    found = []
-    for line in text.splitlines():
-        kind, _, value = line.partition(" ")
-        found.append((kind, value))
-    return found
+    split = (line.partition(" ") for line in text.splitlines())
+    return [(kind, value) for kind, _, value in split]
 
 
 _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
@@ -459,11 +452,6 @@ _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] 
 )
 
 
-@contextlib.asynccontextmanager
-async def _turn() -> AsyncIterator[None]:
-    """Waits for one of the few slots of this event loop; each frees within its program's limits."""
-    loop = asyncio.get_running_loop()
-    if loop not in _turns:
-        _turns[loop] = asyncio.Semaphore(_AT_ONCE)
-    async with _turns[loop]:
-        yield
+def _turn() -> asyncio.Semaphore:
+    """The few slots of this event loop; each frees within its program's limits."""
+    return _turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_AT_ONCE))

@@ -28,7 +28,7 @@ _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020000
 """All CLONE_NEW... that clone knows."""
 
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in the tables below, and the AUDIT_ARCH constant."""
 
 _PR_SET_NAME, _PR_GET_NAME = 15, 16
@@ -113,11 +113,6 @@ _STREAMS = tuple(1 | flags for flags in (0, 0o2000000, 0o4000, 0o2004000))
 """SOCK_STREAM with SOCK_CLOEXEC, SOCK_NONBLOCK, both or neither."""
 
 
-def is_supported() -> bool:
-    """Returns whether the system call numbers of this machine are known."""
-    return os.uname().machine in _MACHINES
-
-
 def apply(
     *, with_threads: bool, with_attributes: bool, with_exec: bool, with_processes: bool
 ) -> None:
@@ -127,7 +122,7 @@ def apply(
     Needs no_new_privs; raises OSError.
     """
     machine = os.uname().machine
-    column, architecture = _MACHINES[machine]
+    column, architecture = MACHINES[machine]
     thread_flag = _if_argument(0, _ANY_BIT, (_CLONE_THREAD,))
     threads = thread_flag if with_threads else [_refuse(errno.EAGAIN)]
     if with_processes:

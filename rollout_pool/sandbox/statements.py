@@ -182,12 +182,13 @@ class Asker:
             self._channel.send(question)
         except Gone:
             os._exit(GONE)
-        kinds, value, *after = plain.decode(self._receive(), self._remote)
+        kinds, value, given_after, named_after = plain.decode(self._receive(), self._remote)
         if kinds is not None:
             error = _nearest(kinds)
             # A StopIteration from a call would silently end a map() of the statements.
             raise (RuntimeError if error is StopIteration and what != "next" else error)(value)
-        for mine, now in zip((*given, *named.values()), _flat(*after), strict=True):
+        after = (*given_after, *named_after.values())
+        for mine, now in zip((*given, *named.values()), after, strict=True):
             _update(mine, now)
         return value
 
@@ -303,10 +304,6 @@ def _nearest(kinds: list[str]) -> type[Exception]:
                 continue
             return found
     return Exception
-
-
-def _flat(given: list[Any], named: dict[str, Any]) -> tuple[Any, ...]:
-    return (*given, *named.values())
 
 
 def _update(mine: Any, now: Any) -> None:

@@ -16,8 +16,7 @@ from dataclasses import dataclass, fields
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Completion, Message, opening
 from rollout_pool.episodes.environment import Env, Observation, Step
-from rollout_pool.tasks.datasets import check_params
-from rollout_pool.tasks.task import EVAL_SEED_OFFSET, Prompt, draw_held_out
+from rollout_pool.tasks.task import EVAL_SEED_OFFSET, Prompt, check_params, draw_held_out
 
 # Names to sort, the shortest first; each list has no duplicates.
 _FIRST = (

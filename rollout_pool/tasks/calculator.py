@@ -14,8 +14,8 @@ import random
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Message, ToolCall
-from rollout_pool.tasks.datasets import ProblemTask, Question, check_params
-from rollout_pool.tasks.task import Prompt
+from rollout_pool.tasks.datasets import ProblemTask, Question
+from rollout_pool.tasks.task import Prompt, check_params
 
 NUM_DIGITS = 5
 LOWEST_SUM = 10

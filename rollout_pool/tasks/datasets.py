@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import numpy as np
 
 from configs.rollout_schema import TaskConfig
 from host.pictures import MARK, source_of
-from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask
+from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask, check_params
 
 log = logging.getLogger(__name__)
 
@@ -226,15 +226,6 @@ def load_problems(
     if eval_split is None or config.eval_path is not None:
         return hold_out(config, training, f"task.name={config.name}", read, form)
     return training, _download(config, eval_split, read, subset)[: config.eval_size]
-
-
-def check_params(config: TaskConfig, task: str, known: Collection[str]) -> None:
-    """Raises ValueError for an unknown name in `task.params`."""
-    for name in config.params:
-        if name not in known:
-            raise ValueError(
-                f"task.params.{name}: {task} has no such setting; it has {', '.join(known)}"
-            )
 
 
 def _download(config: TaskConfig, split: str, read: Read[P], subset: str | None) -> list[P]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.datasets import SOURCE, ProblemTask, check_params, load_problems, text_of
-from rollout_pool.tasks.task import Prompt
+from rollout_pool.tasks.datasets import SOURCE, ProblemTask, load_problems, text_of
+from rollout_pool.tasks.task import Prompt, check_params
 
 FINAL = "####"
 """Precedes GSM8K's final results."""
@@ -43,8 +43,7 @@ class Gsm8kTask(ProblemTask[MathProblem]):
 
 
 class MathTask(ProblemTask[MathProblem]):
-    """Reward is 1 for a result that is mathematically equal to that in the solution's last box,
-    else 0."""
+    """Reward is 1 for a result mathematically equal to that in the solution's last box, else 0."""
 
     name = "math"
 

@@ -60,7 +60,6 @@ class CodeTask(ProblemTask[Exercise]):
         super().__init__(config, *load_problems(config, read_exercise, LINE_FORM))
 
     def tests(self, prompt: Prompt) -> tuple[ProgramTest, ...]:
-        """The tests of a completion of `prompt`."""
         return self.problem(prompt).tests
 
     def check_inputs_only(self, setting: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
@@ -16,19 +16,13 @@ from rollout_pool.tasks.task import (
     Prompt,
     PromptCut,
     SingleTurnTask,
+    check_params,
     draw_held_out,
 )
 
 CHUNK = 1000
 """Prompts per generator object. Prompt i is seeded with seed + i, so chunks join seamlessly, and
 generators that build a table of `size` rows stay small."""
-
-
-class _Generator(Protocol):
-    """A reasoning-gym data set (the library has no types)."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
 
 
 class _Questions:
@@ -38,23 +32,19 @@ class _Questions:
         self._name = config.name
         self._params = config.params
         self._seed = seed
-        self._chunks: dict[int, _Generator] = {}
+        self._chunks: dict[int, Any] = {}
 
-    def generator(self, chunk: int) -> _Generator:
+    def generator(self, chunk: int) -> Any:
+        """A data set of the library, which has no types."""
         if chunk not in self._chunks:
             if len(self._chunks) == 4:  # drop the oldest; requeued prompts reach back a little
                 self._chunks.pop(next(iter(self._chunks)))
-            self._chunks[chunk] = cast(
-                _Generator,
-                reasoning_gym.create_dataset(
-                    self._name,
-                    **{**self._params, "seed": self._seed + chunk * CHUNK, "size": CHUNK},
-                ),
-            )
+            own = {"seed": self._seed + chunk * CHUNK, "size": CHUNK}
+            self._chunks[chunk] = reasoning_gym.create_dataset(self._name, **self._params, **own)
         return self._chunks[chunk]
 
     def entry(self, index: int) -> dict[str, Any]:
-        return self.generator(index // CHUNK)[index % CHUNK]
+        return cast(dict[str, Any], self.generator(index // CHUNK)[index % CHUNK])
 
 
 class ReasoningGymTask(SingleTurnTask):
@@ -106,17 +96,11 @@ def _check(config: TaskConfig) -> None:
         close = difflib.get_close_matches(config.name, DATASETS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"one of {', '.join(sorted(DATASETS))}"
         raise ValueError(f"task.name={config.name!r}: reasoning-gym has no such task; {hint}")
-    settings = [f.name for f in dataclasses.fields(DATASETS[config.name][1])]
-    for name in config.params:
-        if name in ("seed", "size"):
-            raise ValueError(
-                f"task.params.{name}: use task.{'seed' if name == 'seed' else 'eval_size'}"
-            )
-        if name not in settings:
-            known = ", ".join(sorted({*settings} - {"seed", "size"}))
-            raise ValueError(
-                f"task.params.{name}: {config.name} has no such setting; it has {known}"
-            )
+    for name, instead in (("seed", "seed"), ("size", "eval_size")):
+        if name in config.params:
+            raise ValueError(f"task.params.{name}: use task.{instead}")
+    settings = {f.name for f in dataclasses.fields(DATASETS[config.name][1])}
+    check_params(config, config.name, sorted(settings - {"seed", "size"}))
     try:
         _Questions(config, config.seed).entry(0)
     except (AssertionError, TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol, TypeVar
@@ -73,8 +73,7 @@ class Task(Protocol):
         ...
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
-        """A model episode, from the first message to the last message; the warm start trains on the
-        assistant's messages."""
+        """All messages of a model episode; the warm start trains on the assistant's."""
         ...
 
 
@@ -178,6 +177,15 @@ class SingleTurnTask(ABC):
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
         message = Message(role="assistant", content=self.solution(prompt))
         return (*opening(prompt.text, self._system_prompt, prompt.pictures), message)
+
+
+def check_params(config: TaskConfig, task: str, known: Collection[str]) -> None:
+    """Raises ValueError for an unknown name in `task.params`."""
+    for name in config.params:
+        if name not in known:
+            raise ValueError(
+                f"task.params.{name}: {task} has no such setting; it has {', '.join(known)}"
+            )
 
 
 SOLUTION = "solution"

@@ -130,7 +130,7 @@ class Server:
 
     async def open(self) -> None:
         """For the server that runs now."""
-        self.engine.client._end_tokens = {EOS}  # as a worker's
+        self.engine.client.end_tokens = {EOS}  # as a worker's
         self._strategy = self.engine.strategy(WeightSyncConfig())
         await self._strategy.check()
 

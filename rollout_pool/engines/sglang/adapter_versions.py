@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -43,17 +43,10 @@ def install() -> None:
         ("_stream_one_response", _stream_one_response),
         ("load_lora_adapter", _load_lora_adapter),
     ):
-        stock = getattr(TokenizerManager, name)
-        setattr(TokenizerManager, name, _method(patched, stock))
+        stock: Callable[..., Any] = getattr(TokenizerManager, name)
+        setattr(TokenizerManager, name, partialmethod(patched, stock))
     if not torch.cuda.is_available():
         _install_on_cpu()
-
-
-def _method(patched: Callable[..., Any], stock: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return patched(stock, self, *args, **kwargs)
-
-    return method
 
 
 async def _release(registry: Any, lora_id: object) -> None:
@@ -69,7 +62,7 @@ async def _wait_for_unload(registry: Any, lora_id: str) -> None:
 
 
 async def _generate_request(
-    stock: Callable[..., Any], manager: Any, obj: Any, request: Any = None
+    manager: Any, stock: Callable[..., Any], obj: Any, request: Any = None
 ) -> AsyncGenerator[Any]:
     # Between here and its place in the table of requests SGLang awaits nothing, so that the
     # adapter has a user from the moment on at which it is named.
@@ -81,7 +74,7 @@ async def _generate_request(
 
 
 async def _stream_one_response(
-    stock: Callable[..., Any], manager: Any, obj: Any, state: Any, request: Any = None
+    manager: Any, stock: Callable[..., Any], obj: Any, state: Any, request: Any = None
 ) -> AsyncGenerator[Any]:
     async with aclosing(stock(manager, obj, state, request)) as parts:
         async for part in parts:
@@ -103,7 +96,7 @@ def stamp(meta: dict[str, Any], version: str) -> None:
 
 
 async def _load_lora_adapter(
-    stock: Callable[..., Any], manager: Any, obj: Any, request: Any = None
+    manager: Any, stock: Callable[..., Any], obj: Any, request: Any = None
 ) -> Any:
     from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
 

@@ -10,8 +10,7 @@ from rollout_pool.engines.engine import EngineSpec, program_path
 from rollout_pool.types import AdapterSpec
 
 SHARED_MEMORY_BYTES = 2**20
-"""Shared memory that a server of one rank needs; without it its scheduler dies of SIGBUS, minutes
-later."""
+"""Shared memory of a server of one rank; without it its scheduler dies of SIGBUS, minutes later."""
 SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
 """Per rank where there are several, since they communicate through it."""
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
@@ -67,7 +66,9 @@ def server_arguments(spec: EngineSpec, served_name: str, port: int) -> list[str]
     config = spec.config
     arguments = ["--model-path", spec.model_path, "--served-model-name", served_name]
     arguments += ["--host", spec.host, "--port", str(port)]
-    dtype = _dtype(config.dtype, spec.uses_gpu)
+    dtype = str(config.dtype.value)
+    if config.dtype is Dtype.auto:
+        dtype = "bfloat16" if spec.uses_gpu else "float32"
     arguments += ["--tp-size", str(config.tp_size), "--dtype", dtype]
     arguments += ["--max-running-requests", str(config.max_running_requests)]
     arguments += ["--random-seed", str(spec.seed)]
@@ -118,9 +119,3 @@ def _adapter_arguments(adapter: AdapterSpec, uses_gpu: bool) -> list[str]:
     arguments += ["--max-loras-per-batch", str(adapter.num_slots)]
     # The others are kernels of Triton.
     return arguments if uses_gpu else [*arguments, "--lora-backend", "torch_native"]
-
-
-def _dtype(dtype: Dtype, uses_gpu: bool) -> str:
-    if dtype is Dtype.auto:
-        return "bfloat16" if uses_gpu else "float32"
-    return str(dtype.value)

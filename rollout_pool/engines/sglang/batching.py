@@ -30,14 +30,14 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from buffer.types import SamplingParams, VersionSpan
-from rollout_pool.cancelling import end_tasks
+from rollout_pool.cancelling import BackgroundTasks
 from rollout_pool.engines.sglang.pictures import add_pictures, misplaced, sampled_marks
 from rollout_pool.engines.sglang.routes import read_routes
 from rollout_pool.sampling.engine_client import (
@@ -72,8 +72,7 @@ CALL_GAP_S = 0.005
 it, samples that start one by one as others end would each have their own call."""
 LONGEST_GAP_S = 0.05
 FEW_CALLS = 16
-"""Above this the gap grows in proportion to the open calls: for each call the HTTP client scans all
-of its connections."""
+"""Above this the gap grows with the open calls: for each the HTTP client scans all connections."""
 LONG_PREFIX = 128
 """Fewest tokens of a prompt for which one sample of a group goes ahead. Sent together, the engine
 would compute the prompt for each of them; a shorter prompt costs less than the wait."""
@@ -174,12 +173,8 @@ class _Request:
 
     def settle(self, spans: Sequence[VersionSpan]) -> None:
         """Sets the exact versions of all tokens, counted from the request's first token."""
-        shifted = [
-            VersionSpan(
-                version=span.version, start=self._start + span.start, end=self._start + span.end
-            )
-            for span in spans
-        ]
+        before = self._start
+        shifted = [replace(s, start=before + s.start, end=before + s.end) for s in spans]
         self.sample.version_spans = merge_spans([*self._spans_before, *shifted])
 
     def routes(
@@ -209,35 +204,32 @@ class _Request:
             self.outcome.set_exception(error)
 
 
+@dataclass(eq=False, repr=False)
 class BatchingClient(ABC):
     """An EngineClient without the HTTP part, which SGLangClient adds."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        has_prefix_cache: bool,
-        keys_prefix_by_version: bool,
-        stream_interval: int = STREAM_INTERVAL,
-        vocab_size: int | None = None,
-        end_tokens: Collection[int] = (),
-        is_only_client: bool = False,
-        returns_routes: bool = False,
-        keeps_versions: bool = False,
-        pictures: PictureTokens | None = None,
-    ) -> None:
-        """`vocab_size`: of the engine's model, None if unknown. `end_tokens`, `is_only_client`,
-        `returns_routes`, `keeps_versions`, `pictures`: see SGLangClient."""
-        self._name = name
-        self._pictures = pictures
-        self._returns_routes = returns_routes
-        self._keeps_versions = keeps_versions
-        self._is_only_client = is_only_client
-        self._has_cache = has_prefix_cache
-        self._keys_prefix = keys_prefix_by_version
-        self._stream_interval = stream_interval
-        self._vocab_size = vocab_size
-        self._end_tokens = end_tokens
+    name: str
+    url: str
+    _: KW_ONLY
+    has_prefix_cache: bool = False
+    keys_prefix_by_version: bool = False
+    """A commit leaves the prefix cache as it is: only prefixes of one version may be reused."""
+    stream_interval: int = STREAM_INTERVAL
+    """Tokens of a sample between two parts."""
+    vocab_size: int | None = None
+    """Tokens that the model has embeddings for; others are refused unsent. None: unknown."""
+    end_tokens: Collection[int] = ()
+    """Each ends a sample; needed where samples are interrupted or taken back."""
+    is_only_client: bool = False
+    """No other sends requests to this server."""
+    returns_routes: bool = False
+    """The server returns the experts that it has chosen for each token."""
+    keeps_versions: bool = False
+    """A request ends under the version that it began with, so that a commit retracts none."""
+    pictures: PictureTokens | None = None
+    """How they stand among the tokens of a model that takes some."""
+
+    def __post_init__(self) -> None:
         self._latest_version = 0
         self._num_commits = 0
         self._requests: dict[str, _Request] = {}
@@ -253,13 +245,9 @@ class BatchingClient(ABC):
         self._flush: asyncio.TimerHandle | None = None
         self._next_flush = 0.0
         self._num_open = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._is_closed = False
         self.counters = EngineCounters()
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     @abstractmethod
     def _post_generate(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
@@ -282,7 +270,6 @@ class BatchingClient(ABC):
     async def generate_tokens(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
     ) -> None:
-        """Implements EngineClient.generate_tokens."""
         self._check_tokens(sample)
         request = _Request(sample, request_id, on_arrival)
         assert request_id not in self._requests, request_id
@@ -295,8 +282,7 @@ class BatchingClient(ABC):
             while (taken_at := request.taken_back_at) is not None and not request.is_stopping:
                 if num_taken_back > MAX_COMMITS_PER_VERSION:
                     raise EngineError(
-                        f"{self._name} aborted a sample {num_taken_back} times "
-                        f"at version {taken_at}"
+                        f"{self.name} aborted a sample {num_taken_back} times at version {taken_at}"
                     )
                 request = _Request(sample, f"from{len(sample.output_ids)}.{request_id}", on_arrival)
                 self._requests[request_id] = request
@@ -310,7 +296,6 @@ class BatchingClient(ABC):
             del self._requests[request_id]
 
     def stop(self, request_id: str) -> None:
-        """Implements EngineClient.stop."""
         request = self._requests.get(request_id)
         if request is None or request.is_stopping:
             return
@@ -326,12 +311,12 @@ class BatchingClient(ABC):
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
-        await end_tasks(self._tasks)
+        await self._tasks.end()
         for request in self._requests.values():
             self._end_closed(request)
 
     def _end_closed(self, request: _Request) -> None:
-        request.end(EngineError(f"the connection to {self._name} was closed"))
+        request.end(EngineError(f"the connection to {self.name} was closed"))
         request.is_told.set()
         request.over.set()
 
@@ -340,15 +325,15 @@ class BatchingClient(ABC):
         server would crash, and so would the next one that got the sample."""
         tokens = (*sample.prompt, *sample.output_ids)
         lowest, highest = min(tokens, default=0), max(tokens, default=0)
-        if lowest < 0 or (self._vocab_size is not None and highest >= self._vocab_size):
+        if lowest < 0 or (self.vocab_size is not None and highest >= self.vocab_size):
             wrong = lowest if lowest < 0 else highest
-            most = "" if self._vocab_size is None else f" of the {self._vocab_size}"
+            most = "" if self.vocab_size is None else f" of the {self.vocab_size}"
             raise SampleRefused(
-                f"{self._name}: not sent: {sample.sample_id} has token {wrong}, which is not one"
+                f"{self.name}: not sent: {sample.sample_id} has token {wrong}, which is not one"
                 f"{most} that the model knows"
             )
-        if self._pictures is not None and (problem := misplaced(sample, self._pictures)):
-            raise SampleRefused(f"{self._name}: not sent: {sample.sample_id} has {problem}")
+        if self.pictures is not None and (problem := misplaced(sample, self.pictures)):
+            raise SampleRefused(f"{self.name}: not sent: {sample.sample_id} has {problem}")
 
     # Sending --------------------------------------------------------------------------------------
 
@@ -387,12 +372,12 @@ class BatchingClient(ABC):
         for request in waiting:
             request.is_sent = True
         for start in range(0, len(waiting), MAX_SAMPLES):
-            self._keep(self._run_call(waiting[start : start + MAX_SAMPLES]))
+            self._tasks.spawn(self._run_call(waiting[start : start + MAX_SAMPLES]))
 
     def _must_follow(self, request: _Request) -> bool:
         """Returns whether another request of its group computes their prompt and sends it then."""
         group = request.sample.group
-        if not group or not self._has_cache or len(request.sample.prompt) < LONG_PREFIX:
+        if not group or not self.has_prefix_cache or len(request.sample.prompt) < LONG_PREFIX:
             return False
         if group not in self._leaders:
             self._leaders[group] = request
@@ -412,12 +397,6 @@ class BatchingClient(ABC):
         for request in leader.followers:
             self._send_soon(request)
         leader.followers = []
-
-    def _keep(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _run_call(self, requests: list[_Request]) -> None:
         """One call, until its last sample has ended."""
@@ -439,20 +418,20 @@ class BatchingClient(ABC):
             error = failure
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as failure:
             error = EngineError(
-                f"{self._name} gave a response that SGLang 0.5.20 does not give: {failure!r}"
+                f"{self.name} gave a response that SGLang 0.5.20 does not give: {failure!r}"
             )
         finally:
             self._num_open -= 1
-            early = f"{self._name} ended a response before {len(pending)} of its samples"
+            early = f"{self.name} ended a response before {len(pending)} of its samples"
             for request in pending.values():
                 self._lose(request, error or EngineError(early))
 
     def _body(self, requests: list[_Request]) -> dict[str, object]:
         samples = {request.wire_id: request.sample for request in requests}
-        key = f"v{self._latest_version}" if self._keys_prefix else None
-        body = generate_body(samples, key, self._stream_interval, self._vocab_size)
-        if self._pictures is not None:
-            add_pictures(body, samples.values(), self._pictures)
+        key = f"v{self._latest_version}" if self.keys_prefix_by_version else None
+        body = generate_body(samples, key, self.stream_interval, self.vocab_size)
+        if self.pictures is not None:
+            add_pictures(body, samples.values(), self.pictures)
         starts = [r.routes_from for r in requests if self._wants_routes(r.sample)]
         if starts:
             body |= {"return_routed_experts": True, "routed_experts_start_len": min(starts)}
@@ -461,7 +440,7 @@ class BatchingClient(ABC):
         return body
 
     def _wants_routes(self, sample: Sample) -> bool:
-        return self._returns_routes and sample.priority is Priority.rollout
+        return self.returns_routes and sample.priority is Priority.rollout
 
     def _ask_each(self, pending: dict[str, _Request]) -> None:
         """Resends each sample in its own call, since one bad sample fails all in its call."""
@@ -471,14 +450,14 @@ class BatchingClient(ABC):
                 request.over.set()
             else:
                 request.wire_id = f"alone.{request.wire_id}"
-                self._keep(self._run_call([request]))
+                self._tasks.spawn(self._run_call([request]))
         pending.clear()
 
     def _lose(self, request: _Request, error: Exception) -> None:
         """The engine will not end this request."""
         if request.num_tokens and not request.outcome.done():
             # Tokens since the last part are unknown: count their average number.
-            interval = interval_of(request.sample, self._stream_interval)
+            interval = interval_of(request.sample, self.stream_interval)
             request.sample.num_wasted += min(interval // 2, request.sample.num_left)
         self._release_followers(request, is_cached=False)
         request.end(error)
@@ -526,29 +505,29 @@ class BatchingClient(ABC):
         sample = request.sample
         if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
             # An error of the engine; tokens that come with it are not the sample's.
-            raise SampleRefused(f"{self._name} aborted a sample: {reason.get('message')}")
+            raise SampleRefused(f"{self.name} aborted a sample: {reason.get('message')}")
         meta = part["meta_info"]
         spans, routes = list[VersionSpan](), list[Routes]()
         try:
-            version = read_version(self._name, meta["weight_version"])
+            version = read_version(self.name, meta["weight_version"])
             self.counters.num_logprobs[version] += len(part["output_ids"])
             tokens = new_tokens(
-                self._name, part, request.num_tokens, has_candidates=sample.has_candidates
+                self.name, part, request.num_tokens, has_candidates=sample.has_candidates
             )
             if sample.constraint is not None:
                 known = read_alternatives(tokens, meta, is_probe=sample.guidance.is_probe)
                 tokens = tokens._replace(alternatives=known)
-            if marks := sampled_marks(tokens.ids, self._pictures):
-                raise SampleRefused(f"{self._name} sampled {marks}, marks of pictures")
+            if marks := sampled_marks(tokens.ids, self.pictures):
+                raise SampleRefused(f"{self.name} sampled {marks}, marks of pictures")
             if len(tokens.ids) > sample.num_left:
                 raise SampleRefused(
-                    f"{self._name} returned more than the {sample.max_new_tokens} tokens requested"
+                    f"{self.name} returned more than the {sample.max_new_tokens} tokens requested"
                 )
             length = request.num_tokens + len(tokens.ids)
             if reason is not None and length:
-                spans = read_spans(self._name, meta.get("weight_versions") or [], length)
+                spans = read_spans(self.name, meta.get("weight_versions") or [], length)
                 if self._wants_routes(sample):
-                    routes = request.routes(self._name, meta, spans)
+                    routes = request.routes(self.name, meta, spans)
             if tokens.ids:
                 request.add(tokens, version)
         except (BadLogprobs, SampleRefused) as error:
@@ -572,16 +551,16 @@ class BatchingClient(ABC):
         sample = request.sample
         if reason["type"] in ("stop", "length"):
             if not request.num_tokens:
-                raise SampleRefused(f"{self._name} returned a sample without a token")
+                raise SampleRefused(f"{self.name} returned a sample without a token")
             if reason["type"] == "stop" or sample.num_left <= 0:
                 sample.finish_reason = reason["type"]
         # SGLang does not look whether the last token of an aborted request ends it.
-        elif sample.output_ids and sample.output_ids[-1] in self._end_tokens:
+        elif sample.output_ids and sample.output_ids[-1] in self.end_tokens:
             sample.finish_reason = "stop"
         elif sample.num_left <= 0:
             sample.finish_reason = "length"
         elif not request.is_stopping:
-            request.taken_back_at = read_version(self._name, meta["weight_version"])
+            request.taken_back_at = read_version(self.name, meta["weight_version"])
 
     def _count(self, request: _Request, meta: Mapping[str, Any]) -> None:
         num_prompt = meta.get("prompt_tokens", 0)
@@ -592,7 +571,7 @@ class BatchingClient(ABC):
         # Retractions by a commit's pause, at most one per new version, are no preemptions. Spans do
         # not show a commit before the first token, as in the middle of a long prompt.
         spans, commits = meta.get("weight_versions") or [], 0
-        if not self._keeps_versions:
+        if not self.keeps_versions:
             commits = max(len(spans) - 1, self._num_commits - request.commits_before)
         self.counters.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
 
@@ -603,7 +582,7 @@ class BatchingClient(ABC):
             return self._end_closed(request)
         self._to_stop.append(request)
         if len(self._to_stop) == 1:
-            self._keep(self._stop())
+            self._tasks.spawn(self._stop())
 
     async def _stop(self) -> None:
         """Stops the requests of one turn of the loop; returns when they have ended."""
@@ -620,10 +599,10 @@ class BatchingClient(ABC):
                                 await request.over.wait()
         except TimeoutError:
             for request in left:
-                request.end(EngineError(f"{self._name} did not stop in {STOP_TIMEOUT_S:g} s"))
+                request.end(EngineError(f"{self.name} did not stop in {STOP_TIMEOUT_S:g} s"))
 
     async def _abort_together(self, requests: list[_Request]) -> None:
-        if len(requests) == 1 or not self._is_only_client or self._has_others:
+        if len(requests) == 1 or not self.is_only_client or self._has_others:
             await self._post_abort([request.wire_id for request in requests])
             return
         # What is sent meanwhile would be ended, too.

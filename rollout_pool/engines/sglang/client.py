@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import aiohttp
@@ -21,14 +22,8 @@ import msgspec
 
 from buffer.probes import Agreement, Probes
 from configs.choices import PauseMode
-from rollout_pool.engines.sglang.batching import (
-    STREAM_INTERVAL,
-    BatchingClient,
-    CallRefused,
-    read_version,
-)
+from rollout_pool.engines.sglang.batching import BatchingClient, CallRefused, read_version
 from rollout_pool.sampling.engine_client import EngineError, EngineLoad
-from tensors.pictures import PictureTokens
 
 GENERATE_PATH = "/generate"
 FROM_DISK_PATH = "/update_weights_from_disk"
@@ -43,70 +38,37 @@ ABORTS_AT_ONCE = 4
 """A connection each: a hundred new ones take longer than a hundred calls."""
 LOAD_TIMEOUT_S = 5.0
 STEPS_TO_END = 2
-"""Steps of the scheduler until an aborted request has ended: the one under way, and the one that
-sees the abort."""
+"""Steps of the scheduler until an abort has taken effect: the one under way, and the next."""
 MAX_FLUSHES = 20
 _ALL = {"abort_all": True}
+_OF_THE_CALL = (400, 413, 422)
+"""Statuses of a call that any server would refuse."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SGLangClient(BatchingClient):
-    """Calls one server at `url`, from one event loop. Every method may raise EngineError.
+    """Calls the server at `url`, from one event loop. Every method may raise EngineError."""
 
-    `request_timeout_s` bounds the time between two parts of a response, not the whole.
-    """
+    key: str
+    request_timeout_s: float
+    """Bounds the time between two parts of a response, not the whole."""
+    has_overlap_schedule: bool = True
+    """The server returns a token one step later."""
+    needs_seeds: bool = False
+    """The server samples by a seed of each request, as deterministic inference does."""
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        *,
-        key: str,
-        request_timeout_s: float,
-        has_prefix_cache: bool = False,
-        keys_prefix_by_version: bool = False,
-        has_overlap_schedule: bool = True,
-        stream_interval: int = STREAM_INTERVAL,
-        vocab_size: int | None = None,
-        end_tokens: Collection[int] = (),
-        needs_seeds: bool = False,
-        is_only_client: bool = False,
-        returns_routes: bool = False,
-        keeps_versions: bool = False,
-        pictures: PictureTokens | None = None,
-    ) -> None:
-        """`keys_prefix_by_version`: a commit leaves the server's prefix cache as it is; only
-        prefixes of the same version may be reused. `stream_interval`: tokens of a sample between
-        two parts. `has_overlap_schedule`: the server returns a token one step later.
-        `vocab_size`: tokens that the model has embeddings for; others are refused unsent.
-        `end_tokens`: each ends a sample; needed where samples are interrupted or taken back.
-        `needs_seeds`: the server samples by a seed of each request, as deterministic inference
-        does. `is_only_client`: no other sends requests to this server. `returns_routes`: the
-        server returns the experts that it has chosen for each token. `keeps_versions`: a request
-        ends under the version that it began with, so that a commit retracts none. `pictures`: how
-        they stand among the tokens of a model that takes some."""
-        super().__init__(
-            name,
-            has_prefix_cache=has_prefix_cache,
-            keys_prefix_by_version=keys_prefix_by_version,
-            stream_interval=stream_interval,
-            vocab_size=vocab_size,
-            end_tokens=end_tokens,
-            is_only_client=is_only_client,
-            returns_routes=returns_routes,
-            keeps_versions=keeps_versions,
-            pictures=pictures,
-        )
-        self._has_overlap = has_overlap_schedule
-        self._needs_seeds = needs_seeds
-        self._request_timeout_s = request_timeout_s
-        self._headers = {"Authorization": f"Bearer {key}"}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._headers = {"Authorization": f"Bearer {self.key}"}
         self._streams: aiohttp.ClientSession | None = None
         """For /generate, from the first call on: httpx takes several times as long for each."""
         self._http = httpx.AsyncClient(
-            base_url=url,
+            base_url=self.url,
             headers=self._headers,
             timeout=httpx.Timeout(
-                request_timeout_s, connect=min(CONNECT_TIMEOUT_S, request_timeout_s), pool=None
+                self.request_timeout_s,
+                connect=min(CONNECT_TIMEOUT_S, self.request_timeout_s),
+                pool=None,
             ),
             # No limit: requests must queue at the engine, where the router can see them.
             # Close idle connections before SGLang does (5 s): a call could meet a closing one.
@@ -118,18 +80,8 @@ class SGLangClient(BatchingClient):
             trust_env=False,  # no proxy to engines
         )
 
-    @property
-    def url(self) -> str:
-        return str(self._http.base_url)
-
     async def load(self) -> EngineLoad | None:
-        path = "/v1/loads"
-        try:
-            response = await self._http.get(
-                path, params={"include": "core"}, timeout=LOAD_TIMEOUT_S
-            )
-        except httpx.HTTPError as error:
-            raise self._failure(path, error) from error
+        response = await self._ask("GET", "/v1/loads?include=core", None, LOAD_TIMEOUT_S)
         if response.status_code != httpx.codes.OK:
             return None
         try:
@@ -144,13 +96,13 @@ class SGLangClient(BatchingClient):
             )
         except (KeyError, TypeError, ValueError) as error:  # a program that got the engine's port
             raise EngineError(
-                f"a server other than {self._name} answers at {response.url}: {response.text[:500]}"
+                f"a server other than {self.name} answers at {response.url}: {response.text[:500]}"
             ) from error
 
     async def _post_generate(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
         """The JSON objects of a server-sent event stream."""
         path = GENERATE_PATH
-        if self._needs_seeds:
+        if self.needs_seeds:
             # Without one all get the same, and the samples of a group would be equal.
             settings = cast("list[dict[str, object]]", body["sampling_params"])
             for rid, of_one in zip(cast("list[str]", body["rid"]), settings, strict=True):
@@ -159,42 +111,31 @@ class SGLangClient(BatchingClient):
             self._streams = self._open_streams()
         try:
             # aiohttp's own limits leave out a server that does not read what it is sent.
-            async with asyncio.timeout(CONNECT_TIMEOUT_S + self._request_timeout_s):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S + self.request_timeout_s):
                 response = await self._streams.post(
                     self.url.rstrip("/") + path, data=msgspec.json.encode(body)
                 )
             async with response:
                 if response.status != httpx.codes.OK:
-                    raise self._call_error(response.status, await response.text())
+                    error = self._refusal(path, response.status, await response.text())
+                    raise CallRefused(str(error)) if response.status in _OF_THE_CALL else error
                 async for line in _lines(response.content):
                     if line.startswith(b"data: {"):
                         part = cast(dict[str, Any], json.loads(line[len(b"data: ") :]))
                         if "error" in part:
-                            raise CallRefused(f"{self._name} refused {path}: {part['error']}")
+                            raise CallRefused(f"{self.name} refused {path}: {part['error']}")
                         yield part
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise self._failure(path, error) from error
+        except (aiohttp.ClientError, TimeoutError) as failure:
+            raise self._failure(path, failure) from failure
 
     def _open_streams(self) -> aiohttp.ClientSession:
         """As `_http` in all that is said there."""
-        connect_s = min(CONNECT_TIMEOUT_S, self._request_timeout_s)
+        connect_s = min(CONNECT_TIMEOUT_S, self.request_timeout_s)
         return aiohttp.ClientSession(
             headers={**self._headers, "Content-Type": "application/json"},
-            timeout=aiohttp.ClientTimeout(
-                sock_connect=connect_s, sock_read=self._request_timeout_s
-            ),
+            timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=self.request_timeout_s),
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_TIMEOUT_S),
         )
-
-    def _call_error(self, status: int, text: str) -> EngineError:
-        error = self._refusal(GENERATE_PATH, status, text)
-        if status in (
-            httpx.codes.BAD_REQUEST,
-            httpx.codes.REQUEST_ENTITY_TOO_LARGE,
-            httpx.codes.UNPROCESSABLE_ENTITY,
-        ):
-            return CallRefused(str(error))
-        return error
 
     async def _post_abort(self, request_ids: Collection[str] | None) -> None:
         """Best effort: a dead engine needs no abort."""
@@ -219,19 +160,19 @@ class SGLangClient(BatchingClient):
             # A commit may have left prefixes of older weights in the cache.
             "extra_key": f"probes of {version}",
         }
-        results = (await self._call("POST", GENERATE_PATH, body, self._request_timeout_s)).json()
+        results = (await self._call("POST", GENERATE_PATH, body, self.request_timeout_s)).json()
         try:
             served = {result["meta_info"]["weight_version"] for result in results}
             # The first one is before those that are compared, and has none.
             found = [result["meta_info"]["input_token_logprobs"][1:] for result in results]
             scores = [[math.nan if lp is None else float(lp) for lp, *_ in one] for one in found]
         except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"{self._name} gave no log-probabilities of a prompt") from error
+            raise EngineError(f"{self.name} gave no log-probabilities of a prompt") from error
         if served != {str(version)}:
-            raise EngineError(f"{self._name} serves {served} and not version {version}")
+            raise EngineError(f"{self.name} serves {served} and not version {version}")
         if [len(tokens) - start for tokens, start in texts] != [len(one) for one in scores]:
-            raise EngineError(f"{self._name} gave log-probabilities of other tokens of a prompt")
-        return probes.compare(self._name, scores)
+            raise EngineError(f"{self.name} gave log-probabilities of other tokens of a prompt")
+        return probes.compare(self.name, scores)
 
     # Weights -------------------------------------------------------------------------------------
 
@@ -256,7 +197,7 @@ class SGLangClient(BatchingClient):
         # Those that run end with their next token, and return all so far. If they were paused
         # before, they would lose what they have not streamed yet. The scheduler replies once per
         # step, so this waits for the steps and not for requests that keep coming.
-        for _ in range(STEPS_TO_END + self._has_overlap):
+        for _ in range(STEPS_TO_END + self.has_overlap_schedule):
             if await self._flush_cache():
                 break
         await self._post("/pause_generation", {"mode": "retract"}, CONTROL_TIMEOUT_S)
@@ -265,16 +206,13 @@ class SGLangClient(BatchingClient):
                 return
             # Some came in before the pause.
             await self._post("/abort_request", _ALL, CONTROL_TIMEOUT_S)
-        raise EngineError(f"{self._name} still holds requests after {MAX_FLUSHES} aborts of all")
+        raise EngineError(f"{self.name} still holds requests after {MAX_FLUSHES} aborts of all")
 
     async def _flush_cache(self, wait_s: float = 0.0) -> bool:
         """Empties the prefix cache, once the engine has no request. False if it still has some
         after `wait_s`, and keeps its cache."""
         path = f"/flush_cache?timeout={wait_s:g}"
-        try:
-            response = await self._http.post(path, timeout=wait_s + CONTROL_TIMEOUT_S)
-        except httpx.HTTPError as error:
-            raise self._failure(path, error) from error
+        response = await self._ask("POST", path, None, wait_s + CONTROL_TIMEOUT_S)
         if response.status_code not in (httpx.codes.OK, httpx.codes.BAD_REQUEST):
             raise self._refusal(path, response.status_code, response.text)
         return response.status_code == httpx.codes.OK
@@ -283,8 +221,8 @@ class SGLangClient(BatchingClient):
         await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
 
     async def served_version(self) -> int:
-        info = await self._model_info(CONTROL_TIMEOUT_S)
-        return read_version(self._name, str(info["weight_version"]))
+        info = await self._get("/model_info", CONTROL_TIMEOUT_S)
+        return read_version(self.name, str(info["weight_version"]))
 
     async def weight_hashes(self, timeout_s: float) -> dict[str, list[str]]:
         response = await self._call("POST", "/weights_checker", {"action": "checksum"}, timeout_s)
@@ -293,18 +231,15 @@ class SGLangClient(BatchingClient):
             for name, value in rank["checksums"].items():
                 hashes.setdefault(name, []).append(value)
         if not hashes:
-            raise EngineError(f"{self._name} lists no parameters in /weights_checker")
+            raise EngineError(f"{self.name} lists no parameters in /weights_checker")
         # Ranks of several groups (--dp-size) reply in any order.
         return {name: sorted(values) for name, values in hashes.items()}
 
     async def require(self, path: str, setting: str) -> None:
         """Raises ValueError, which names `setting`, if the server has no route to POST `path`."""
-        try:
-            response = await self._http.get(path, timeout=CONTROL_TIMEOUT_S)
-        except httpx.HTTPError as error:
-            raise self._failure(path, error) from error
+        response = await self._ask("GET", path, None, CONTROL_TIMEOUT_S)
         if response.status_code == httpx.codes.NOT_FOUND:  # 405 where it is to be posted
-            raise ValueError(f"{setting}: {self._name} has no {path}; install the locked SGLang")
+            raise ValueError(f"{setting}: {self.name} has no {path}; install the locked SGLang")
 
     async def update_from_disk(self, folder: str, version: int, timeout_s: float) -> None:
         """Load the safetensors files of `folder`. An error may leave the weights torn."""
@@ -335,14 +270,14 @@ class SGLangClient(BatchingClient):
         """Returns whether the server named `served_name` takes requests. Raises EngineError if
         another responds at the address."""
         try:
-            response = await self._http.get("/ready", timeout=timeout_s)
+            response = await self._ask("GET", "/ready", None, timeout_s)
             if response.status_code != httpx.codes.OK:
                 return False
-            info = await self._model_info(timeout_s)
-        except (httpx.HTTPError, EngineError):
+            info = await self._get("/model_info", timeout_s)
+        except EngineError:
             return False
         if info.get("served_model_name") != served_name:
-            raise EngineError(f"a server other than {self._name} answers at {self._http.base_url}")
+            raise EngineError(f"a server other than {self.name} answers at {self._http.base_url}")
         return True
 
     async def num_kv_tokens(self) -> int:
@@ -355,7 +290,7 @@ class SGLangClient(BatchingClient):
     async def responds(self, timeout_s: float) -> bool:
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(timeout_s):
-                return bool(await self._model_info(timeout_s))
+                return bool(await self._get("/model_info", timeout_s))
         return False
 
     async def close(self) -> None:
@@ -363,9 +298,6 @@ class SGLangClient(BatchingClient):
         await self._http.aclose()
         if self._streams is not None:
             await self._streams.close()
-
-    async def _model_info(self, timeout_s: float) -> dict[str, Any]:
-        return await self._get("/model_info", timeout_s)
 
     async def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
         response = await self._call("GET", path, None, timeout_s)
@@ -377,20 +309,26 @@ class SGLangClient(BatchingClient):
     async def _call(
         self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
     ) -> httpx.Response:
-        try:
-            response = await self._http.request(method, path, json=body, timeout=timeout_s)
-        except httpx.HTTPError as error:
-            raise self._failure(path, error) from error
+        response = await self._ask(method, path, body, timeout_s)
         if response.status_code != httpx.codes.OK:
             raise self._refusal(path, response.status_code, response.text)
         return response
 
+    async def _ask(
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
+    ) -> httpx.Response:
+        """The response of any status."""
+        try:
+            return await self._http.request(method, path, json=body, timeout=timeout_s)
+        except httpx.HTTPError as error:
+            raise self._failure(path, error) from error
+
     def _failure(self, path: str, error: Exception) -> EngineError:
         what = str(error) or type(error).__name__  # the message of a timeout is empty
-        return EngineError(f"{self._name} did not answer {path}: {what}")
+        return EngineError(f"{self.name} did not answer {path}: {what}")
 
     def _refusal(self, path: str, status: int, text: str) -> EngineError:
-        return EngineError(f"{self._name} refused {path} ({status}): {text[:500]}")
+        return EngineError(f"{self.name} refused {path} ({status}): {text[:500]}")
 
 
 def _update(version: int) -> dict[str, object]:

@@ -29,8 +29,7 @@ KERNELS_OF_QWEN_3_5 = (
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-"""SGLang looks them up when it imports Qwen 3.5, and so its processor of the images of all Qwen
-models."""
+"""SGLang looks them up when it imports Qwen 3.5, and so the image processor of all Qwen models."""
 
 
 class _Missing:

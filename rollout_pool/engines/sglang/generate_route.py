@@ -56,8 +56,7 @@ def install() -> None:
 
 
 class GenerateRoute:
-    """ASGI application in front of `app`, SGLang's, whose module is `server` and whose own way is
-    `route`."""
+    """In front of `app`, SGLang's application, whose module is `server` and own way `route`."""
 
     def __init__(self, app: ASGIApp, server: Any, route: Any) -> None:
         self._app, self._server, self._path = app, server, route.path

@@ -84,8 +84,7 @@ general class, a layer may have another name: its adapter would be left out with
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 EXAONE_THETA = 1e6
-"""Base of the rotary embedding of EXAONE 4, which SGLang looks for where transformers no longer
-has it."""
+"""Base of EXAONE 4's rotary embedding, which SGLang looks for where transformers has it no more."""
 _LONGEST = "rollout.max_prompt_tokens + rollout.max_response_tokens"
 
 

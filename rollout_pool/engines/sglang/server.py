@@ -21,7 +21,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import register_after_fork
 from typing import Any
@@ -77,7 +76,10 @@ def main(argv: list[str]) -> None:
         server_args = prepare_server_args(arguments)
         server_args.api_key = key
         if server_args.dist_init_addr is None:
-            _meet_in(socket_folder)
+            # A TCPStore, where the ranks would meet, listens on every interface and answers every
+            # connection.
+            place = f"file://{socket_folder}/rendezvous"
+            os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", place)
         _keep_out_of_logs(key)  # SGLang logs all its settings
         run_server(server_args)
     finally:
@@ -92,28 +94,21 @@ def _fork_children() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     # Where the experts of tokens are kept: it would be registered with CUDA.
-    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
-    Scheduler.maybe_sleep_on_idle = _sleep_unless_asked(Scheduler.maybe_sleep_on_idle)
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
+    sleep = Scheduler.maybe_sleep_on_idle
+
+    def sleep_unless_asked(scheduler: Any) -> None:
+        # A flush that waits for the last request's end (`SGLangClient.drain`) is answered in the
+        # next step: SGLang would first sleep for a second, or until something else arrives.
+        if scheduler.flush_wrapper._pending is None:
+            sleep(scheduler)
+
+    Scheduler.maybe_sleep_on_idle = sleep_unless_asked
 
     multiprocessing.set_start_method("fork", force=True)
     # SGLang sets spawn when it starts.
     multiprocessing.set_start_method = lambda *_args, **_kwargs: None
     register_after_fork(_begin_child, _begin_child)
-
-
-def _allocate(shape: tuple[int, ...], *, dtype: torch.dtype, **_: object) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def _sleep_unless_asked(sleep: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A flush that waits for the last request's end (`SGLangClient.drain`) is answered in the next
-    step: SGLang would first sleep for a second, or until something else arrives."""
-
-    def sleep_unless_asked(scheduler: Any) -> None:
-        if scheduler.flush_wrapper._pending is None:
-            sleep(scheduler)
-
-    return sleep_unless_asked
 
 
 def _begin_child(_: object) -> None:
@@ -124,15 +119,6 @@ def _begin_child(_: object) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:
         os._exit(1)
-
-
-def _meet_in(folder: str) -> None:
-    """Makes the server's ranks rendezvous through a file in `folder` instead of a TCPStore.
-
-    SGLang's store listens on every interface and answers every connection. With
-    `--dist-init-addr`, for ranks on several machines, it is used nevertheless.
-    """
-    os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{folder}/rendezvous")
 
 
 def _read_line(descriptor: int) -> str:

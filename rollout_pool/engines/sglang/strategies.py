@@ -262,7 +262,7 @@ def send_weights(
     socket: zmq.Socket[bytes],
     handle: Any,
     buffer: torch.Tensor,
-    batches: Iterable[Batch],
+    batches: Iterable[StagedFile],
     synchronize: Callable[[], None],
 ) -> None:
     """The sender of checkpoint-engine's protocol: a bound REQ socket per GPU; SGLang is the REP.
@@ -324,20 +324,13 @@ _LENGTH_BYTES = 8
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Batch:
-    """Whole tensors that are adjacent in the file."""
-
-    tensors: tuple[TensorSpec, ...]
-    data: npt.NDArray[np.uint8]
-    """[bytes] of all of them, in this order."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class StagedFile:
+    """All tensors of a staged file, or those of a batch, which are adjacent in it."""
+
     tensors: tuple[TensorSpec, ...]
     """In the order of the file."""
     data: npt.NDArray[np.uint8]
-    """Everything after the header."""
+    """[bytes] of all of them, in this order."""
 
     @classmethod
     def open(cls, folder: Path, mapped: npt.NDArray[np.uint8] | None = None) -> StagedFile:
@@ -362,13 +355,13 @@ class StagedFile:
             raise ValueError(f"{path}: its tensors do not cover the file")
         return cls(tensors=tensors, data=data)
 
-    def batches(self, max_bytes: int) -> Iterator[Batch]:
+    def batches(self, max_bytes: int) -> Iterator[StagedFile]:
         """All tensors in batches of at most `max_bytes`, each of at least one tensor."""
         start, size, tensors = 0, 0, list[TensorSpec]()
         for tensor in self.tensors:
             if tensors and size + tensor.num_bytes > max_bytes:
-                yield Batch(tensors=tuple(tensors), data=self.data[start : start + size])
+                yield StagedFile(tensors=tuple(tensors), data=self.data[start : start + size])
                 start, size, tensors = start + size, 0, []
             tensors.append(tensor)
             size += tensor.num_bytes
-        yield Batch(tensors=tuple(tensors), data=self.data[start : start + size])
+        yield StagedFile(tensors=tuple(tensors), data=self.data[start : start + size])

@@ -24,6 +24,8 @@ from rollout_pool.tasks.datasets import ProblemTask
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.tasks.verifiers.process import EnvironmentProcess, Program, load_rows
 
+_IGNORED = ("prompt_pattern", "instruction", "system_prompt", "eval_path", "tools", "env", "agent")
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row:
@@ -91,8 +93,7 @@ class VerifiersTask(ProblemTask[Row]):
         return float(outcome["reward"]), outcome["metrics"]
 
     async def start(self) -> None:
-        """Starts the process, which the first episode would start otherwise. Raises ValueError or
-        RuntimeError."""
+        """Else the first episode would start the process. Raises ValueError or RuntimeError."""
         await self._process.start()
 
     async def close(self) -> None:
@@ -100,16 +101,8 @@ class VerifiersTask(ProblemTask[Row]):
 
 
 def _refuse_what_is_ignored(config: TaskConfig) -> None:
-    for name, value in (
-        ("prompt_pattern", config.prompt_pattern),
-        ("instruction", config.instruction),
-        ("system_prompt", config.system_prompt),
-        ("eval_path", config.eval_path),
-        ("tools", config.tools),
-        ("env", config.env),
-        ("agent", config.agent),
-    ):
-        if value:
+    for name in _IGNORED:
+        if value := getattr(config, name):
             raise ValueError(
                 f"task.{name}={value!r}: an environment of the verifiers library brings its own; "
                 "leave it out, and see which settings it has (task.params)"

@@ -85,12 +85,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: Any,
     ) -> Any:
-        system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
+        messages = _opening(*self.resolve_prompt(data))
         servers = {name: {"url": url} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack:
             tools, *called = await connect_mcp({"mcpServers": servers}, stack)
@@ -116,6 +111,13 @@ class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         message = reply.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         return message.tool_calls or []
+
+
+def _opening(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, *map(message_to_wire, prompt or [])]
 
 
 async def _call(call: Any, dispatch: dict[str, Any], servers: dict[str, Any]) -> dict[str, Any]:
@@ -198,11 +200,7 @@ def rows(environment: Any, tasks: Iterable[Any]) -> Iterable[dict[str, Any]]:
         data = task.data
         if data.prompt is None and isinstance(environment, vf.SingleAgentEnv):
             raise ValueError(f"its task {data.idx} has no prompt")
-        opening = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        if isinstance(data.prompt, str):
-            opening.append({"role": "user", "content": data.prompt})
-        else:
-            opening += [message_to_wire(message) for message in data.prompt or []]
+        opening = _opening(data.system_prompt, data.prompt)
         yield {"task": data.model_dump(mode="json"), "opening": opening}
 
 

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from rollout_pool.engines.lifecycle import EnginePulse
+from rollout_pool.engines.lifecycle import engine_pulse
 from tests.support.rollout import until, until_read
 
 
@@ -30,20 +30,20 @@ def server():
 
 
 async def test_engine_is_alive_while_its_scheduler_runs_and_not_while_it_is_stopped(client, server):
-    pulse = EnginePulse(client, server.pid)
-    assert await pulse.responds(60.0)
+    responds = engine_pulse(client, server.pid)
+    assert await responds(60.0)
     (scheduler,) = psutil.Process(server.pid).children()
     scheduler.send_signal(signal.SIGSTOP)
     # Although the HTTP process answers.
-    await until_read(lambda: pulse.responds(5.0), lambda responds: not responds)
+    await until_read(lambda: responds(5.0), lambda answered: not answered)
     assert await client.responds(60.0)
     scheduler.send_signal(signal.SIGCONT)
-    await until(lambda: pulse.responds(60.0))
+    await until(lambda: responds(60.0))
 
 
 async def test_engine_whose_http_process_is_silent_does_not_answer(fake, client, server):
-    pulse = EnginePulse(client, server.pid)
+    responds = engine_pulse(client, server.pid)
     fake.slow["/model_info"] = 60.0
-    assert not await pulse.responds(0.2)
+    assert not await responds(0.2)
     fake.slow["/model_info"] = 0.3
-    assert await pulse.responds(60.0)  # it is only busy
+    assert await responds(60.0)  # it is only busy
