@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -95,11 +95,6 @@ def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
     return url
 
 
-async def open_buffer(address: BufferAddress) -> Buffer:
-    """A client of the buffer; close it. Raises BufferConnectionError."""
-    return await connect_buffer(address.url, address.run, address.settings)
-
-
 @asynccontextmanager
 async def opened_state(address: BufferAddress) -> AsyncIterator[RunState]:
     """A client of the run's other state in Redis, closed at the end of the block."""
@@ -112,8 +107,8 @@ async def opened_state(address: BufferAddress) -> AsyncIterator[RunState]:
 
 @asynccontextmanager
 async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
-    """An open buffer, closed at the end of the block."""
-    buffer = await open_buffer(address)
+    """An open buffer, closed at the end of the block. Raises BufferConnectionError."""
+    buffer = await connect_buffer(address.url, address.run, address.settings)
     try:
         yield buffer
     finally:
@@ -123,11 +118,8 @@ async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
 @asynccontextmanager
 async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
     """A client of its Redis, for reads that the buffer does not offer."""
-    redis = await connect_as(address.url, address.settings)
-    try:
+    async with aclosing(await connect_as(address.url, address.settings)) as redis:
         yield redis
-    finally:
-        await redis.aclose()
 
 
 async def answer(

@@ -52,11 +52,12 @@ def print_trace(run_dir: RunDir, group_id: str, url: str | None = None) -> None:
     check_group_id(group_id)
     with buffer_address(run_dir, url) as address:
         events, state = asyncio.run(_look(address, group_id))
-    if not events and state is None:
-        raise RunDirError(f"{group_id}: {_why_no_events(address)}, and nothing else is known of it")
-    lines = life_lines(run_dir.name, group_id, events, time.time())
-    if not events:
+    if events:
+        lines = life_lines(run_dir.name, group_id, events, time.time())
+    elif state is not None:
         lines = [f"{group_id} of {run_dir.name}: {state}", f"{_why_no_events(address)}."]
+    else:
+        raise RunDirError(f"{group_id}: {_why_no_events(address)}, and nothing else is known of it")
     for line in lines:
         console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
@@ -80,8 +81,6 @@ async def _look(address: BufferAddress, group_id: str) -> tuple[list[GroupEvent]
 
 def life_lines(run: str, group_id: str, events: Sequence[GroupEvent], now: float) -> list[str]:
     """The group's last state, its events, and the time in each state (pure)."""
-    if not events:
-        return []
     lines: list[str] = []
     seconds: dict[str, float] = {}
     state, before = "", events[0].at

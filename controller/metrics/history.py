@@ -91,10 +91,7 @@ class Record:
     @property
     def dropped(self) -> dict[str, int]:
         """Dropped groups of a `buffer` record, by reason."""
-        dropped = {reason: self.count(full) for full, reason in below(self.values, "dropped.")}
-        if not dropped and self.count("dropped"):
-            return {"reason not recorded": self.count("dropped")}
-        return dropped
+        return {reason: self.count(full) for full, reason in below(self.values, "dropped.")}
 
 
 def below(values: Iterable[str], prefix: str) -> Iterator[tuple[str, str]]:

@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from buffer.connect import connect_buffer
 from buffer.run_state import STREAM_START, RunState
-from controller.buffer_access import BufferAddress, open_buffer
+from controller.buffer_access import BufferAddress
 from controller.metrics.prometheus_metrics import (
     EngineGauges,
     RecordTotals,
@@ -50,9 +51,9 @@ class MetricsServer(Collector):
         """Protects `_num_errors`: each scrape has its own thread."""
         registry = CollectorRegistry()
         try:
-            self._buffer = self._redis.run(open_buffer(address))
-            connecting = RunState.connect(address.url, address.run, address.settings)
-            self._state = self._redis.run(connecting)
+            place = address.url, address.run, address.settings
+            self._buffer = self._redis.run(connect_buffer(*place))
+            self._state = self._redis.run(RunState.connect(*place))
             registry.register(self)
             self._http = _listen(host, port, registry)
         except BaseException:

@@ -193,13 +193,12 @@ class Plan:
 
     def _weights_sentence(self) -> str:
         """How a version reaches the engines, and its size."""
-        sync, every, weights = self.config.weight_sync, self.config.weight_sync.full_every, None
-        if self.weights_bytes is not None:
-            weights = format_bytes(self.weights_bytes)
-        what = f"{weights or 'all bytes'} per version"
+        sync, num_bytes = self.config.weight_sync, self.weights_bytes
+        every, most = sync.full_every, sync.max_concurrent_commits
+        weights = "all bytes" if num_bytes is None else format_bytes(num_bytes)
+        what = f"{weights} per version"
         if every > 1:
-            what = f"{weights or 'all bytes'} every {every} versions, only changes in between"
-        most = sync.max_concurrent_commits
+            what = f"{weights} every {every} versions, only changes in between"
         pausing = "one engine pauses" if most == 1 else f"at most {most} engines pause"
         return f"{what}, as {self.serving_dtype}; {pausing} at a time, for the commit"
 

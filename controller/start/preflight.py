@@ -375,9 +375,7 @@ def check_shared_memory(config: Config, plan: Plan) -> None:
     folder = next(path for path in (staged, *staged.parents) if path.exists())
     slots, params = config.weight_sync.num_staged, num_trained(config.model, plan.model) or 0
     size, lora = plan.staged_bytes or 0, config.model.lora
-    if (
-        lora is not None and lora.mode is LoraMode.versions
-    ):  # engines keep copies of what they serve
+    if lora is not None and lora.mode is LoraMode.versions:  # engines copy what they serve
         slots += num_servers(config) * (config.buffer.max_staleness + 3)
     # Sizes in a model's name are rounded.
     needed = int(SURE_FRACTION * slots * size)
