@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 EXIT_BAD_INPUT = 2
 EXIT_NOT_ATTACHED = 3
 """The controller could not attach: its guard starts another, which resumes the run."""
-
-
 WRITING = ("stop", "report", "timeline", "export")
 """Commands that write into the run's folder."""
 

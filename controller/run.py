@@ -26,6 +26,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from buffer.dump.load import restore_buffer
@@ -62,8 +64,8 @@ from controller.start.teacher import with_url
 from controller.start.warm_start import supervised_examples
 from controller.training import REDIS_DIED, Pools, Training
 from controller.units import format_number_of
-from controller.watch import supervise
 from controller.watch.fleet import SETTING
+from controller.watch.supervise import POLL_S, error_of, failure
 from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
 from processes.tree import shared_memory_files
@@ -125,7 +127,6 @@ def attach(run_dir: RunDir, attachment: Attachment, stop: StopRequest) -> None:
 
 
 def _see_through(run: Run, announce_folder: Callable[[str], None]) -> None:
-    """Execute `run`, record how it ended, and report it."""
     run_dir, panel, stop = run.dir, run.panel, run.stop
     os.umask(run_dir.umask)
     announce_folder(run_dir.run_id)
@@ -557,9 +558,29 @@ class Run:
         doing: str,
         on_ready: Callable[[str], None] = lambda name: None,
     ) -> dict[str, T]:
-        return supervise.wait_for_all(
-            refs, self.dir.log_of, self._start_timeout_s, doing, on_ready, self._look
-        )
+        """Results by process name; calls `on_ready` with each name that finishes.
+
+        Raises the error of the first process that fails or exceeds cluster.start_timeout_s.
+        """
+        names, log_of = {ref: name for name, ref in refs.items()}, self.dir.log_of
+        pending, results = list(names), dict[str, T]()
+        limit_s = self._start_timeout_s
+        deadline = time.monotonic() + limit_s
+        while pending:
+            self._look()
+            ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            if not ready:
+                if time.monotonic() < deadline:
+                    continue
+                name = names[pending[0]]
+                raise failure(name, f"was not done {doing} after {limit_s:g} s", log_of(name))
+            name = names[ready[0]]
+            try:
+                results[name] = ray.get(ready[0])
+            except (RayTaskError, RayActorError) as error:
+                raise error_of(name, error, log_of(name)) from error
+            on_ready(name)
+        return results
 
     def _look(self) -> None:
         """While pools start: whether to stop, and whether Redis, for which they wait, lives."""

@@ -403,7 +403,6 @@ class Training:
         raise first
 
     async def _await_result(self, name: str, ref: Pending[T]) -> T:
-        """The result of another process; an error names the process."""
         try:
             return await value(ref)
         except (RayTaskError, RayActorError) as error:

@@ -17,8 +17,6 @@ Counters = Mapping[str, float]
 
 LENGTHS = (*(name for _, name in BUCKETS), LONGER)
 """Classes of a group's longest sample, in tokens."""
-
-
 COUNTED = METRICS["count"]
 WAITS = [metric for metric in COUNTED if metric.kind is Kind.histogram]
 """Each consists of the counters `<field>_within:<bound>` and `<field>_s:<engine>`."""
@@ -54,15 +52,7 @@ def wasted_fraction(counters: Counters, tokens_dropped: int) -> float | None:
     return min(1.0, wasted / generated) if generated else None
 
 
-def cached_fraction(counters: Counters) -> float | None:
-    """Fraction of prompt tokens that the engines found in their prefix caches; None before the
-    first."""
-    prompts, prefilled = _sum(counters, "prompt_tokens:"), _sum(counters, "prefilled_tokens:")
-    return 1 - prefilled / prompts if prompts else None
-
-
 def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str, str]]:
-    """Rows about generation for a run's summary."""
     fraction = wasted_fraction(counters, tokens_dropped)
     if fraction is not None:
         yield "tokens that never reached the trainer: failed, stopped or too old", f"{fraction:.1%}"
@@ -70,8 +60,8 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
     if filtered and generated:
         fraction = min(1.0, filtered / generated)
         yield "tokens that were filtered out, of groups with equal rewards", f"{fraction:.1%}"
-    cached = cached_fraction(counters)
-    if cached is not None:
+    if prompts := _sum(counters, "prompt_tokens:"):
+        cached = 1 - _sum(counters, "prefilled_tokens:") / prompts
         yield "prompt tokens found in the prefix cache", f"{cached:.1%}"
     for wait in WAITS:
         within, total_s = times(counters, wait.field)

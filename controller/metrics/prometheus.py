@@ -100,7 +100,6 @@ class MetricsServer(Collector):
             ]
 
     async def _follow_records(self) -> None:
-        """Add the records since the last scrape."""
         while True:
             since = self._last_id
             entries = await self._state.read_metrics(since, 0)
@@ -128,8 +127,6 @@ class _SilentHandler(WSGIRequestHandler):
 
 def _listen(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
     class Server(ThreadingMixIn, WSGIServer):
-        """Serves each scrape in a daemon thread."""
-
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         daemon_threads = True
 

@@ -237,8 +237,6 @@ def training_seconds(steps: Sequence[Record]) -> float:
 
 
 def _not_finite_shares(records: Sequence[Record]) -> dict[int, float]:
-    """Share of the engines' log-probabilities that were missing, NaN or infinite, by version;
-    only versions with any."""
     all_of, bad = Counter[int](), Counter[int]()
     for record in of_kind(records, "engine"):
         all_of.update(record.histogram("logprobs"))

@@ -32,8 +32,6 @@ FIXED = {
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Resumption:
-    """Where a run goes on."""
-
     config: Config
     checkpoint: Path
     state: TrainState
