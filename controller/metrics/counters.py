@@ -65,10 +65,10 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
         yield "prompt tokens found in the prefix cache", f"{cached:.1%}"
     for wait in WAITS:
         within, total_s = times(counters, wait.field)
-        if number := within[math.inf]:
-            most_s = next(bound for bound, count in within.items() if count >= 0.99 * number)
+        if num_waits := within[math.inf]:
+            most_s = next(bound for bound, count in within.items() if count >= 0.99 * num_waits)
             most = "over 100 s" if math.isinf(most_s) else f"within {format_duration(most_s)}"
-            yield wait.title, f"{format_duration(total_s / number)} on average, 99% {most}"
+            yield wait.title, f"{format_duration(total_s / num_waits)} on average, 99% {most}"
     if num_preempted := _sum(counters, "preemptions:"):
         yield "requests that lost their KV cache for lack of memory", format_count(num_preempted)
     if num_episodes := _sum(counters, "episodes_ended:"):
