@@ -84,13 +84,17 @@ def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
         return url
     if is_running:
         raise RunDirError(f"{run_dir.name} is starting; its Redis is not up yet: try again soon")
-    if settings.url is None:
-        return None
-    url = with_password(settings.url, settings.password_file)
-    if f":{MASK}@" in url:
+    return None if settings.url is None else url_of(settings, settings.url)
+
+
+def url_of(settings: BufferConfig, url: str) -> str:
+    """buffer.url with its password, which no folder of a run keeps. Raises RunDirError if nothing
+    else gives it."""
+    url = with_password(url, settings.password_file)
+    if any(f"{sign}{MASK}" in url for sign in (":", "password=")):
         raise RunDirError(
-            f"{run_dir.name} is over, and its folder does not keep the password of {settings.url}: "
-            f"set {PASSWORD_VARIABLE} in the environment"
+            "buffer.url: the run's folder does not keep its password; set "
+            f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
         )
     return url
 

@@ -31,7 +31,6 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from buffer.dump.load import restore_buffer
-from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
 from buffer.results import TaskProgress
@@ -39,7 +38,7 @@ from configs.checks import with_live
 from configs.choices import LoraMode
 from configs.environment import RUN_VARIABLE
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, opened, opened_state, raw_client
+from controller.buffer_access import BufferAddress, opened, opened_state, raw_client, url_of
 from controller.metrics.history import Record
 from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
@@ -50,14 +49,7 @@ from controller.signals import Stopped, StopRequest
 from controller.start.attach import Attachment
 from controller.start.gpus import resolved
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
-from controller.start.plan import (
-    DEFAULT_STAGE_DIR,
-    UNKNOWN_DIFF,
-    Plan,
-    explained_diff,
-    make_plan,
-    max_logprob_diff,
-)
+from controller.start.plan import UNKNOWN_DIFF, Plan, explained_diff, make_plan, max_logprob_diff
 from controller.start.preflight import check_inputs, gpu_memory, probe_text
 from controller.start.resume import Resumption, find_resumption
 from controller.start.teacher import with_url
@@ -68,7 +60,7 @@ from controller.watch.fleet import SETTING
 from controller.watch.supervise import POLL_S, error_of, failure
 from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
-from processes.tree import shared_memory_files
+from processes.tree import SHARED_MEMORY, shared_memory_files
 from rollout_pool.pool import RolloutPool, clear_other_hosts, place_teacher
 from rollout_pool.tasks.registry import check_data, data_of
 from rollout_pool.types import AdapterSpec, RolloutSpec
@@ -166,7 +158,6 @@ class Run:
     """Tokens by which its engines and trainer are compared."""
 
     def __post_init__(self) -> None:
-        self._started = self.dir.read_record().started
         self._start_timeout_s = self.config.cluster.start_timeout_s
         self._stop_timeout_s = self.config.cluster.stop_timeout_s
         self._is_local = self.config.cluster.ray_address is None
@@ -202,7 +193,6 @@ class Run:
                 server=self._server,
                 ray_processes=cluster.processes(),
                 panel=self.panel,
-                started=self._started,
                 resumed_step=self.resumption.state.step if self.resumption else None,
                 stop=self.stop,
                 is_attached=self.attachment is not None,
@@ -286,13 +276,7 @@ class Run:
                 self._server, self._redis_url = server, server.url
                 say("started here")
             else:
-                self._redis_url = with_password(buffer.url, buffer.password_file)
-                is_masked = any(f"{sign}{MASK}" in self._redis_url for sign in (":", "password="))
-                if self.resumption is not None and is_masked:
-                    raise ValueError(
-                        "buffer.url: the run's folder does not keep its password; set "
-                        f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
-                    )
+                self._redis_url = url_of(buffer, buffer.url)
                 say("the server of buffer.url")
             is_known = asyncio.run(self._open_buffer())
             # Of a run that goes on not before: after a failed start the next one would not see
@@ -455,7 +439,7 @@ class Run:
             resume_from=str(self.resumption.checkpoint) if self.resumption else None,
             newest_version=self.resumption.newest_version if self.resumption else 0,
             outlives_controller=self._is_local,
-            copies_dir=f"{DEFAULT_STAGE_DIR}/leash-copies-{self.dir.name}-{secrets.token_hex(4)}",
+            copies_dir=f"{SHARED_MEMORY}/leash-copies-{self.dir.name}-{secrets.token_hex(4)}",
         )
 
     def _rollout_spec(self, plan: Plan) -> RolloutSpec:

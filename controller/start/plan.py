@@ -29,6 +29,7 @@ from controller.start.gpus import (
 )
 from controller.start.model_size import ModelSize, model_size, num_trained
 from controller.units import format_bytes, format_number_of
+from processes.tree import SHARED_MEMORY
 from tensors.layout import ITEM_BYTES
 
 CPU_KV_TOKENS = 65536
@@ -46,7 +47,6 @@ CORES_FOR_TWO = 4
 """Fewest cores on which a second rank trains faster: the engine and its worker need two."""
 UNKNOWN_DIFF = 1.0
 """Nats a token, where the difference that rounding explains is unknown."""
-DEFAULT_STAGE_DIR = "/dev/shm"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -164,7 +164,7 @@ class Plan:
         receiver = PlannedProcess(
             what="weights receiver",
             memory="unknown" if staged is None else format_bytes(staged),
-            note=f"one per node; stages in {sync.stage_dir or DEFAULT_STAGE_DIR}",
+            note=f"one per node; stages in {sync.stage_dir or SHARED_MEMORY}",
         )
         return (*_plain_processes(config, self.model), trainer, *servers, receiver)
 
