@@ -110,11 +110,11 @@ def resume(
     _see_through(run, announce_folder)
 
 
-def attach(run_dir: RunDir, attachment: Attachment, stop: StopRequest) -> None:
+def attach(run_dir: RunDir, config: Config, attachment: Attachment, stop: StopRequest) -> None:
     """Be the controller of a run that goes on without one. Otherwise like `launch`."""
-    panel = Panel(attachment.config.run.panel)
+    panel = Panel(config.run.panel)
     run_dir.take_over()
-    run = Run(attachment.config, run_dir, panel, stop, attachment=attachment)
+    run = Run(config, run_dir, panel, stop, attachment=attachment)
     _see_through(run, lambda folder: None)  # its guard knows it already
 
 

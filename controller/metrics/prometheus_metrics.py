@@ -68,7 +68,6 @@ def families(run: str, source: str, value_of: Callable[[Metric], Value]) -> Iter
 
 
 def buffer_families(run: str, stats: BufferStats) -> Iterator[Family]:
-    """Metrics of the buffer (pure)."""
     trained = stats.trained_by_staleness
     distributions = {
         "trained_by_staleness": Distribution(

@@ -192,7 +192,6 @@ class Plan:
         return Group(Text("Processes of this run", style="bold cyan"), table, facts)
 
     def _weights_sentence(self) -> str:
-        """How a version reaches the engines, and its size."""
         sync, num_bytes = self.config.weight_sync, self.weights_bytes
         every, most = sync.full_every, sync.max_concurrent_commits
         weights = "all bytes" if num_bytes is None else format_bytes(num_bytes)
@@ -278,7 +277,6 @@ def make_plan(
 
 
 def _staleness_sentence(config: Config) -> str:
-    """The bound that admission enforces for max_staleness, as a sentence."""
     staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_version
     factor = config.rollout.oversampling
     limit = admission_limit(
