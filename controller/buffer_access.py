@@ -88,8 +88,7 @@ def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
 
 
 def url_of(settings: BufferConfig, url: str) -> str:
-    """buffer.url with its password, which no folder of a run keeps. Raises RunDirError if nothing
-    else gives it."""
+    """`url` with its password. Raises RunDirError if it is only masked, as in a run's folder."""
     url = with_password(url, settings.password_file)
     if any(f"{sign}{MASK}" in url for sign in (":", "password=")):
         raise RunDirError(

@@ -48,7 +48,7 @@ class MetricsServer(Collector):
         self._last_id = STREAM_START
         self._num_errors = 0
         self._found: list[Family] | None = None
-        """What the last scrape has read; None if Redis did not answer."""
+        """Read by the last scrape; None if Redis did not answer."""
         registry = CollectorRegistry()
         registry.register(self)
         self._respond = make_asgi_app(registry)
