@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -84,20 +84,18 @@ def _known_url(run_dir: RunDir, settings: BufferConfig) -> str | None:
         return url
     if is_running:
         raise RunDirError(f"{run_dir.name} is starting; its Redis is not up yet: try again soon")
-    if settings.url is None:
-        return None
-    url = with_password(settings.url, settings.password_file)
-    if f":{MASK}@" in url:
+    return None if settings.url is None else url_of(settings, settings.url)
+
+
+def url_of(settings: BufferConfig, url: str) -> str:
+    """`url` with its password. Raises RunDirError if it is only masked, as in a run's folder."""
+    url = with_password(url, settings.password_file)
+    if any(f"{sign}{MASK}" in url for sign in (":", "password=")):
         raise RunDirError(
-            f"{run_dir.name} is over, and its folder does not keep the password of {settings.url}: "
-            f"set {PASSWORD_VARIABLE} in the environment"
+            "buffer.url: the run's folder does not keep its password; set "
+            f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
         )
     return url
-
-
-async def open_buffer(address: BufferAddress) -> Buffer:
-    """A client of the buffer; close it. Raises BufferConnectionError."""
-    return await connect_buffer(address.url, address.run, address.settings)
 
 
 @asynccontextmanager
@@ -112,8 +110,8 @@ async def opened_state(address: BufferAddress) -> AsyncIterator[RunState]:
 
 @asynccontextmanager
 async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
-    """An open buffer, closed at the end of the block."""
-    buffer = await open_buffer(address)
+    """An open buffer, closed at the end of the block. Raises BufferConnectionError."""
+    buffer = await connect_buffer(address.url, address.run, address.settings)
     try:
         yield buffer
     finally:
@@ -123,11 +121,8 @@ async def opened(address: BufferAddress) -> AsyncIterator[Buffer]:
 @asynccontextmanager
 async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
     """A client of its Redis, for reads that the buffer does not offer."""
-    redis = await connect_as(address.url, address.settings)
-    try:
+    async with aclosing(await connect_as(address.url, address.settings)) as redis:
         yield redis
-    finally:
-        await redis.aclose()
 
 
 async def answer(

@@ -35,45 +35,39 @@ def run_forked(words: Sequence[str], config: Config) -> int | None:
     is_secret = PASSWORD_VARIABLE in os.environ
     if is_forked or is_secret or not is_plain or config.cluster.ray_address is not None:
         return None
-    launch = _Launch(words)
+    process: fork_server.Forked | None = None
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if process is None:
+            raise KeyboardInterrupt
+        process.send_signal(number)
+
     signals = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # `nohup` ignores it
         signals.append(signal.SIGHUP)
-    before = {number: signal.signal(number, launch.pass_on) for number in signals}
+    before = {number: signal.signal(number, pass_on) for number in signals}
     try:
         with fork_servers():
-            # Without servers there is a GPU.
-            return launch.run() if FORK_SERVERS_VARIABLE in os.environ else None
+            if FORK_SERVERS_VARIABLE not in os.environ:
+                return None  # there is a GPU
+            command = [sys.executable, "-m", "controller.main", *words]
+            environment = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}
+            process = fork_server.fork(command, environment, (0, 1, 2))
+            if process is None:
+                return None
+            code = process.wait()
+            if 0 <= code != fork_server.UNKNOWN_EXIT_CODE:
+                return code
+            print(
+                "leash: the guard or its fork server was killed; `leash status` says more",
+                file=sys.stderr,
+                flush=True,
+            )
+            # Without ending the servers: the run may go on, and `leash attach` needs them.
+            os._exit(EXIT_FAILED)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class _Launch:
-    def __init__(self, words: Sequence[str]) -> None:
-        self._command = [sys.executable, "-m", "controller.main", *words]
-        self._process: fork_server.Forked | None = None
-
-    def run(self) -> int | None:
-        environment = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}
-        self._process = fork_server.fork(self._command, environment, (0, 1, 2))
-        if self._process is None:
-            return None
-        code = self._process.wait()
-        if 0 <= code != fork_server.UNKNOWN_EXIT_CODE:
-            return code
-        print(
-            "leash: the guard or its fork server was killed; `leash status` says more",
-            file=sys.stderr,
-        )
-        sys.stderr.flush()
-        # Without ending the servers: the run may go on, and `leash attach` needs them.
-        os._exit(EXIT_FAILED)
-
-    def pass_on(self, number: int, _frame: FrameType | None) -> None:
-        if self._process is None:
-            raise KeyboardInterrupt
-        self._process.send_signal(number)
 
 
 def launcher_descriptor() -> int | None:

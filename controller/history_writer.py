@@ -29,8 +29,6 @@ SAMPLE_S = 2.0
 SWEEP_S = 5.0
 SILENT_S = 10.0
 """A longer wait for Redis is reported."""
-
-
 _CONTROLLERS_KINDS = frozenset(
     {"phase", "eval", EVAL_FAILED, "buffer", "redis_restarted", RESUMED, ATTACHED}
 )
@@ -69,7 +67,6 @@ class HistoryWriter:
         self._last_id = next((r.id for r in reversed(self.history) if r.id), STREAM_START)
 
     def record(self, kind: str, values: Mapping[str, Scalar], *, id: str = "") -> Record:
-        """Write one record and show it."""
         record = self.log.append(kind, values, id=id)
         self.view.apply(record)
         if self._is_shown:
@@ -77,7 +74,6 @@ class HistoryWriter:
         return record
 
     async def follow_metrics(self) -> None:
-        """Record what the other processes report, as it arrives."""
         while True:
             await self.drain_metrics(block_s=5.0)
 
@@ -142,7 +138,6 @@ class HistoryWriter:
             asking.cancel()
 
     async def sample_once(self) -> None:
-        """Write one last line of metrics."""
         self.log.append("buffer", await self._observe(time.time()))
 
     async def _observe(self, now: float) -> Mapping[str, Scalar]:

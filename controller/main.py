@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 EXIT_BAD_INPUT = 2
 EXIT_NOT_ATTACHED = 3
 """The controller could not attach: its guard starts another, which resumes the run."""
-
-
 WRITING = ("stop", "report", "timeline", "export")
 """Commands that write into the run's folder."""
 
@@ -252,14 +250,13 @@ def _launch(
     with contextlib.ExitStack() as servers:
         with stop.interrupting():  # nothing has been started yet
             from buffer.redis.address import password_of_environment
-            from configs.load import load_config
             from controller.ray_environment import prepare_environment
             from controller.run_dir import RunDir
             from controller.start.fork_servers import fork_servers
             from controller.start.resume import find_resumption
 
             if arguments.verb == "launch":
-                config = load_config(arguments.overrides, arguments.experiment)
+                config = _config_of(arguments)
             elif arguments.verb == "attach":
                 run_dir = RunDir.find(arguments.dir, arguments.run)
                 run_dir.check_alone()
@@ -289,7 +286,7 @@ def _launch(
         if arguments.verb == "launch":
             launch(config, stop, announce_folder)
         elif arguments.verb == "attach":
-            attach(run_dir, attachment, stop)
+            attach(run_dir, config, attachment, stop)
         else:
             resume(run_dir, config, arguments.overrides, stop, announce_folder)
     return 0

@@ -26,10 +26,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import ray
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from buffer.dump.load import restore_buffer
-from buffer.redis.address import MASK, PASSWORD_VARIABLE, with_password
 from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
 from buffer.results import TaskProgress
@@ -37,7 +38,7 @@ from configs.checks import with_live
 from configs.choices import LoraMode
 from configs.environment import RUN_VARIABLE
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, opened, opened_state, raw_client
+from controller.buffer_access import BufferAddress, opened, opened_state, raw_client, url_of
 from controller.metrics.history import Record
 from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
@@ -48,25 +49,18 @@ from controller.signals import Stopped, StopRequest
 from controller.start.attach import Attachment
 from controller.start.gpus import resolved
 from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
-from controller.start.plan import (
-    DEFAULT_STAGE_DIR,
-    UNKNOWN_DIFF,
-    Plan,
-    explained_diff,
-    make_plan,
-    max_logprob_diff,
-)
+from controller.start.plan import UNKNOWN_DIFF, Plan, explained_diff, make_plan, max_logprob_diff
 from controller.start.preflight import check_inputs, gpu_memory, probe_text
 from controller.start.resume import Resumption, find_resumption
 from controller.start.teacher import with_url
 from controller.start.warm_start import supervised_examples
 from controller.training import REDIS_DIED, Pools, Training
 from controller.units import format_number_of
-from controller.watch import supervise
 from controller.watch.fleet import SETTING
+from controller.watch.supervise import POLL_S, error_of, failure
 from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
-from processes.tree import shared_memory_files
+from processes.tree import SHARED_MEMORY, shared_memory_files
 from rollout_pool.pool import RolloutPool, clear_other_hosts, place_teacher
 from rollout_pool.tasks.registry import check_data, data_of
 from rollout_pool.types import AdapterSpec, RolloutSpec
@@ -116,16 +110,15 @@ def resume(
     _see_through(run, announce_folder)
 
 
-def attach(run_dir: RunDir, attachment: Attachment, stop: StopRequest) -> None:
+def attach(run_dir: RunDir, config: Config, attachment: Attachment, stop: StopRequest) -> None:
     """Be the controller of a run that goes on without one. Otherwise like `launch`."""
-    panel = Panel(attachment.config.run.panel)
+    panel = Panel(config.run.panel)
     run_dir.take_over()
-    run = Run(attachment.config, run_dir, panel, stop, attachment=attachment)
+    run = Run(config, run_dir, panel, stop, attachment=attachment)
     _see_through(run, lambda folder: None)  # its guard knows it already
 
 
 def _see_through(run: Run, announce_folder: Callable[[str], None]) -> None:
-    """Execute `run`, record how it ended, and report it."""
     run_dir, panel, stop = run.dir, run.panel, run.stop
     os.umask(run_dir.umask)
     announce_folder(run_dir.run_id)
@@ -165,7 +158,6 @@ class Run:
     """Tokens by which its engines and trainer are compared."""
 
     def __post_init__(self) -> None:
-        self._started = self.dir.read_record().started
         self._start_timeout_s = self.config.cluster.start_timeout_s
         self._stop_timeout_s = self.config.cluster.stop_timeout_s
         self._is_local = self.config.cluster.ray_address is None
@@ -201,7 +193,6 @@ class Run:
                 server=self._server,
                 ray_processes=cluster.processes(),
                 panel=self.panel,
-                started=self._started,
                 resumed_step=self.resumption.state.step if self.resumption else None,
                 stop=self.stop,
                 is_attached=self.attachment is not None,
@@ -285,13 +276,7 @@ class Run:
                 self._server, self._redis_url = server, server.url
                 say("started here")
             else:
-                self._redis_url = with_password(buffer.url, buffer.password_file)
-                is_masked = any(f"{sign}{MASK}" in self._redis_url for sign in (":", "password="))
-                if self.resumption is not None and is_masked:
-                    raise ValueError(
-                        "buffer.url: the run's folder does not keep its password; set "
-                        f"{PASSWORD_VARIABLE} in the environment or buffer.password_file"
-                    )
+                self._redis_url = url_of(buffer, buffer.url)
                 say("the server of buffer.url")
             is_known = asyncio.run(self._open_buffer())
             # Of a run that goes on not before: after a failed start the next one would not see
@@ -454,7 +439,7 @@ class Run:
             resume_from=str(self.resumption.checkpoint) if self.resumption else None,
             newest_version=self.resumption.newest_version if self.resumption else 0,
             outlives_controller=self._is_local,
-            copies_dir=f"{DEFAULT_STAGE_DIR}/leash-copies-{self.dir.name}-{secrets.token_hex(4)}",
+            copies_dir=f"{SHARED_MEMORY}/leash-copies-{self.dir.name}-{secrets.token_hex(4)}",
         )
 
     def _rollout_spec(self, plan: Plan) -> RolloutSpec:
@@ -557,9 +542,29 @@ class Run:
         doing: str,
         on_ready: Callable[[str], None] = lambda name: None,
     ) -> dict[str, T]:
-        return supervise.wait_for_all(
-            refs, self.dir.log_of, self._start_timeout_s, doing, on_ready, self._look
-        )
+        """Results by process name; calls `on_ready` with each name that finishes.
+
+        Raises the error of the first process that fails or exceeds cluster.start_timeout_s.
+        """
+        names, log_of = {ref: name for name, ref in refs.items()}, self.dir.log_of
+        pending, results = list(names), dict[str, T]()
+        limit_s = self._start_timeout_s
+        deadline = time.monotonic() + limit_s
+        while pending:
+            self._look()
+            ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
+            if not ready:
+                if time.monotonic() < deadline:
+                    continue
+                name = names[pending[0]]
+                raise failure(name, f"was not done {doing} after {limit_s:g} s", log_of(name))
+            name = names[ready[0]]
+            try:
+                results[name] = ray.get(ready[0])
+            except (RayTaskError, RayActorError) as error:
+                raise error_of(name, error, log_of(name)) from error
+            on_ready(name)
+        return results
 
     def _look(self) -> None:
         """While pools start: whether to stop, and whether Redis, for which they wait, lives."""

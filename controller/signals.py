@@ -107,7 +107,6 @@ class StopRequest:
         self.check()  # in case a callback swallowed the exception
 
     async def wait(self) -> None:
-        """Wait until the run is asked to stop."""
         import asyncio
 
         self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()

@@ -80,7 +80,6 @@ class Training:
     ray_processes: Mapping[str, int]
     """Process ids, by name, of the Ray that was started for it."""
     panel: Panel
-    started: float
     stop: StopRequest
     resumed_step: int | None = None
     """Completed steps of a run that goes on."""
@@ -144,7 +143,8 @@ class Training:
     async def _open(self, cleanup: AsyncExitStack) -> None:
         buffer = await cleanup.enter_async_context(opened(self.address))
         self._state = await cleanup.enter_async_context(opened_state(self.address))
-        view = RunView.of_run(self.run_dir.name, self.config, self.started)
+        started = self.run_dir.read_record().started
+        view = RunView.of_run(self.run_dir.name, self.config, started)
         history = read_metrics(self.run_dir.metrics)
         last = max((record.count("step") for record in of_kind(history, "step")), default=0)
         hand_on = [
@@ -403,7 +403,6 @@ class Training:
         raise first
 
     async def _await_result(self, name: str, ref: Pending[T]) -> T:
-        """The result of another process; an error names the process."""
         try:
             return await value(ref)
         except (RayTaskError, RayActorError) as error:

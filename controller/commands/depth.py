@@ -99,7 +99,7 @@ def depth_line(run: str, stats: BufferStats) -> str:
         f"quarantined {stats.quarantined}",
         _blocked(stats),
     ]
-    return " | ".join(part for part in parts if part)
+    return " | ".join(parts)
 
 
 def _size(stats: BufferStats) -> str:

@@ -43,8 +43,6 @@ LONGEST_CHARACTER = 8
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Piece:
-    """One token as it is shown."""
-
     text: str
     version: int
     """-1 if no policy generated it."""
@@ -69,7 +67,6 @@ def print_group(run_dir: RunDir, group_id: str | None, url: str | None = None) -
 def group_lines(
     group: TrajectoryGroup, where: str, tokenizer: Tokenizer, *, has_colours: bool
 ) -> Iterator[Text]:
-    """The lines of the output (pure)."""
     versions = list(group.tokens_by_version)
     sampling = f"temperature {group.sampling.temperature:g}"
     yield Text(f"{group.group_id}: prompt {group.prompt.index} of {group.prompt.task}, {sampling}")
@@ -81,11 +78,11 @@ def group_lines(
         for name in trajectory.columns:
             yield Text(column_line(name, trajectory))
         pieces = cut(trajectory, token_texts(tokenizer, trajectory.tokens.tolist()))
-        yield coloured(pieces, versions) if has_colours else Text(marked(pieces))
+        coloured = ((piece.text, _style(piece, versions)) for piece in pieces)
+        yield Text.assemble(*coloured) if has_colours else Text(marked(pieces))
 
 
 def headline(place: int, trajectory: Trajectory) -> str:
-    """A trajectory as a whole (pure)."""
     parts = ", ".join(f"{name} {value:g}" for name, value in trajectory.reward_parts.items())
     trained = trajectory.loss_mask.astype(bool)
     num_trained = int(trained.sum())
@@ -115,7 +112,6 @@ def column_line(name: str, trajectory: Trajectory) -> str:
 
 
 def cut(trajectory: Trajectory, texts: Sequence[str]) -> list[Piece]:
-    """The trajectory token by token (pure)."""
     versions = trajectory.token_versions().tolist()
     mask, logprobs = trajectory.loss_mask.tolist(), trajectory.rollout_logprobs.tolist()
     return [
@@ -127,14 +123,6 @@ def cut(trajectory: Trajectory, texts: Sequence[str]) -> list[Piece]:
         )
         for text, version, is_trained, logprob in zip(texts, versions, mask, logprobs, strict=True)
     ]
-
-
-def coloured(pieces: Sequence[Piece], versions: Sequence[int]) -> Text:
-    """The text with colours, for a terminal (pure)."""
-    line = Text()
-    for piece in pieces:
-        line.append(piece.text, _style(piece, versions))
-    return line
 
 
 def _style(piece: Piece, versions: Sequence[int]) -> Style:
@@ -156,7 +144,6 @@ def _legend(versions: Sequence[int]) -> Text:
 
 
 def marked(pieces: Sequence[Piece]) -> str:
-    """The text with marks instead of colours (pure)."""
     parts, before = [], "-"
     for piece in pieces:
         writer = f"v{piece.version}" if piece.is_trained else "-"

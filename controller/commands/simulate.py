@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -256,7 +253,8 @@ def _table(plans: Sequence[Plan], together_s: float, num_gpus: int) -> Table:
 
 
 def _draw(path: Path, plans: Sequence[Plan], together_s: float) -> None:
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_subplot()
     values = [str(plan.setting.max_staleness) for plan in plans]
     axes.plot(values, [plan.outcome.step_s for plan in plans], marker="o", label="seconds a step")
     axes.axhline(together_s, linestyle="--", color="gray", label="colocated, synchronous")
@@ -270,4 +268,3 @@ def _draw(path: Path, plans: Sequence[Plan], together_s: float) -> None:
     figure.legend(loc="lower center", ncols=3, fontsize=8)
     figure.tight_layout(rect=(0, 0.06, 1, 1))
     figure.savefig(path, dpi=120)
-    plt.close(figure)

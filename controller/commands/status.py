@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from urllib.parse import unquote, urlsplit
 
 from rich.console import Console
 from rich.markdown import Markdown
 
-from buffer.redis.keys import Keys
 from buffer.results import BufferStats
 from configs.run_files import read_text
 from controller.buffer_access import BufferAddress, opened, opened_state
@@ -46,8 +44,6 @@ def print_status(run_dir: RunDir, console: Console | None = None) -> None:
     else:
         view = _live_view(run_dir, record.started, url)
         console.print(render(view, console.width, hint=f"`{run_dir.command('stop')}` ends the run"))
-        outside = f"From outside: {command_from_outside(run_dir)}"
-        console.print(outside, style="dim", highlight=False, markup=False)
 
 
 def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
@@ -103,17 +99,3 @@ def _bottleneck(records: list[Record]) -> str | None:
     pace = view.pace(seconds / max(1, num_publishes), trainer_version=0, engine_versions={})
     fractions = wait_fractions(last.waits, seconds)
     return bottleneck_sentence(fractions, int(last.number("max_staleness")), "of the run", pace)
-
-
-def command_from_outside(run_dir: RunDir) -> str:
-    """A shell command that reads the depth from the run's Redis."""
-    ready = Keys(run_dir.name)("ready")
-    url = urlsplit(run_dir.read_redis_url() or "")
-    place = f"-s {url.path}" if url.scheme == "unix" else f"-h {url.hostname} -p {url.port or 6379}"
-    tls = " --tls" if url.scheme == "rediss" else ""
-    client = f"redis-cli --user {unquote(url.username or 'default')} {place}{tls}"
-    if url.password is not None:
-        # Not in an argument, which `ps` shows to every user.
-        read = "import sys, urllib.parse as u; print(u.unquote(u.urlsplit(input()).password))"
-        client = f"REDISCLI_AUTH=\"$(python3 -c '{read}' < {run_dir.path}/redis.url)\" {client}"
-    return f"{client} ZCARD '{ready}'"

@@ -10,7 +10,6 @@ running 2.3 s, ready 6.6 s, leased 1.3 s, consumed 19 s until now
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from buffer.redis.keys import check_group_id
 from buffer.results import GroupEvent
-from controller.buffer_access import BufferAddress, answer, buffer_address, opened
+from controller.buffer_access import BufferAddress, ask, buffer_address
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_duration
 from host.printable import printable
@@ -51,12 +50,14 @@ def print_trace(run_dir: RunDir, group_id: str, url: str | None = None) -> None:
     console = Console()
     check_group_id(group_id)
     with buffer_address(run_dir, url) as address:
-        events, state = asyncio.run(_look(address, group_id))
-    if not events and state is None:
-        raise RunDirError(f"{group_id}: {_why_no_events(address)}, and nothing else is known of it")
-    lines = life_lines(run_dir.name, group_id, events, time.time())
-    if not events:
+        events = ask(address, lambda buffer: buffer.events(group_id))
+        state = ask(address, lambda buffer: buffer.group_state(group_id))
+    if events:
+        lines = life_lines(run_dir.name, group_id, events, time.time())
+    elif state is not None:
         lines = [f"{group_id} of {run_dir.name}: {state}", f"{_why_no_events(address)}."]
+    else:
+        raise RunDirError(f"{group_id}: {_why_no_events(address)}, and nothing else is known of it")
     for line in lines:
         console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
@@ -71,17 +72,8 @@ def _why_no_events(address: BufferAddress) -> str:
     )
 
 
-async def _look(address: BufferAddress, group_id: str) -> tuple[list[GroupEvent], str | None]:
-    """The group's events, and its current state if known."""
-    async with opened(address) as buffer:
-        events = await answer(address, buffer.events(group_id))
-        return events, await answer(address, buffer.group_state(group_id))
-
-
 def life_lines(run: str, group_id: str, events: Sequence[GroupEvent], now: float) -> list[str]:
     """The group's last state, its events, and the time in each state (pure)."""
-    if not events:
-        return []
     lines: list[str] = []
     seconds: dict[str, float] = {}
     state, before = "", events[0].at

@@ -18,18 +18,19 @@ EXAMPLE = 'make tune ARGS="buffer.max_staleness=1 rollout.oversampling=1.5"'
 WHY_NOT = {"buffer.on_stale": BY_ITS_ORDER, "buffer.selector": BY_ITS_ORDER}
 LIVE = {s.name.rpartition(".")[2]: s.name for s in all_settings() if s.is_live}
 """The live settings, by their name in Redis."""
+CHOICES = ", ".join(LIVE.values())
 
 
 def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
     """Changes settings (`rollout.tail=postpone`), all or none. Raises RunDirError or ValueError."""
     names = [override.partition("=")[0] for override in overrides]
     if not names:
-        raise ValueError(f"name a setting, as {EXAMPLE}. What can be changed: {_choices()}")
+        raise ValueError(f"name a setting, as {EXAMPLE}. What can be changed: {CHOICES}")
     for name in names:
         if name not in LIVE.values():
             why = WHY_NOT.get(name, AT_THE_START if setting_named(name) else NO_SETTING)
             raise ValueError(
-                f"{name} cannot be changed in a running job: {why}. What can: {_choices()}"
+                f"{name} cannot be changed in a running job: {why}. What can: {CHOICES}"
             )
     url = run_dir.read_redis_url()
     if url is None or not run_dir.read_record().is_alive:
@@ -52,7 +53,3 @@ async def _tune(
         await buffer.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
     for name, text in texts.items():
         print(f"{run_dir.name}: {name} {live_text(attrgetter(name)(before))} -> {text}")
-
-
-def _choices() -> str:
-    return ", ".join(LIVE.values())

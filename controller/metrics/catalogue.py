@@ -21,8 +21,6 @@ import yaml
 
 
 class Kind(Enum):
-    """A kind of Prometheus."""
-
     gauge = "gauge"
     counter = "counter"
     histogram = "histogram"

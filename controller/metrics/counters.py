@@ -17,35 +17,26 @@ Counters = Mapping[str, float]
 
 LENGTHS = (*(name for _, name in BUCKETS), LONGER)
 """Classes of a group's longest sample, in tokens."""
-
-
 COUNTED = METRICS["count"]
 WAITS = [metric for metric in COUNTED if metric.kind is Kind.histogram]
 """Each consists of the counters `<field>_within:<bound>` and `<field>_s:<engine>`."""
 
 
-class Times(NamedTuple):
-    within: dict[float, int]
-    """Number of requests that took at most so many seconds, by the bound; the last is infinite."""
-    sum_s: float
+class Distribution(NamedTuple):
+    """Observations of a histogram."""
 
-    @property
-    def number(self) -> int:
-        return max(self.within.values(), default=0)
-
-    def __str__(self) -> str:
-        most = next(bound for bound, count in self.within.items() if count >= 0.99 * self.number)
-        mean = format_duration(self.sum_s / self.number)
-        within = "over 100 s" if math.isinf(most) else f"within {format_duration(most)}"
-        return f"{mean} on average, 99% {within}"
+    cumulative: Mapping[float, float]
+    """Number of observations up to each bound; the last bound is infinite."""
+    total: float
+    """Sum of the observations."""
 
 
-def times(counters: Counters, kind: str) -> Times:
-    """The waits of the requests so far; `kind` is the field of one of WAITS."""
+def times(counters: Counters, kind: str) -> Distribution:
+    """Seconds that the requests have waited so far; `kind` is the field of one of WAITS."""
     buckets = {float(bound): counters[n] for n, bound in below(counters, f"{kind}_within:")}
     bounds = sorted({*buckets, math.inf})
     cumulative = accumulate(int(buckets.get(bound, 0)) for bound in bounds)
-    return Times(dict(zip(bounds, cumulative, strict=True)), _sum(counters, f"{kind}_s:"))
+    return Distribution(dict(zip(bounds, cumulative, strict=True)), _sum(counters, f"{kind}_s:"))
 
 
 def _sum(counters: Counters, prefix: str) -> float:
@@ -61,15 +52,7 @@ def wasted_fraction(counters: Counters, tokens_dropped: int) -> float | None:
     return min(1.0, wasted / generated) if generated else None
 
 
-def cached_fraction(counters: Counters) -> float | None:
-    """Fraction of prompt tokens that the engines found in their prefix caches; None before the
-    first."""
-    prompts, prefilled = _sum(counters, "prompt_tokens:"), _sum(counters, "prefilled_tokens:")
-    return 1 - prefilled / prompts if prompts else None
-
-
 def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str, str]]:
-    """Rows about generation for a run's summary."""
     fraction = wasted_fraction(counters, tokens_dropped)
     if fraction is not None:
         yield "tokens that never reached the trainer: failed, stopped or too old", f"{fraction:.1%}"
@@ -77,12 +60,15 @@ def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str,
     if filtered and generated:
         fraction = min(1.0, filtered / generated)
         yield "tokens that were filtered out, of groups with equal rewards", f"{fraction:.1%}"
-    cached = cached_fraction(counters)
-    if cached is not None:
+    if prompts := _sum(counters, "prompt_tokens:"):
+        cached = 1 - _sum(counters, "prefilled_tokens:") / prompts
         yield "prompt tokens found in the prefix cache", f"{cached:.1%}"
     for wait in WAITS:
-        if (found := times(counters, wait.field)).number:
-            yield wait.title, str(found)
+        within, total_s = times(counters, wait.field)
+        if num_waits := within[math.inf]:
+            most_s = next(bound for bound, count in within.items() if count >= 0.99 * num_waits)
+            most = "over 100 s" if math.isinf(most_s) else f"within {format_duration(most_s)}"
+            yield wait.title, f"{format_duration(total_s / num_waits)} on average, 99% {most}"
     if num_preempted := _sum(counters, "preemptions:"):
         yield "requests that lost their KV cache for lack of memory", format_count(num_preempted)
     if num_episodes := _sum(counters, "episodes_ended:"):

@@ -50,8 +50,6 @@ RESERVED_NAMES = frozenset({"t", "kind", "id"})
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Record:
-    """One line."""
-
     t: float
     """Unix time, seconds."""
     kind: str
@@ -91,10 +89,7 @@ class Record:
     @property
     def dropped(self) -> dict[str, int]:
         """Dropped groups of a `buffer` record, by reason."""
-        dropped = {reason: self.count(full) for full, reason in below(self.values, "dropped.")}
-        if not dropped and self.count("dropped"):
-            return {"reason not recorded": self.count("dropped")}
-        return dropped
+        return {reason: self.count(full) for full, reason in below(self.values, "dropped.")}
 
 
 def below(values: Iterable[str], prefix: str) -> Iterator[tuple[str, str]]:
@@ -220,11 +215,6 @@ def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
             records = [r for r in records if r.kind != "step" or r.count("step") <= last]
         records.append(record)
     return records if kind is None else of_kind(records, kind)
-
-
-def seconds_away(records: Iterable[Record]) -> float:
-    """Time between the ends of a run and the moments at which it went on."""
-    return sum(series((r for r in records if r.kind == RESUMED), "away_s"))
 
 
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Iterator
-from socketserver import TCPServer, ThreadingMixIn
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+import uvicorn
+from prometheus_client import CollectorRegistry, make_asgi_app
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from starlette.types import Receive, Scope, Send
 
+from buffer.connect import connect_buffer
 from buffer.run_state import STREAM_START, RunState
-from controller.buffer_access import BufferAddress, open_buffer
+from controller.buffer_access import BufferAddress
 from controller.metrics.prometheus_metrics import (
     EngineGauges,
     RecordTotals,
@@ -27,56 +27,67 @@ from controller.metrics.prometheus_metrics import (
     counter_families,
     families,
 )
+from host.http_server import HttpLimits, ServerConfig
 from host.loop_thread import LoopThread
+from host.network import listen
 
 SCRAPE_TIMEOUT_S = 5.0
 """Below Prometheus' default of 10 s, so that it gets a response even if Redis does not answer."""
 
 
 class MetricsServer(Collector):
-    """An HTTP server with its own threads; `close` it. Raises ValueError for a port in use."""
+    """An HTTP server in a thread of its own; `close` it. Raises ValueError for a port in use."""
 
     def __init__(
         self, address: BufferAddress, host: str, port: int, timeout_s: float = SCRAPE_TIMEOUT_S
     ) -> None:
         self._run = address.run
         self._timeout_s = timeout_s
-        self._redis = LoopThread("prometheus")
         self._totals = RecordTotals(address.run)
         self._engines = EngineGauges(address.run)
         self._last_id = STREAM_START
         self._num_errors = 0
-        self._lock = threading.Lock()
-        """Protects `_num_errors`: each scrape has its own thread."""
+        self._found: list[Family] | None = None
+        """Read by the last scrape; None if Redis did not answer."""
         registry = CollectorRegistry()
+        registry.register(self)
+        self._respond = make_asgi_app(registry)
+        self._server = uvicorn.Server(ServerConfig(self, HttpLimits(), close_s=1))
         try:
-            self._buffer = self._redis.run(open_buffer(address))
-            connecting = RunState.connect(address.url, address.run, address.settings)
-            self._state = self._redis.run(connecting)
-            registry.register(self)
-            self._http = _listen(host, port, registry)
+            listener, url = listen(host, port)
+        except OSError as error:
+            raise ValueError(
+                f"run.prometheus_port={port}: cannot listen on {host}:{port} ({error.strerror}); "
+                "choose another port (0 takes a free one), or null for no metrics"
+            ) from None
+        self.url = f"{url}/metrics"
+        self._loop = LoopThread("prometheus")
+        try:
+            self._loop.run(self._open(address, listener))
         except BaseException:
-            self._redis.stop()
+            self._loop.stop()
+            listener.close()
             raise
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
-        self._thread.start()
-        bound_host, bound_port = self._http.server_address[:2]
-        name = f"[{bound_host!s}]" if ":" in str(bound_host) else str(bound_host)
-        self.url = f"http://{name}:{bound_port}/metrics"
+
+    async def _open(self, address: BufferAddress, listener: socket.socket) -> None:
+        self._buffer = await connect_buffer(address.url, address.run, address.settings)
+        self._state = await RunState.connect(address.url, address.run, address.settings)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._found = await self._read()
+        except Exception:  # every scrape gets a response, and the response counts the error
+            self._found = None
+            self._num_errors += 1
+        await self._respond(scope, receive, send)  # which collects before it waits for anything
 
     def collect(self) -> Iterator[Family]:
         """All metrics; if Redis does not answer, only that it is down."""
-        try:
-            metrics = self._redis.run(self._read())
-        except Exception:  # every scrape gets a response, and the response counts the error
-            metrics = None
-        with self._lock:
-            self._num_errors += metrics is None
-            num_errors = self._num_errors
-        scrape = {"is_up": metrics is not None, "num_errors": num_errors}
+        scrape = {"is_up": self._found is not None, "num_errors": self._num_errors}
         yield from families(self._run, "scrape", lambda metric: scrape[metric.field])
-        if metrics is not None:
-            yield from metrics
+        if self._found is not None:
+            yield from self._found
             yield from self._totals.registry.collect()
 
     async def _read(self) -> list[Family]:
@@ -99,7 +110,6 @@ class MetricsServer(Collector):
             ]
 
     async def _follow_records(self) -> None:
-        """Add the records since the last scrape."""
         while True:
             since = self._last_id
             entries = await self._state.read_metrics(since, 0)
@@ -114,36 +124,8 @@ class MetricsServer(Collector):
 
     def close(self) -> None:
         """Stop the server, also during a scrape."""
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-        self._redis.stop(self._buffer.close(), self._state.close())
+        self._loop.stop(self._end_serving(), self._buffer.close(), self._state.close())
 
-
-class _SilentHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing: a scrape comes every few seconds."""
-
-
-def _listen(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
-    class Server(ThreadingMixIn, WSGIServer):
-        """Serves each scrape in a daemon thread."""
-
-        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        daemon_threads = True
-
-        def server_bind(self) -> None:
-            # HTTPServer's version does a reverse DNS lookup: seconds without a DNS server.
-            TCPServer.server_bind(self)
-            self.server_name, self.server_port = self.socket.getsockname()[:2]
-            self.setup_environ()
-
-    try:
-        server = Server((host, port), _SilentHandler)
-    except OSError as error:
-        raise ValueError(
-            f"run.prometheus_port={port}: cannot listen on {host}:{port} ({error.strerror}); "
-            "choose another port (0 takes a free one), or null for no metrics"
-        ) from None
-    server.set_app(make_wsgi_app(registry))
-    return server
+    async def _end_serving(self) -> None:
+        self._server.should_exit = True
+        await self._serving

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -18,7 +17,7 @@ from prometheus_client.core import Metric as Family
 from buffer.results import BufferStats
 from buffer.run_state import MetricsEntry
 from controller.metrics.catalogue import METRICS, RECORDED, Kind, Metric
-from controller.metrics.counters import Counters, times
+from controller.metrics.counters import Counters, Distribution, times
 from controller.metrics.history import Record, finite_only
 
 # Otherwise each counter comes with a second one that says since when it counts.
@@ -35,15 +34,6 @@ PER_WORKER = ("limit", "in_flight")
 STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 """Fixed, because histograms with changing bounds cannot be compared over time."""
-
-
-class Distribution(NamedTuple):
-    """Observations of a histogram."""
-
-    cumulative: Mapping[float, float]
-    """Number of observations up to each bound; the last bound is infinite."""
-    total: float
-    """Sum of the observations."""
 
 
 Value = float | Mapping[str, float] | Mapping[int, float] | Distribution | None
@@ -78,7 +68,6 @@ def families(run: str, source: str, value_of: Callable[[Metric], Value]) -> Iter
 
 
 def buffer_families(run: str, stats: BufferStats) -> Iterator[Family]:
-    """Metrics of the buffer (pure)."""
     trained = stats.trained_by_staleness
     distributions = {
         "trained_by_staleness": Distribution(
@@ -103,8 +92,7 @@ def counter_families(run: str, counters: Counters) -> Iterator[Family]:
 
     def value_of(metric: Metric) -> Value:
         if metric.kind is Kind.histogram:
-            found = times(counters, metric.field)
-            return Distribution(found.within, found.sum_s)
+            return times(counters, metric.field)
         return metric.by_label(counters) if metric.label else counters.get(metric.field, 0.0)
 
     return families(run, "count", value_of)

@@ -26,7 +26,6 @@ name of a counter ends in `_total`. A star in a field stands for the value of th
 
 
 def reference_markdown() -> str:
-    """The whole page."""
     return "\n".join([INTRODUCTION, *map(_section, SECTIONS.values())])
 
 

@@ -123,7 +123,6 @@ class WeightsResult:
 
 
 def weights_result(records: Sequence[Record]) -> WeightsResult:
-    """Totals of the records of a run."""
     publishes = of_kind(records, "publish")
     sent = [r for r in publishes if r.values.get("mode") != SKIPPED]
     deltas = [r for r in sent if r.values.get("mode") == "delta"]

@@ -42,7 +42,6 @@ TIME_PARTS = (
 
 
 def write_plots(folder: Path, records: Sequence[Record]) -> None:
-    """Draw every plot that the records have data for, in files of these names."""
     for name, figure in figures(records).items():
         figure.savefig(folder / name)
 

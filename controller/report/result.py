@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import Config
-from controller.metrics.history import EVAL_FAILED, Record, below, of_kind, seconds_away, series
+from controller.metrics.history import EVAL_FAILED, RESUMED, Record, below, of_kind, series
 from controller.metrics.weights import WeightsResult, weights_result
 from controller.watch.learning import has_no_gradient, learning_alarms
 
@@ -134,7 +134,7 @@ def summarize(
     after = evals[-1] if has_after else None
     reward_first, reward_last = _first_and_last(series(steps, "reward_mean"))
     wait_s = sum(series(steps, "lease_wait_s"))
-    away_s = seconds_away(records)
+    away_s = sum(series(of_kind(records, RESUMED), "away_s"))
     train_s = max(0.0, training_seconds(steps) - away_s)
     nothing = Record(t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness})
     last, known = (of_kind(records, "buffer") or [nothing])[-1], after or nothing
@@ -237,8 +237,6 @@ def training_seconds(steps: Sequence[Record]) -> float:
 
 
 def _not_finite_shares(records: Sequence[Record]) -> dict[int, float]:
-    """Share of the engines' log-probabilities that were missing, NaN or infinite, by version;
-    only versions with any."""
     all_of, bad = Counter[int](), Counter[int]()
     for record in of_kind(records, "engine"):
         all_of.update(record.histogram("logprobs"))

@@ -69,7 +69,6 @@ class RunView:
         )
 
     def apply(self, record: Record) -> None:
-        """Add one metrics record."""
         self.now = max(self.now, record.t)
         if record.kind == "phase":
             self.phase = str(record.values.get("phase", self.phase))

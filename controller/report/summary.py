@@ -24,14 +24,6 @@ _QUIET_EVENTS = {"epoch", "joined"}
 """Every run has these."""
 
 
-def write_report(run_dir: RunDir) -> RunResult:
-    """Write `summary.md`, `result.json` and the plots from what the run has recorded so far.
-
-    Raises ValueError if its settings or its records cannot be read.
-    """
-    return write_summary(run_dir, draw_plots(run_dir))
-
-
 def draw_plots(run_dir: RunDir) -> list[Record]:
     """Write the plots of what the run has recorded so far, which this returns."""
     # matplotlib takes a second of a core to import, which a launch has better use for.
@@ -88,8 +80,11 @@ def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
 
 
 def print_report(run_dir: RunDir) -> None:
-    """`make report`: write the report; the last line printed is the result."""
-    result = write_report(run_dir)
+    """`make report`: write the report; the last line printed is the result.
+
+    Raises ValueError if the run's settings or its records cannot be read.
+    """
+    result = write_summary(run_dir, draw_plots(run_dir))
     print(f"{run_dir.name} ({result.state}): wrote {run_dir.path / 'summary.md'}")
     print(result_line(result))
 
@@ -141,7 +136,8 @@ def _again(folder: Path, config: Config) -> str:
 def _headline(result: RunResult) -> str:
     took = f"{result.steps} steps in {format_duration(result.wall_s)}"
     mark = "" if result.state == "finished" else f"**{result.state.capitalize()}** after {took}. "
-    why = f"{_first_line(result.error)}. " if result.error else ""
+    error = (result.error or "").partition("\n")[0]  # the lines of a log may follow
+    why = f"{error.rstrip('.:;')}. " if error else ""
     if result.eval_before is None or result.eval_after is None:
         return f"{mark}{why}".strip() or f"{took}."
     points = (result.eval_after - result.eval_before) * 100
@@ -150,11 +146,6 @@ def _headline(result: RunResult) -> str:
         f"{mark}{why}Held-out accuracy went from {result.eval_before:.0%} to "
         f"{result.eval_after:.0%} ({points:+.0f} points) {until}."
     )
-
-
-def _first_line(text: str) -> str:
-    """The error without the lines of a log that follow it."""
-    return text.partition("\n")[0].rstrip(".:;")
 
 
 def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:

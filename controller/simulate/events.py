@@ -70,7 +70,6 @@ class Outcome:
     ends: list[float] = field(default_factory=list)
     """When each step ended."""
     train_s: list[float] = field(default_factory=list)
-    """Seconds of training of each step."""
     place_s: list[float] = field(default_factory=list)
     """By the end of each step, the seconds of requests in places of engines."""
     drawn: list[int] = field(default_factory=list)

@@ -60,7 +60,7 @@ class Machine:
     def _bandwidth(self) -> float:
         return self.tp_size * BANDWIDTH[self.gpu] * REACHED[0]
 
-    def _compute_s(self, num_tokens: float) -> float:
+    def prefill_s(self, num_tokens: float) -> float:
         rate = self.tp_size * PEAK_TFLOPS[self.gpu] * 1e12 * REACHED[1]
         return 2 * self.active_params * num_tokens / rate
 
@@ -76,10 +76,7 @@ class Machine:
         reached = min(self.num_params, self.active_params * max(1.0, num_running))
         weights = _BYTES * reached / self._bandwidth
         cache = _BYTES * self.kv_elements * num_tokens / self._bandwidth
-        return max(weights, self._compute_s(num_running)) + cache + OVERHEAD_S
-
-    def prefill_s(self, num_tokens: float) -> float:
-        return self._compute_s(num_tokens)
+        return max(weights, self.prefill_s(num_running)) + cache + OVERHEAD_S
 
     def train_s(self, num_tokens: float, num_gpus: int) -> float:
         rate = num_gpus * PEAK_TFLOPS[self.gpu] * 1e12 * self.utilisation

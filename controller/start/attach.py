@@ -35,7 +35,6 @@ class NotAttachableError(RuntimeError):
 class Attachment:
     """All that goes on without a controller."""
 
-    config: Config
     redis_url: str
     server: EmbeddedServer | None
     """The Redis that was started for the run."""
@@ -79,7 +78,6 @@ def _find(run_dir: RunDir, config: Config) -> Attachment:
     ranks = trainer.group(ANSWER_S)
     cluster.groups += [ranks, rollout.worker_group(ANSWER_S)]
     return Attachment(
-        config=config,
         redis_url=url,
         server=server,
         cluster=cluster,

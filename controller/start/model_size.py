@@ -34,7 +34,6 @@ class ModelSize:
     num_adapted: int | None = None
     """Parameters of the weights that an adapter changes, at most."""
     num_adapter: int | None = None
-    """Parameters of the adapter."""
     source: str = "size unknown until it is loaded"
     """Where the numbers come from, in words."""
 

@@ -127,7 +127,9 @@ class RayCluster:
         if self.keeper is not None:
             self.keeper.process.stop(KEEPER_STOP_S)
         if self.private is not None:
-            _keep_ray_logs(self.private / SESSIONS, logs_dir / "ray")
+            for session in sorted((self.private / SESSIONS).glob("session_*")):
+                if not session.is_symlink() and (session / "logs").is_dir():
+                    copy_files(session / "logs", logs_dir / "ray")
             shutil.rmtree(self.private, ignore_errors=True)
 
 
@@ -263,12 +265,6 @@ def _start_local(config: Config, run_dir: RunDir, private: Path) -> RayKeeper:
 def _use_token(path: Path) -> None:
     os.environ.pop(TOKEN, None)  # it would take precedence over the file
     os.environ[TOKEN_PATH] = str(path)
-
-
-def _keep_ray_logs(sessions: Path, destination: Path) -> None:
-    for session in sorted(sessions.glob("session_*")):
-        if not session.is_symlink() and (session / "logs").is_dir():
-            copy_files(session / "logs", destination)
 
 
 def copy_files(source: Path, destination: Path) -> None:

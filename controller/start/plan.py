@@ -29,6 +29,7 @@ from controller.start.gpus import (
 )
 from controller.start.model_size import ModelSize, model_size, num_trained
 from controller.units import format_bytes, format_number_of
+from processes.tree import SHARED_MEMORY
 from tensors.layout import ITEM_BYTES
 
 CPU_KV_TOKENS = 65536
@@ -46,7 +47,6 @@ CORES_FOR_TWO = 4
 """Fewest cores on which a second rank trains faster: the engine and its worker need two."""
 UNKNOWN_DIFF = 1.0
 """Nats a token, where the difference that rounding explains is unknown."""
-DEFAULT_STAGE_DIR = "/dev/shm"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -164,7 +164,7 @@ class Plan:
         receiver = PlannedProcess(
             what="weights receiver",
             memory="unknown" if staged is None else format_bytes(staged),
-            note=f"one per node; stages in {sync.stage_dir or DEFAULT_STAGE_DIR}",
+            note=f"one per node; stages in {sync.stage_dir or SHARED_MEMORY}",
         )
         return (*_plain_processes(config, self.model), trainer, *servers, receiver)
 
@@ -192,14 +192,12 @@ class Plan:
         return Group(Text("Processes of this run", style="bold cyan"), table, facts)
 
     def _weights_sentence(self) -> str:
-        """How a version reaches the engines, and its size."""
-        sync, every, weights = self.config.weight_sync, self.config.weight_sync.full_every, None
-        if self.weights_bytes is not None:
-            weights = format_bytes(self.weights_bytes)
-        what = f"{weights or 'all bytes'} per version"
+        sync, num_bytes = self.config.weight_sync, self.weights_bytes
+        every, most = sync.full_every, sync.max_concurrent_commits
+        weights = "all bytes" if num_bytes is None else format_bytes(num_bytes)
+        what = f"{weights} per version"
         if every > 1:
-            what = f"{weights or 'all bytes'} every {every} versions, only changes in between"
-        most = sync.max_concurrent_commits
+            what = f"{weights} every {every} versions, only changes in between"
         pausing = "one engine pauses" if most == 1 else f"at most {most} engines pause"
         return f"{what}, as {self.serving_dtype}; {pausing} at a time, for the commit"
 
@@ -279,7 +277,6 @@ def make_plan(
 
 
 def _staleness_sentence(config: Config) -> str:
-    """The bound that admission enforces for max_staleness, as a sentence."""
     staleness, groups = config.buffer.max_staleness, config.trainer.groups_per_version
     factor = config.rollout.oversampling
     limit = admission_limit(

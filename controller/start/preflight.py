@@ -27,11 +27,12 @@ from controller.start.gpu_host import SURE_FRACTION, check_gpus, check_host_memo
 from controller.start.gpus import COPIES_BYTES_PER_PARAM, num_servers
 from controller.start.model_size import num_trained
 from controller.start.placement import num_cpus_needed
-from controller.start.plan import DEFAULT_STAGE_DIR, Plan, make_plan
+from controller.start.plan import Plan, make_plan
 from controller.start.sandboxes import check_sandbox
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from controller.start.with_pictures import check_pictures, check_shown, shown_by
+from processes.tree import SHARED_MEMORY
 from rollout_pool.engines.kinds import (
     check_adapters,
     check_routes,
@@ -371,13 +372,11 @@ def gpu_memory(config: Config) -> int | None:
 
 def check_shared_memory(config: Config, plan: Plan) -> None:
     """Raises ValueError if this machine has too little shared memory for the run."""
-    staged = Path(config.weight_sync.stage_dir or DEFAULT_STAGE_DIR)
+    staged = Path(config.weight_sync.stage_dir or SHARED_MEMORY)
     folder = next(path for path in (staged, *staged.parents) if path.exists())
     slots, params = config.weight_sync.num_staged, num_trained(config.model, plan.model) or 0
     size, lora = plan.staged_bytes or 0, config.model.lora
-    if (
-        lora is not None and lora.mode is LoraMode.versions
-    ):  # engines keep copies of what they serve
+    if lora is not None and lora.mode is LoraMode.versions:  # engines copy what they serve
         slots += num_servers(config) * (config.buffer.max_staleness + 3)
     # Sizes in a model's name are rounded.
     needed = int(SURE_FRACTION * slots * size)
@@ -385,7 +384,7 @@ def check_shared_memory(config: Config, plan: Plan) -> None:
     every, copies = config.trainer.memory_copy_every, 0
     if every is not None:
         copies = int(SURE_FRACTION * COPIES_BYTES_PER_PARAM * params)
-    if str(folder) == DEFAULT_STAGE_DIR:
+    if folder == SHARED_MEMORY:
         needed += num_servers(config) * shared_memory_bytes(config.rollout.engine.tp_size)
         needed += copies
         what += " and SGLang's shared memory"
@@ -393,7 +392,7 @@ def check_shared_memory(config: Config, plan: Plan) -> None:
             what += f", and for trainer.memory_copy_every={every}"
     elif copies:
         setting, states = f"trainer.memory_copy_every={every}", "two copies of the training state"
-        _check_room(setting, Path(DEFAULT_STAGE_DIR), states, copies, "set it to null")
+        _check_room(setting, SHARED_MEMORY, states, copies, "set it to null")
     _check_room("weight_sync.stage_dir", folder, what, needed, "choose a larger file system")
 
 

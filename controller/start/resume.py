@@ -32,8 +32,6 @@ FIXED = {
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Resumption:
-    """Where a run goes on."""
-
     config: Config
     checkpoint: Path
     state: TrainState
@@ -72,8 +70,7 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
             "give the number at which it is to end"
         )
     history = read_metrics(run_dir.metrics)
-    is_over = record.state == "finished"
-    if is_over and state.step >= config.trainer.num_steps:
+    if record.state == "finished" and state.step >= config.trainer.num_steps:
         raise RunDirError(
             f"RUN={run_dir.name!r}: it has finished its {state.step} steps; "
             f'ARGS="trainer.num_steps={2 * state.step}" trains on'

@@ -21,10 +21,8 @@ HOLD_WAIT_S = 60.0
 """Longest wait for an engine to reach the version; then the next one is tried."""
 HOLD_LIMIT_S = 900.0
 """A longer evaluation ends with newer versions, as its report says."""
-
 RELEASE_S = 30.0
 """Longest call that releases an engine; the hold also ends by itself, after HOLD_LIMIT_S."""
-
 
 AwaitResult = Callable[[str, Pending[Any]], Awaitable[Any]]
 """Returns the result of the process with this name; an error of its names the process."""

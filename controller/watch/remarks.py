@@ -25,7 +25,6 @@ def buffer_remarks(stats: BufferStats) -> list[str]:
 
 
 def engine_remarks(stats: BufferStats, weights: WeightsView) -> list[str]:
-    """The same for the engines."""
     lost = sorted(name for name in weights.lost_engines if name not in stats.engine_versions)
     remarks = []
     if stats.engines_gone:
@@ -55,13 +54,11 @@ def overdue_words(stats: BufferStats, since_s: float, usual_s: float, still_s: f
 
 
 def eval_failed_words(record: Record) -> str:
-    """The sentence for an `eval_failed` record."""
     version, why = record.number("version"), record.values.get("why")
     return f"The evaluation of version {version:.0f} failed; training continues: {why}"
 
 
 def checkpoint_failed_words(record: Record) -> str:
-    """The sentence for a `checkpoint` record with an error."""
     step, why = record.count("step"), record.values.get("error")
     if why is None:
         return (

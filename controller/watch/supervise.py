@@ -6,8 +6,6 @@ import contextlib
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -19,7 +17,6 @@ from controller.ray_environment import OUTLAST_S
 from controller.run_dir import umask_like
 from host.printable import PrintableStream
 from processes.logs import last_lines
-from processes.pending import Pending, T
 
 SETUP_HOOK = "controller.watch.supervise.enter_process"
 POLL_S = 0.2
@@ -103,35 +100,3 @@ def error_of(name: str, error: RayTaskError | RayActorError, log: Path) -> Excep
     if isinstance(error, RayActorError):
         return death(name, error, log)
     return failure(name, cause_of(error), log)
-
-
-def wait_for_all(
-    refs: Mapping[str, Pending[T]],
-    log_of: Callable[[str], Path],
-    timeout_s: float,
-    doing: str,
-    on_ready: Callable[[str], None],
-    look: Callable[[], None],
-) -> dict[str, T]:
-    """Results by process name; calls `on_ready` with each name that finishes, and `look` meanwhile.
-
-    Raises what `look` raises, and the error of the first process that fails or exceeds `timeout_s`.
-    """
-    names = {ref: name for name, ref in refs.items()}
-    pending, results = list(names), dict[str, T]()
-    deadline = time.monotonic() + timeout_s
-    while pending:
-        look()
-        ready, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
-        if not ready:
-            if time.monotonic() < deadline:
-                continue
-            name = names[pending[0]]
-            raise failure(name, f"was not done {doing} after {timeout_s:g} s", log_of(name))
-        name = names[ready[0]]
-        try:
-            results[name] = ray.get(ready[0])
-        except (RayTaskError, RayActorError) as error:
-            raise error_of(name, error, log_of(name)) from error
-        on_ready(name)
-    return results

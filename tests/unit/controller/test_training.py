@@ -134,7 +134,6 @@ def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
             server=None,
             ray_processes={},
             panel=Panel(enabled=False, console=Console(file=said, width=200)),
-            started=0.0,
             stop=StopRequest(),
             resumed_step=6,
         )

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from urllib.parse import unquote, urlsplit
 
 import pytest
 from rich.console import Console
 
 from buffer.redis.connection import connect
 from buffer.run_state import RunState
-from controller.commands.status import command_from_outside, print_status
+from controller.commands.status import print_status
 from controller.metrics.history import Record, read_metrics
 from controller.report.summary import write_summary
 from controller.run_dir import RunDir
@@ -60,29 +58,7 @@ def test_running_run_is_shown_live(trained_run: RunDir, redis_url: str) -> None:
     assert "step 10 of 60" in text
     assert "1 running" in text
     assert "1 of 48 groups" in text
-    assert "REDISCLI_AUTH=" in text and "redis-cli -u" not in text
     assert redis_url not in text, "the password stays in its file"
-
-
-@pytest.mark.parametrize(
-    ("url", "client"),
-    [
-        ("redis://h:1/0", "redis-cli --user default -h h -p 1 ZCARD"),
-        ("rediss://me:p%40w@h:1/0", "redis-cli --user me -h h -p 1 --tls ZCARD"),
-        ("unix://me:pw@/run/redis.sock", "redis-cli --user me -s /run/redis.sock ZCARD"),
-    ],
-)
-def test_command_from_outside_fits_the_server(run_dir: RunDir, url: str, client: str) -> None:
-    run_dir.write_redis_url(url)
-    command = command_from_outside(run_dir)
-    assert client in command
-    shown = subprocess.run(
-        ["sh", "-c", command.replace("redis-cli", "printenv REDISCLI_AUTH; true")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert shown.stdout.strip() == unquote(urlsplit(url).password or "")
 
 
 def test_starting_run_is_reported(run_dir: RunDir) -> None:

@@ -14,7 +14,7 @@ import pytest
 from configs.environment import RUN_VARIABLE
 from controller.commands.stop import stop_run
 from controller.metrics.history import Record, read_metrics
-from controller.report.summary import write_report, write_summary
+from controller.report.summary import draw_plots, write_summary
 from controller.run_dir import RunDir
 from processes.leftovers import list_path, write_list
 from tests.support.controller.buffers import Command
@@ -43,7 +43,7 @@ def train(run_dir: RunDir, num_steps: int, evals: dict[int, float]) -> None:
 def test_report_of_a_stopped_run_has_summary_plots_and_result(run_dir: RunDir) -> None:
     train(run_dir, num_steps=8, evals={0: 0.25, 5: 0.5})
     run_dir.end("stopped")
-    result = write_report(run_dir)
+    result = write_summary(run_dir, draw_plots(run_dir))
     assert (result.state, result.steps, result.groups_trained) == ("stopped", 8, STATS.trained)
     assert result.groups_dropped == STATS.dropped and result.is_conserved
     assert result.tokens_generated == 700
