@@ -48,7 +48,6 @@ from trainer_pool.state.shards import (
     shard_file,
     write_layout,
     write_pieces,
-    write_rng,
 )
 
 log = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class PeerCopies:
                 folder, self._layout, rank, (shard.tensor for shard in shards)
             )
         }
-        write_rng(folder, rank, capture_rng())
+        rng_file(folder, rank).write_text(capture_rng())
         for file in (folder / LAYOUT_FILE, rng_file(folder, rank)):
             sums[file.name] = checksum_of(file)
         note = msgspec.json.encode(_Note(state=state, unsaved=unsaved, checksums=sums))

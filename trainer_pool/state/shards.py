@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -92,11 +91,6 @@ def capture_rng() -> str:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return json.dumps(states)
-
-
-def write_rng(folder: Path, rank: int, state: str) -> None:
-    """Write what `capture_rng` returned."""
-    rng_file(folder, rank).write_text(state)
 
 
 _Word = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -219,10 +213,5 @@ class ShardReader:
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()

@@ -107,11 +107,8 @@ class Coordinator:
                 await self._next(min(TICK_S * 2**self._num_failures, _MAX_RETRY_S))
 
     async def _next(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout_s)
 
     # One version ---------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ import fcntl
 import itertools
 import json
 import logging
-import math
 import mmap
 import os
 import shutil
@@ -451,14 +450,13 @@ class Slot:
         for key in [key for key, until in self._holds.items() if until <= now]:
             del self._holds[key]
         return [
-            f"version {version} is held by {who}"
-            + ("" if until == math.inf else f" for {until - now:.0f} s more")
+            f"version {version} is held by {who} for {until - now:.0f} s more"
             for (version, who), until in self._holds.items()
         ]
 
     def _note_holds(self) -> None:
         """Write them down for the next process: this one may be killed while an engine reads."""
-        holds = [[*key, until] for key, until in self._holds.items() if until < math.inf]
+        holds = [[*key, until] for key, until in self._holds.items()]
         with suppress(OSError):  # a full file system must not keep an engine from its weights
             _write_note(self._holds_path, holds)
 

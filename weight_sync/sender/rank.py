@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 
 import torch
 from msgspec import convert
@@ -153,33 +152,23 @@ class Sender:
             self._config.min_bandwidth,
         )
         deadline = time.monotonic() + total_s
-        send = partial(
-            self._send_over, buckets=mine, payload=payload, limit_s=limit_s, deadline=deadline
-        )
-        self.group_thread.run(send, total_s + self._config.timeout_s / 2)
+        first_receiver = spec.num_senders
 
-    def _send_over(
-        self,
-        group: WeightGroup,
-        *,
-        buckets: Sequence[Bucket],
-        payload: Tensor,
-        limit_s: float,
-        deadline: float,
-    ) -> None:
-        first_receiver = group.spec.num_senders
-        in_flight: deque[tuple[Bucket, Work]] = deque()
+        def send_over(group: WeightGroup) -> None:
+            in_flight: deque[tuple[Bucket, Work]] = deque()
 
-        def wait_oldest() -> None:
-            bucket, work = in_flight.popleft()
-            wait_s = max(0.001, min(limit_s, deadline - time.monotonic()))
-            with group.naming(f"sending bucket {bucket.index}", first_receiver):
-                work.wait(timedelta(seconds=wait_s))
+            def wait_oldest() -> None:
+                bucket, work = in_flight.popleft()
+                wait_s = max(0.001, min(limit_s, deadline - time.monotonic()))
+                with group.naming(f"sending bucket {bucket.index}", first_receiver):
+                    work.wait(timedelta(seconds=wait_s))
 
-        for turn, bucket in enumerate(buckets):
-            if len(in_flight) == self._config.num_buffers:
+            for turn, bucket in enumerate(mine):
+                if len(in_flight) == self._config.num_buffers:
+                    wait_oldest()
+                wire = self.group_thread.staging.upload(turn, payload[bucket.start : bucket.stop])
+                in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
+            while in_flight:
                 wait_oldest()
-            wire = self.group_thread.staging.upload(turn, payload[bucket.start : bucket.stop])
-            in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
-        while in_flight:
-            wait_oldest()
+
+        self.group_thread.run(send_over, total_s + self._config.timeout_s / 2)
