@@ -120,7 +120,8 @@ class PictureProcessor:
         self.tokens = tokens
         self._kept: OrderedDict[bytes, Patches] = OrderedDict()
         self._room = kept_bytes
-        self._count = lru_cache(COUNTS_KEPT)(self._count_anew)
+        self.num_tokens = lru_cache(COUNTS_KEPT)(self._num_tokens)
+        """The number of places of a picture that was checked."""
 
     @classmethod
     def of(cls, model_path: str, *, trust_remote_code: bool) -> PictureProcessor | None:
@@ -155,10 +156,6 @@ class PictureProcessor:
             self._room += oldest.values_PD.nbytes
         return found
 
-    def num_tokens(self, picture: bytes) -> int:
-        """Places of a picture that was checked."""
-        return self._count(picture)
-
     def expanded(self, tokens: Sequence[int], pictures: Sequence[bytes]) -> list[int]:
         """`tokens`, whose pictures have one place each, with all their places. Raises ValueError
         if there are more or fewer than `pictures`."""
@@ -180,7 +177,7 @@ class PictureProcessor:
         if places != counts:
             raise ValueError(f"its pictures have {counts} tokens, and their places are {places}")
 
-    def _count_anew(self, picture: bytes) -> int:
+    def _num_tokens(self, picture: bytes) -> int:
         from PIL import Image
 
         with Image.open(io.BytesIO(picture)) as image:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -215,3 +215,13 @@ class ShardReader:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The first names of tensors whose whole shapes differ, or that only one of the two has."""
+    shapes = [
+        {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in of.items()}
+        for of in (mine, theirs)
+    ]
+    wrong = sorted(n for n in {*mine, *theirs} if shapes[0].get(n) != shapes[1].get(n))
+    return ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")
