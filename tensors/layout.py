@@ -80,10 +80,6 @@ class Piece:
     def stream_stop(self) -> int:
         return self.stream_start + self.num_bytes
 
-    def num_elements(self, tensor: TensorSpec) -> int:
-        """`tensor` is the one that it is a part of."""
-        return self.num_bytes // ITEM_BYTES[tensor.dtype]
-
 
 @dataclass(kw_only=True, frozen=True)
 class Layout:

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,15 +87,12 @@ class PictureTokens:
 
     def runs(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Where the places of each picture begin and end."""
-        start = None
-        for at, token in enumerate(tokens):
-            if token == self.place and start is None:
-                start = at
-            elif token != self.place and start is not None:
-                yield start, at
-                start = None
-        if start is not None:
-            yield start, len(tokens)
+        start = 0
+        for is_picture, run in groupby(tokens, lambda token: token == self.place):
+            stop = start + len(list(run))
+            if is_picture:
+                yield start, stop
+            start = stop
 
     def collapsed(self, tokens: Sequence[int]) -> list[int]:
         """With one place for each picture, as before they were counted."""

@@ -88,19 +88,16 @@ class SendingRank:
         self._delta = None  # frees the last one before the next is made
         if command["base_buffer"] is not None:
             base = self._stream(command["base_buffer"], int(command["base_version"]))
-            found = self._changes(base, stream, command["max_density"])
+            found, most = None, command["max_density"]
+            try:
+                found = delta.encode(self._layout, self._rank, base, stream, most)
+            except MemoryError as error:  # a full version needs no further memory
+                log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
             if found is not None:
                 self._delta = version, found.payload
                 result["num_bytes"] = found.payload.numel()
                 result["num_changed"] = found.num_changed
         return result | {"encode_s": time.perf_counter() - start, "copy_s": copy_s}
-
-    def _changes(self, base: Tensor, stream: Tensor, max_density: float) -> delta.Delta | None:
-        try:
-            return delta.encode(self._layout, self._rank, base, stream, max_density)
-        except MemoryError as error:  # a full version needs no further memory
-            log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
-            return None
 
     def _send(self, command: Message) -> Message:
         transfer = convert(command["transfer"], Transfer)
