@@ -80,10 +80,6 @@ class Piece:
     def stream_stop(self) -> int:
         return self.stream_start + self.num_bytes
 
-    def num_elements(self, tensor: TensorSpec) -> int:
-        """`tensor` is the one that it is a part of."""
-        return self.num_bytes // ITEM_BYTES[tensor.dtype]
-
 
 @dataclass(kw_only=True, frozen=True)
 class Layout:
@@ -108,9 +104,6 @@ class Layout:
         if _RESERVED_NAME in counts:
             raise ValueError(f"a tensor is named {_RESERVED_NAME!r}, which safetensors reserves")
         for spec in specs:
-            shapes = (spec.shape, *(part.shape for part in spec.parts))
-            if any(size < 0 for shape in shapes for size in shape):
-                raise ValueError(f"tensor {spec.name!r} has the shape {list(spec.shape)}")
             if sum(prod(part.shape) for part in spec.file_parts) != spec.num_elements:
                 raise ValueError(f"the parts of tensor {spec.name!r} are not all of it")
         if not 1 <= num_ranks <= _MAX_RANKS:
@@ -148,7 +141,6 @@ class Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tensors."""
         return self.offsets[-1]
 
     def stream_bytes(self, rank: int) -> int:
@@ -203,8 +195,6 @@ class Layout:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _LayoutNote:
-    """A layout as JSON."""
-
     num_ranks: Count
     tensors: tuple[tuple[str, str, tuple[Count, ...]], ...]
     parts: dict[str, tuple[tuple[str, tuple[Count, ...]], ...]] = field(default_factory=dict)

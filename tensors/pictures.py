@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,15 +87,12 @@ class PictureTokens:
 
     def runs(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Where the places of each picture begin and end."""
-        start = None
-        for at, token in enumerate(tokens):
-            if token == self.place and start is None:
-                start = at
-            elif token != self.place and start is not None:
-                yield start, at
-                start = None
-        if start is not None:
-            yield start, len(tokens)
+        start = 0
+        for is_picture, run in groupby(tokens, lambda token: token == self.place):
+            stop = start + len(list(run))
+            if is_picture:
+                yield start, stop
+            start = stop
 
     def collapsed(self, tokens: Sequence[int]) -> list[int]:
         """With one place for each picture, as before they were counted."""
@@ -120,7 +118,8 @@ class PictureProcessor:
         self.tokens = tokens
         self._kept: OrderedDict[bytes, Patches] = OrderedDict()
         self._room = kept_bytes
-        self._count = lru_cache(COUNTS_KEPT)(self._count_anew)
+        self.num_tokens = lru_cache(COUNTS_KEPT)(self._num_tokens)
+        """The number of places of a picture that was checked."""
 
     @classmethod
     def of(cls, model_path: str, *, trust_remote_code: bool) -> PictureProcessor | None:
@@ -155,10 +154,6 @@ class PictureProcessor:
             self._room += oldest.values_PD.nbytes
         return found
 
-    def num_tokens(self, picture: bytes) -> int:
-        """Places of a picture that was checked."""
-        return self._count(picture)
-
     def expanded(self, tokens: Sequence[int], pictures: Sequence[bytes]) -> list[int]:
         """`tokens`, whose pictures have one place each, with all their places. Raises ValueError
         if there are more or fewer than `pictures`."""
@@ -180,7 +175,7 @@ class PictureProcessor:
         if places != counts:
             raise ValueError(f"its pictures have {counts} tokens, and their places are {places}")
 
-    def _count_anew(self, picture: bytes) -> int:
+    def _num_tokens(self, picture: bytes) -> int:
         from PIL import Image
 
         with Image.open(io.BytesIO(picture)) as image:

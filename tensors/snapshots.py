@@ -83,11 +83,6 @@ class Snapshots:
         self._last: _Copying | None = None
         self._changed = threading.Condition()  # guards each buffer's version and copy
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of one buffer."""
-        return self._layout.stream_bytes(self._rank)
-
     def capture(self, index: int, version: int, shards: Iterable[Shard]) -> None:
         """Fill a buffer with `version`, cast to the layout's dtypes.
 
@@ -113,11 +108,11 @@ class Snapshots:
             self._changed.notify_all()
 
     def _fill(self, buffer: _Buffer, shards: Iterable[Shard]) -> None:
-        missing = dict(buffer.views)
+        missing, names = dict(buffer.views), {tensor.name for tensor in self._layout.tensors}
         for shard in shards:
             view = missing.pop(shard.name, None)
             if view is None:
-                if shard.tensor.numel() == 0 and shard.name in self._names:
+                if shard.tensor.numel() == 0 and shard.name in names:
                     continue  # the last ranks own nothing of a small parameter
                 raise ValueError(f"shard of {shard.name!r}: not in the layout, or given twice")
             if view.shape != shard.tensor.shape:
@@ -128,10 +123,6 @@ class Snapshots:
             view.copy_(shard.tensor, non_blocking=True)
         if missing:
             raise ValueError(f"rank {self._rank} gave no shard of {', '.join(sorted(missing))}")
-
-    @property
-    def _names(self) -> frozenset[str]:
-        return frozenset(tensor.name for tensor in self._layout.tensors)
 
     def protect_copy(self) -> None:
         """Call before the weights change, to protect the last capture."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from configs.choices import Backend
+from weight_sync.group import store_at
 
 _LENGTH_BYTES, _HEAD_BYTES = 4, 4092
 """Parts of a text's first message."""
@@ -102,18 +103,13 @@ def join_ranks(
     Rank 0 passes the socket that listens at `address`: torch would listen on all interfaces.
     """
     name = backend.value if backend is not Backend.auto else "nccl" if address.uses_gpu else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    store = TCPStore(
-        address.host,
-        address.port,
-        None,
-        is_master=listener is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+    store = store_at(address.host, address.port, timeout_s, listener)
     dist.init_process_group(
-        name, store=store, rank=address.rank, world_size=address.num_ranks, timeout=timeout
+        name,
+        store=store,
+        rank=address.rank,
+        world_size=address.num_ranks,
+        timeout=timedelta(seconds=timeout_s),
     )
     device = address.device if name == "nccl" else torch.device("cpu")
     return Collectives(rank=address.rank, num_ranks=address.num_ranks, device=device, store=store)

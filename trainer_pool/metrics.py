@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import compress
 
 import numpy as np
 import torch
@@ -299,7 +300,7 @@ class StepAccumulator:
             ratio_max_abs_dev=maxima["ratio_dev"] if num_tokens else math.nan,
             num_bounded_tokens=int(tokens.get("bounded_fraction", 0.0)),
             not_finite_fraction=_ratio(tokens.get("not_finite", 0.0), num_tokens),
-            not_finite_groups=_named_where(group_ids, culprits.sum(0)),
+            not_finite_groups=tuple(compress(group_ids, culprits.sum(0).tolist())),
             rollout_not_finite={
                 int(version): int(number)
                 for version, (number,) in sorted(named["rollout_not_finite"].items())
@@ -439,12 +440,6 @@ def _rollout_not_finite(groups: Sequence[TrajectoryGroup]) -> dict[str, list[flo
             if is_bad.any():
                 bad.update(t.token_versions()[is_bad].tolist())
     return {str(version): [float(number)] for version, number in bad.items()}
-
-
-def _named_where(group_ids: Sequence[str], numbers: Tensor) -> tuple[str, ...]:
-    """The groups whose number is not 0."""
-    pairs = zip(group_ids, numbers.tolist(), strict=False)
-    return tuple(group_id for group_id, number in pairs if number)
 
 
 def _ratio(total: float, number: float) -> float:

@@ -6,11 +6,11 @@ Importable without torch: an actor must set its environment before torch is load
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from socket import socket
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
-from host.network import interface_towards, is_loopback
+from host.network import interface_towards, is_loopback, listen
 from processes.pending import Pending, T
 from trainer_pool.types import (
     Restored,
@@ -43,7 +43,7 @@ class TrainerActor:
     def __init__(self, spec: TrainerSpec, rank: int) -> None:
         self._spec = spec
         self._rank = rank
-        self._listener: socket.socket | None = None
+        self._listener: socket | None = None
         self._trainer: TrainerRank | None = None
         self._group = get_current_placement_group()
         self._ends: dict[str, Future[Any]] = {}
@@ -68,10 +68,7 @@ class TrainerActor:
         host = self._spec.host
         if not is_loopback(host):
             host = ray.util.get_node_ip_address()  # the controller's host is not always this node's
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((host, 0))
-        self._listener.listen()
+        self._listener, _ = listen(host, 0)
         return host, self._listener.getsockname()[1]
 
     def start(self, host: str, port: int) -> Restored:

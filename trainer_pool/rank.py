@@ -5,8 +5,8 @@
                        └── stale: dropped or run again         └► copy ─► checkpoint ─► ack
 
 Every rank runs this loop. Rank 0 decides for all of them which groups may still be trained, and
-records metrics (`step_records.py`); `recovery.py` has what a resume goes on from. Weights are sent
-in the background; the loop waits only for the copy.
+records metrics; `recovery.py` has what a resume goes on from. Weights are sent in the background;
+the loop waits only for the copy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from socket import socket
@@ -40,11 +40,9 @@ from trainer_pool.model.routers import check_gates
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.recovery import Recovery
 from trainer_pool.step import Accumulation, score_probes, train_step
-from trainer_pool.step_records import Clock, StepRecords, StepTimes
 from trainer_pool.types import (
     FINAL_MODEL,
     KEPT_REFERENCE,
-    Restored,
     SupervisedExample,
     TrainerSpec,
     TrainReport,
@@ -57,6 +55,33 @@ from weight_sync.types import Captured, VersionBoard
 PROBE_EVERY = 50
 """Versions that are sent from one comparison of engines and trainer to the next; besides, the first
 two."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepTimes:
+    """The times of one step on this rank."""
+
+    lease_wait_s: float = 0.0
+    step_s: float = 0.0
+    snapshot_s: float = 0.0
+    snapshot_wait_s: float = 0.0
+    checkpoint_s: float = 0.0
+    checkpoint_wait_s: float = 0.0
+    """The part of `checkpoint_s` in which the previous checkpoint was still being written."""
+    memory_copy_s: float = 0.0
+    memory_copy_error: str | None = None
+
+
+class Clock:
+    """Measures seconds between calls of `lap`."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
 
 
 class TrainerRank:
@@ -112,19 +137,15 @@ class TrainerRank:
         self._connected_sender: CheckpointEngine | None = None
         self._stop_requested = threading.Event()
         self._is_working = False
-        self._records = StepRecords(spec, self._loop, self._run_state)
         self._recovery = Recovery(
             spec, self._policy, self._ranks, self._loop, self._buffer, self._run_state
         )
-        self._step = self._recovery.restored.step
+        self.restored = self._recovery.restored
+        """The step at which training goes on."""
+        self._step = self.restored.step
         self._version = self._recovery.version
         self._sent_version = -1
         self._num_sent = 0
-
-    @property
-    def restored(self) -> Restored:
-        """The step at which training goes on."""
-        return self._recovery.restored
 
     @property
     def _is_lead(self) -> bool:
@@ -172,21 +193,17 @@ class TrainerRank:
     def _hold_reference(self) -> None:
         """Load the reference: that of the settings, or the policy that RL began with. After a warm
         start, a resumed run finds that policy in the run's folder."""
-        kl = self._algorithm.config.kl
-        path = self._spec.model_path if self._spec.lora is None else None
+        kl, lora = self._algorithm.config.kl, self._spec.lora
+        path = self._spec.model_path if lora is None else None
+        begins_with_adapter = lora is not None and lora.resume_from is not None
         if kl.reference is not None:
             path = kl.reference
-        elif self._spec.config.warm_start.num_steps or self._begins_with_adapter:
+        elif self._spec.config.warm_start.num_steps or begins_with_adapter:
             path = str(Path(self._spec.run_dir) / KEPT_REFERENCE)
-            if not self._recovery.is_resumed:
+            if self._spec.resume_from is None:
                 self._policy.export(Path(path))
                 self._ranks.barrier()
         self._policy.hold_reference(path, offload=kl.offload)
-
-    @property
-    def _begins_with_adapter(self) -> bool:
-        lora = self._spec.lora
-        return lora is not None and lora.resume_from is not None
 
     @property
     def _weight_sender(self) -> CheckpointEngine:
@@ -209,7 +226,7 @@ class TrainerRank:
             while self._step < config.num_steps and not self._should_stop():
                 self._run_version()
             self._checkpoint_unsaved()
-            self._recovery.finish()
+            self._recovery.writer.finish()
         return TrainReport(
             num_steps=self._step,
             version=self._version,
@@ -260,7 +277,6 @@ class TrainerRank:
                 batches.append((replace(lease, groups=()), kept_ids))  # they are large
                 is_update = (self._step + 1) % config.gradient_accumulation_steps == 0
                 stats = self._train_batch(lease, kept_ids, is_update)
-                self._compare_engines(stats)
                 self._step += 1
                 if is_update:
                     break
@@ -288,8 +304,27 @@ class TrainerRank:
             times.memory_copy_s = clock.lap()
 
     def _record(self, version: int, stats: StepStats, times: StepTimes) -> None:
-        if self._is_lead:
-            self._records.add_step(self._step, version, stats, times)
+        """Add the completed step, which trained `version`, to `metrics.jsonl`; on rank 0."""
+        if not self._is_lead:
+            return
+        waits = {
+            "rollout": times.lease_wait_s,
+            "weight_sync": times.snapshot_wait_s + times.snapshot_s,
+        }
+        for waited_on, seconds in waits.items():
+            self._loop.run(self._run_state.add_wait("trainer", waited_on, seconds))
+        record: dict[str, float | int | str] = {
+            "step": self._step,
+            "version": version,
+            **stats.record(),
+            "logprob_diff_bound": self._spec.max_logprob_diff,
+            **asdict(times),
+        }
+        if self._spec.config.memory_copy_every is None:
+            del record["memory_copy_s"]
+        if times.memory_copy_error is None:
+            del record["memory_copy_error"]
+        self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
     def _lease(self) -> tuple[Lease, tuple[str, ...]]:
         """This rank's part of the next batch, and the groups of the batch that may be trained.
@@ -363,25 +398,17 @@ class TrainerRank:
         )
         # A group that no rank had must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
+        check_engines_agree(
+            stats.logprob_diff_mean,  # NaN, which agrees, if engines sampled no token with it
+            stats.logprob_diff_tokens,
+            self._served_names(),
+            self._spec.max_logprob_diff,
+        )
         return stats
 
     def _protect_copies(self) -> None:
         self._weight_sender.protect_copy()
-        self._recovery.protect_copy()
-
-    def _compare_engines(self, stats: StepStats) -> None:
-        """Check that engines and trainer agree, on the tokens that engines sampled with the version
-        being trained.
-
-        Raises RuntimeError if their log-probabilities differ too much.
-        """
-        if stats.logprob_diff_tokens:
-            check_engines_agree(
-                stats.logprob_diff_mean,
-                stats.logprob_diff_tokens,
-                self._served_names(),
-                self._spec.max_logprob_diff,
-            )
+        self._recovery.writer.protect_copy()
 
     def _served_names(self) -> Iterator[str]:
         # A generator: only an error needs them, and the check is made in every step.

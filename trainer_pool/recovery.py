@@ -49,7 +49,7 @@ class Recovery:
         recovery.note_version(12)
         recovery.add_consumed(13, ("g1", "g2"))
         recovery.checkpoint(step=13, version=12)
-        recovery.finish()                               # durable; g1 and g2 are acknowledged
+        recovery.writer.finish()                        # durable; g1 and g2 are acknowledged
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Recovery:
             num_kept=config.keep_checkpoints,
             keep_every=config.keep_checkpoint_every,
         )
-        self._writer = CheckpointWriter(
+        self.writer = CheckpointWriter(
             self._store,
             policy.state.layout(),
             ranks,
@@ -154,10 +154,6 @@ class Recovery:
         return self._ranks.rank == 0
 
     @property
-    def is_resumed(self) -> bool:
-        return self._state is not None
-
-    @property
     def restored(self) -> Restored:
         """The step at which training goes on."""
         step = 0 if self._state is None else self._state.step
@@ -191,10 +187,6 @@ class Recovery:
         with self._unsaved_lock:
             self._unsaved.append((step, group_ids))
 
-    def protect_copy(self) -> None:
-        """Call before the weights change: on a GPU they may still be being copied."""
-        self._writer.protect_copy()
-
     def checkpoint(self, *, step: int, version: int) -> float:
         """Copy all shards; they are written while training continues.
 
@@ -204,13 +196,9 @@ class Recovery:
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(step))
         state = self._train_state(step, version, progress)
-        wait_s = self._writer.save(state, self._policy.state.shards())
+        wait_s = self.writer.save(state, self._policy.state.shards())
         self.saved_step = step
         return wait_s
-
-    def finish(self) -> None:
-        """Wait until the last checkpoint is durable, or has failed."""
-        self._writer.finish()
 
     def copy_to_memory(self, *, step: int, version: int) -> str | None:
         """Copy all shards to host memory (trainer.memory_copy_every). Returns why this step has no

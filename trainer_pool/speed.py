@@ -37,11 +37,7 @@ def peak_tflops(device: torch.device) -> float | None:
 
 @dataclass(kw_only=True, slots=True)
 class StepSpeed:
-    """The seconds and the work of one rank's step.
-
-    with speed.timing("score"): ...
-    speed.record(num_tokens, peak)
-    """
+    """The seconds and the work of one rank's step."""
 
     device: torch.device
     multiply_adds: float = 0.0

@@ -329,16 +329,14 @@ def score_probes(
 ) -> list[list[float]]:
     """Log-probabilities of the compared tokens of each beginning of `text`, on every rank;
     collective."""
-    rows = []
-    for length, start in beginnings(len(text)):
-        mask = (np.arange(length) >= start).astype(np.uint8)
-        rows.append(
-            Row(
-                tokens=np.array(text[:length], np.int32),
-                loss_mask=mask,
-                rollout_logprobs=np.zeros(length, np.float32),
-            )
+    rows = [
+        Row(
+            tokens=np.array(text[:length], np.int32),
+            loss_mask=(np.arange(length) >= start).astype(np.uint8),
+            rollout_logprobs=np.zeros(length, np.float32),
         )
+        for length, start in beginnings(len(text))
+    ]
     mine = slice(ranks.rank, None, ranks.num_ranks)
     every = [torch.zeros(row.num_trained) for row in rows]
     scores = score_rows(policy, rows[mine], config, ranks)
@@ -366,8 +364,7 @@ def plan_minibatches(
         with policy.reference():
             return score_rows(policy, own, config, ranks)
 
-    policy.check_routes(batch.groups)
-    policy.check_pictures(batch.groups)
+    policy.check_groups(batch.groups)
     places = batch.places
     rows = rows_by_group(
         batch, algorithm, ranks, score_reference if algorithm.needs_reference else None

@@ -5,8 +5,9 @@ Uses the ZeRO-3 policy and the packing of a training step.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -36,8 +37,10 @@ def warm_start(
             "examples to learn from; set 0, or choose a task with solutions"
         )
     start = time.perf_counter()
+    endless, settings = itertools.cycle(examples), config.warm_start
     losses = [
-        _supervised_step(policy, ranks, batch, config) for batch in _batches(examples, config)
+        _supervised_step(policy, ranks, [*itertools.islice(endless, settings.batch_size)], config)
+        for _ in range(settings.num_steps)
     ]
     policy.reset_optimizer()
     # One collective for all steps: each rank's losses are its shares of the global means.
@@ -50,14 +53,6 @@ def warm_start(
     )
 
 
-def _batches(
-    examples: Sequence[SupervisedExample], config: TrainerConfig
-) -> Iterator[list[SupervisedExample]]:
-    size = config.warm_start.batch_size
-    for step in range(config.warm_start.num_steps):
-        yield [examples[(step * size + i) % len(examples)] for i in range(size)]
-
-
 def _supervised_step(
     policy: Zero3Policy,
     ranks: Collectives,
@@ -66,8 +61,16 @@ def _supervised_step(
 ) -> Tensor:
     """One update; returns this rank's share of the loss, still on the device."""
     num_tokens = sum(int(example.loss_mask.sum()) for example in batch)
+    rows = [
+        Row(
+            tokens=example.tokens,
+            loss_mask=example.loss_mask,
+            rollout_logprobs=np.zeros(len(example.tokens), np.float32),
+        )
+        for example in batch[ranks.rank :: ranks.num_ranks]
+    ]
     mine = pack(
-        [_row(example) for example in batch[ranks.rank :: ranks.num_ranks]],
+        rows,
         config.micro_batch_tokens,
         policy.cost,
         should_share_prefixes=config.share_prefixes,
@@ -84,11 +87,3 @@ def _accumulate(policy: Zero3Policy, batch: MicroBatch, num_tokens: int) -> Tens
     loss = -logprobs_N.masked_fill(batch.mask_N == 0, 0.0).sum() / num_tokens
     policy.backward(loss)
     return loss.detach()
-
-
-def _row(example: SupervisedExample) -> Row:
-    return Row(
-        tokens=example.tokens,
-        loss_mask=example.loss_mask,
-        rollout_logprobs=np.zeros(len(example.tokens), np.float32),
-    )

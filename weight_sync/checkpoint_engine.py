@@ -18,7 +18,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -32,7 +31,7 @@ from host.network import own_address_towards
 from tensors.layout import Layout
 from tensors.snapshots import Shard, Snapshots
 from weight_sync.coordinator.coordinator import Availability, Coordinator
-from weight_sync.group import open_store, resolve_backend
+from weight_sync.group import open_store, resolve_backend, store_at
 from weight_sync.sender.control import ControlError, ControlGroup, RankControl
 from weight_sync.sender.rank import Sender, SendingRank
 from weight_sync.sender.snapshot_buffers import SnapshotBuffers
@@ -85,7 +84,10 @@ class CheckpointEngine:
         self._timeouts = Timeouts(config=config, layout=layout, control_s=control_timeout_s)
         backend = resolve_backend(config.backend, uses_gpu=uses_gpu)
         self._snapshots = Snapshots(layout, rank, NUM_SNAPSHOTS, should_pin=uses_gpu)
-        sender = Sender(rank, config, _sender_device(backend))
+        device = torch.device("cpu")
+        if backend == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        sender = Sender(rank, config, device)
         sending = SendingRank(self._timeouts, rank, self._snapshots, sender)
         store = _meet(layout.num_ranks, rank, host, control_timeout_s)
         meet = partial(
@@ -305,20 +307,12 @@ def _meet(num_ranks: int, rank: int, host: str, timeout_s: float) -> TCPStore:
     if rank == 0:
         store = open_store(host, timeout_s)
     if num_ranks > 1:
-        is_nccl = dist.get_backend() == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else None
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         port = torch.tensor([store.port if rank == 0 else 0], dtype=torch.int64, device=device)
         dist.broadcast(port, src=0)
         if rank > 0:
-            limit = timedelta(seconds=timeout_s)
-            store = TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+            store = store_at(host, int(port), timeout_s)
     return store
-
-
-def _sender_device(backend: str) -> torch.device:
-    if backend == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _cause(error: BaseException) -> BaseException:

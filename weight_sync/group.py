@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
+from socket import socket
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.choices import Backend as BackendChoice
-from host.network import own_address_towards
+from host.network import listen, own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
 
 _FAILURE_KEY = "exception_dump"
@@ -45,21 +45,22 @@ def bucket_timeout_s(num_bytes: int, timeout_s: float, min_bandwidth: float) -> 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
     """A rendezvous server on a free port of `host`, and on no other interface."""
+    listener, _ = listen(host, 0)
+    return store_at(host, listener.getsockname()[1], timeout_s, listener)
+
+
+def store_at(host: str, port: int, timeout_s: float, listener: socket | None = None) -> TCPStore:
+    """A connection to the rendezvous store at this address, or its server with a `listener`."""
     # TCPStore alone would listen on every interface. A bound socket prevents that, and also the
     # race between finding a free port and taking it.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen()
-    port = listener.getsockname()[1]
     return TCPStore(
         host,
         port,
         None,
-        is_master=True,
+        is_master=listener is not None,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        master_listen_fd=None if listener is None else listener.detach(),
     )
 
 
@@ -117,11 +118,8 @@ class WeightGroup:
         """
         if not 0 <= rank < spec.world_size:
             raise ValueError(f"rank {rank} of a weight group of {spec.world_size} members")
-        timeout = timedelta(seconds=spec.timeout_s)
         try:
-            store = store or TCPStore(
-                spec.host, spec.port, None, False, timeout, wait_for_workers=False
-            )
+            store = store or store_at(spec.host, spec.port, spec.timeout_s)
             meeting = PrefixStore(f"{spec.name}/{spec.epoch}", store)
             _await_members(meeting, spec, rank)
             if spec.backend == "gloo":

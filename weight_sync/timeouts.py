@@ -26,22 +26,17 @@ class Timeouts:
         return min(_STATUS_S, self.config.timeout_s / 2)
 
     @property
-    def order_s(self) -> float:
-        """A request that moves no bytes."""
-        return self.config.timeout_s
-
-    @property
     def prepare_s(self) -> float:
         """Allocating every staged version, merged ones too if they are adapters, and copying
         one."""
         merged = merged_layout(self.layout)
         num_bytes = self.layout.num_bytes + (0 if merged is None else merged.num_bytes)
-        return self._for_bytes(num_bytes * (self.config.num_staged + 1))
+        return self.wire_s(num_bytes * (self.config.num_staged + 1))
 
     @property
     def verify_s(self) -> float:
         """Copying a delta's base, and comparing the version with its manifest."""
-        return self._for_bytes(2 * self.layout.num_bytes)
+        return self.wire_s(2 * self.layout.num_bytes)
 
     @property
     def join_s(self) -> float:
@@ -51,16 +46,12 @@ class Timeouts:
     @property
     def encode_s(self) -> float:
         """A rank captures the version, then compares it with its base."""
-        return self.control_s + self._for_bytes(2 * self.layout.num_bytes)
-
-    def wire_s(self, num_bytes: int) -> float:
-        """The senders' time from the first byte to the last."""
-        return self._for_bytes(num_bytes)
+        return self.control_s + self.wire_s(2 * self.layout.num_bytes)
 
     def notice_s(self, num_members: int) -> float:
         """Members give up by themselves after another failed: each waits for a bucket."""
         in_flight = self.config.bucket_bytes * self.config.num_buffers * num_members
-        return self._for_bytes(in_flight) + self.status_s
+        return self.wire_s(in_flight) + self.status_s
 
     @property
     def backoff_s(self) -> tuple[float, float]:
@@ -74,5 +65,6 @@ class Timeouts:
         """All members report the transfer's outcome; the senders end it before this."""
         return self.wire_s(num_bytes) + self.config.timeout_s
 
-    def _for_bytes(self, num_bytes: int) -> float:
+    def wire_s(self, num_bytes: int) -> float:
+        """The senders' time from the first byte to the last; also that of a copy."""
         return self.config.timeout_s + num_bytes / self.config.min_bandwidth

@@ -101,8 +101,6 @@ class Objective:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Stream:
-    """A further loss in the same step."""
-
     loss: LossFunction
     aggregation: AggregationFunction
     config: StreamConfig
@@ -226,13 +224,11 @@ class Algorithm:
 
     @property
     def needs_batch(self) -> bool:
-        """A correction reads `statistics` of the whole update before its first backward pass."""
         return corrections.needs_batch(self.config)
 
     def statistics(
         self, parts: Sequence[LossInputs], sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> BatchStatistics:
-        """Statistics of an update whose micro-batches on this rank are `parts`; collective."""
         # Weights alone: a mask's zeros would lower the mean, and so raise the weight of the tokens
         # that remain.
         return corrections.batch_statistics(

@@ -371,7 +371,6 @@ def _row(
 
 
 def _lay(every: Sequence[Row], forest: Forest, chosen: Sequence[int]) -> MicroBatch:
-    """The micro-batch of the `chosen` rows."""
     rows = [every[i] for i in chosen]
     packed, places = _row([row.tokens for row in every], forest, chosen)
     packed = replace(

@@ -47,13 +47,7 @@ def find_tower(
 
 
 class Tower:
-    """The tower of a model with pictures. Freezes it.
-
-    Example:
-
-        tower = Tower(model, processor)
-        model(input_ids=row.tokens_L[None], **tower.inputs(row))
-    """
+    """The tower of a model with pictures. Freezes it."""
 
     def __init__(self, model: Any, processor: PictureProcessor) -> None:
         self._model = model.model

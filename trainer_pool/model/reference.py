@@ -16,18 +16,11 @@ from tensors.host_memory import HostMemory
 from trainer_pool.model.checkpoint_names import check_reference
 from trainer_pool.model.loading import load_model
 from trainer_pool.model.lora import base_name, is_adapters, without_adapter
-from trainer_pool.model.sharded_state import differences
+from trainer_pool.state.shards import differences
 
 
 class Reference:
-    """This rank's shards of a model of the policy's shape, with `offload` in host memory.
-
-    Example:
-
-        reference = Reference(deepspeed, "a/model", policy_path, offload=False)
-        with reference.in_place_of_policy():
-            ...                              # forward passes use its weights
-    """
+    """This rank's shards of a model of the policy's shape, with `offload` in host memory."""
 
     def __init__(
         self,
@@ -49,8 +42,7 @@ class Reference:
         dtype = next(iter(own.values())).ds_tensor.dtype
         model = load_model(model_path, dtype, trust_remote_code=trust_remote_code, setting=setting)
         theirs = dict(model.named_parameters())
-        shapes = [{name: tuple(p.ds_shape) for name, p in of.items()} for of in (own, theirs)]
-        if wrong := differences(*shapes):
+        if wrong := differences(own, theirs):
             raise ValueError(
                 f"{setting}={model_path!r}: it and the policy differ in the shape of {wrong}; "
                 f"choose a model of the same shape as model.path={policy_path!r}"

@@ -48,16 +48,10 @@ _FORMS: Mapping[str, Form] = {
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Gate:
-    """The router of one layer.
-
-    Example, with gate = gates(model)[0] and output = gate.module(hidden):
-
-        gate.name                    # "model.layers.0.mlp.gate"
-        gate.logits(output)          # [L, E]
-        gate.experts(output)         # [L, k], which the layer uses
-    """
+    """The router of one layer."""
 
     name: str
+    """As "model.layers.0.mlp.gate"."""
     layer: int
     """Among all layers of the model: some types begin with layers without experts."""
     num_experts: int

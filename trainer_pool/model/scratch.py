@@ -13,6 +13,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from configs.schema import ScratchModelConfig
 
@@ -62,7 +63,8 @@ def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per UTF-8 byte, so that every text has one encoding and decodes to itself."""
-    vocab = {char: i for i, char in enumerate(_chars_of_bytes())}
+    chars = bytes_to_unicode()
+    vocab = {chars[byte]: byte for byte in range(256)}
     specials = [PAD_TOKEN, BOS_TOKEN, EOS_TOKEN]
     specials += [f"<|unused{i}|>" for i in range(VOCAB_SIZE - len(vocab) - len(specials))]
     vocab |= {token: len(vocab) + i for i, token in enumerate(specials)}
@@ -80,17 +82,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         # A prompt that contains "<|eos|>" is text; otherwise it would become the special token.
         split_special_tokens=True,
     )
-
-
-def _chars_of_bytes() -> list[str]:
-    """The character that ByteLevel writes for each byte 0..255.
-
-    The mapping is GPT-2's: printable bytes map to themselves, the others to the code points from
-    256 on, in order.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    shifted = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(shifted)) for byte in range(256)]
 
 
 def model_config(config: ScratchModelConfig, tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:

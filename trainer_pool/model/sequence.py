@@ -122,8 +122,8 @@ class RowPart:
 
     def join(self, scores: Tensor) -> Tensor:
         """[..., N] the scores of all ranks from each one's own, on every rank."""
-        joined: Tensor = _Join.apply(scores, self)  # type: ignore[no-untyped-call]
-        return joined
+        joined = scores.new_zeros(*scores.shape[:-1], self.num_places)
+        return self.add_up(joined.index_copy(-1, self.own_places, scores))
 
     def add_up(self, sums: Tensor) -> Tensor:
         """The sums over all ranks of each one's own, on every rank."""
@@ -200,25 +200,9 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.forward(ctx, grad, ctx.group), None
 
 
-class _Join(torch.autograd.Function):
-    """All ranks compute the same loss of the joined scores, which counts once: each takes the
-    gradient of its own, and does not add up the others'."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, part: RowPart) -> Tensor:
-        ctx.part = part
-        joined = scores.new_zeros(*scores.shape[:-1], part.num_places)
-        joined[..., part.own_places] = scores
-        dist.all_reduce(joined, group=part.group.group)
-        return joined
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad[..., ctx.part.own_places], None
-
-
 class _AddUp(torch.autograd.Function):
-    """As `_Join`: each takes the gradient of its own."""
+    """All ranks compute the same loss of the sums, which counts once: each takes the gradient of
+    its own, and does not add up the others'."""
 
     @staticmethod
     def forward(ctx: Any, sums: Tensor, group: SequenceGroup) -> Tensor:

@@ -18,21 +18,10 @@ from torch import Tensor
 from tensors.layout import Layout, Part, TensorSpec
 from tensors.snapshots import Shard
 from trainer_pool.model.lora import adapter_name
-from trainer_pool.state.shards import ShardReader
-
-Shape = tuple[int, ...]
+from trainer_pool.state.shards import ShardReader, differences
 
 
 class ShardedState:
-    """One rank's pieces.
-
-    Example:
-
-        state = ShardedState(deepspeed, 2, "a/model", checkpoint_parts(model))
-        writer.save(train_state, state.shards())     # copies them
-        state.restore(ShardReader(checkpoint), num_updates=50)
-    """
-
     def __init__(
         self,
         deepspeed: Any,
@@ -112,9 +101,8 @@ class ShardedState:
     def restore(self, reader: ShardReader, num_updates: int) -> None:
         """Continue from a state that any number of ranks wrote. Raises ValueError if it is that of
         another model."""
-        expected = {spec.name: spec.shape for spec in self.layout().tensors}
-        found = {spec.name: spec.shape for spec in reader.layout.tensors}
-        if wrong := differences(expected, found):
+        layouts = self.layout(), reader.layout
+        if wrong := differences(*({t.name: t for t in layout.tensors} for layout in layouts)):
             raise ValueError(
                 f"the checkpoint is of another model: it and model.path={self._model_path!r} "
                 f"differ in {wrong}; set model.path to the model that the run began with, and "
@@ -138,7 +126,7 @@ class ShardedState:
             elif parameter.requires_grad:
                 yield adapter_name(name), parameter
 
-    def _parts_of(self, name: str, shape: Shape) -> tuple[Part, ...]:
+    def _parts_of(self, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """Empty if the parameter is one tensor of the same name."""
         parts = self._parts.get(name, ())
         return () if parts == (Part(name, shape),) else parts
@@ -173,12 +161,6 @@ class ShardedState:
         flat, begin, size = self._place(parameter)
         whole: Tensor = self._deepspeed.optimizer.optimizer.state[flat][key] if key else flat
         return whole.detach().narrow(0, begin, size)
-
-
-def differences(mine: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> str:
-    """The first names of tensors whose shapes differ, or that only one of the two has."""
-    wrong = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
-    return ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")
 
 
 def _state_name(parameter: str, key: str) -> str:

@@ -145,7 +145,7 @@ class Zero3Policy:
         self._max_grad_value = config.max_grad_value
         adam.register_step_pre_hook(self._skip_or_clip)
         self._deepspeed.eval()
-        attention.check_model(model_path, self.logits, self.device)
+        attention.check_model(model_path, lambda *row: self._forward(*row)[0], self.device)
         self._deepspeed.train()
         unsampled = () if self._tower is None else self._tower.unsampled
         self._head = ScoringHead(self._deepspeed.module, model_path, unsampled)
@@ -179,11 +179,6 @@ class Zero3Policy:
                 "exp_avg_sq": torch.zeros_like(flat),
             }
 
-    def logits(self, row: PackedRow, places_N: Tensor) -> Tensor:
-        """[N, V] next-token logits at these positions of a packed row; only before the head is
-        replaced by `score`'s."""
-        return self._forward(row, places_N)[0]
-
     def score(self, batch: MicroBatch) -> Scores:
         """The policy's scores of a micro-batch's N trained tokens, each among its candidates."""
         candidates = None
@@ -199,12 +194,10 @@ class Zero3Policy:
         logprobs, entropy, sum_squares = self._forward(batch.row, batch.places_N, wanted=wanted)
         return Scores(logprobs, entropy, sum_squares.detach())
 
-    def check_routes(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Raises ValueError naming a group whose experts are not the model's. Not a collective."""
+    def check_groups(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Raises ValueError naming a group whose experts or pictures are not the model's. Not a
+        collective."""
         check_routes(self._model_path, self._deepspeed.module, groups)
-
-    def check_pictures(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Raises ValueError naming a group whose pictures are not the model's. Not a collective."""
         check_pictures(self._tower, groups, self._model_path)
 
     @property

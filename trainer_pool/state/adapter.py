@@ -20,6 +20,7 @@ from torch import Tensor
 from configs.choices import LoraInit
 from configs.schema import LoraConfig
 from tensors.adapters import factor_names, merged
+from trainer_pool.state.shards import differences
 
 if TYPE_CHECKING:
     import peft
@@ -31,8 +32,6 @@ _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Adapter:
-    """An adapter outside of its model."""
-
     config: LoraConfig
     tensors: Mapping[str, Tensor]
     """A and B of each adapted layer, by the names of the file."""
@@ -94,13 +93,9 @@ def read_adapter(folder: Path, config: LoraConfig, own: dict[str, Any]) -> dict[
             f"{where}: its init_lora_weights is {start!r}, so it has a changed base; convert "
             "it with peft's path_initial_model_for_weight_conversion"
         )
-    shapes = [
-        {name: tuple(getattr(t, "ds_shape", t.shape)) for name, t in of.items()}
-        for of in (own, tensors)
-    ]
-    if wrong := sorted(n for n in {*own, *tensors} if shapes[0].get(n) != shapes[1].get(n)):
+    if wrong := differences(own, tensors):
         raise ValueError(
-            f"{where}: it and the adapter of these settings differ in {', '.join(wrong[:3])}; its "
+            f"{where}: it and the adapter of these settings differ in {wrong}; its "
             f"target_modules are {fields.get('target_modules')}: set model.lora.targets to them, "
             "and model.path to the model that it was trained on"
         )

@@ -115,7 +115,8 @@ class CheckpointStore:
         sums.pop(GROUPS_FILE, None)
         (written / _CHECKSUMS_FILE).write_text(json.dumps(sums, indent=1))
         _close_to_others(written)
-        _sync_tree(written)
+        for path in (*written.rglob("*"), written):
+            _sync(path)
         final = self._final_folder(state.step)
         if final.exists():
             # Only for a step repeated after a rollback: `latest` is older than this folder.
@@ -307,12 +308,6 @@ def _close_to_others(folder: Path) -> None:
     """Remove write access of other users, which a lax umask may have granted."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
 
 
 def _sync(path: Path) -> None:

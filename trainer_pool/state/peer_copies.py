@@ -48,7 +48,6 @@ from trainer_pool.state.shards import (
     shard_file,
     write_layout,
     write_pieces,
-    write_rng,
 )
 
 log = logging.getLogger(__name__)
@@ -194,11 +193,14 @@ class PeerCopies:
                 folder, self._layout, rank, (shard.tensor for shard in shards)
             )
         }
-        write_rng(folder, rank, capture_rng())
+        rng_file(folder, rank).write_text(capture_rng())
         for file in (folder / LAYOUT_FILE, rng_file(folder, rank)):
             sums[file.name] = checksum_of(file)
         note = msgspec.json.encode(_Note(state=state, unsaved=unsaved, checksums=sums))
-        _write_whole(_state_file(folder, rank), b"%08x%b" % (crc32(note), note))
+        file = _state_file(folder, rank)
+        part = file.with_name(f".{file.name}.part")
+        part.write_bytes(b"%08x%b" % (crc32(note), note))
+        part.replace(file)
 
     # Between machines ----------------------------------------------------------------------------
 
@@ -293,12 +295,6 @@ def _read_note(folder: Path, rank: int) -> _Note:
     if data[:8] != b"%08x" % crc32(data[8:]):
         raise ValueError(f"{file} is damaged: its CRC-32 is not that of what was written")
     return parse_json(data[8:], _Note, str(file))
-
-
-def _write_whole(file: Path, data: bytes) -> None:
-    part = file.with_name(f".{file.name}.part")
-    part.write_bytes(data)
-    part.replace(file)
 
 
 def _identity(folder: Path) -> str:

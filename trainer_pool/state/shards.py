@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.run_files import read_json
-from tensors.layout import Layout, TensorSpec
+from tensors.layout import ITEM_BYTES, Layout, TensorSpec
 from trainer_pool.state.checkpoint import Checksum
 
 LAYOUT_FILE = "layout.json"
@@ -49,34 +49,37 @@ def write_shards(folder: Path, layout: Layout, rank: int, stream: Tensor) -> Che
 
     Raises OSError.
     """
-    data = stream.numpy().data
-    with shard_file(folder, rank).open("wb", buffering=0) as file:
-        out = _SummedFile(file.fileno())
-        out.write(memoryview(_file_header(layout, rank)))
-        for start in range(0, len(data), _SYNC_BYTES):
-            out.write(data[start : start + _SYNC_BYTES])
-            os.fsync(file.fileno())
-        os.fsync(file.fileno())
-    return out.checksum
+    return write_pieces(folder, layout, rank, torch.split(stream, _SYNC_BYTES), should_sync=True)
 
 
-def write_pieces(folder: Path, layout: Layout, rank: int, pieces: Iterable[Tensor]) -> Checksum:
+def write_pieces(
+    folder: Path,
+    layout: Layout,
+    rank: int,
+    pieces: Iterable[Tensor],
+    *,
+    should_sync: bool = False,
+) -> Checksum:
     """The same from the pieces themselves, to a file system in memory. Raises OSError."""
+    num_bytes = running = 0
+    parts = (piece.cpu().contiguous().view(torch.uint8).numpy().data for piece in pieces)
     with shard_file(folder, rank).open("wb", buffering=0) as file:
-        out = _SummedFile(file.fileno())
-        out.write(memoryview(_file_header(layout, rank)))
-        for piece in pieces:
-            out.write(piece.cpu().contiguous().view(torch.uint8).numpy().data)
-    return out.checksum
+        for part in chain([memoryview(_file_header(layout, rank))], parts):
+            num_bytes, running = num_bytes + part.nbytes, crc32(part, running)
+            while part:
+                part = part[os.write(file.fileno(), part) :]
+            if should_sync:
+                os.fsync(file.fileno())
+    return Checksum(num_bytes=num_bytes, crc32=running)
 
 
 def _file_header(layout: Layout, rank: int) -> bytes:
     """The header of a file with this rank's pieces; empty if the rank has none."""
-    specs = [
-        TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=(piece.num_elements(tensor),))
-        for piece in layout.pieces[rank]
-        for tensor in [layout.tensors[piece.tensor]]
-    ]
+    specs = []
+    for piece in layout.pieces[rank]:
+        name, dtype = layout.tensors[piece.tensor].name, layout.tensors[piece.tensor].dtype
+        shape = (piece.num_bytes // ITEM_BYTES[dtype],)
+        specs.append(TensorSpec(name=name, dtype=dtype, shape=shape))
     return bytes(Layout.of(specs, 1).file_header) if specs else b""
 
 
@@ -92,11 +95,6 @@ def capture_rng() -> str:
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     return json.dumps(states)
-
-
-def write_rng(folder: Path, rank: int, state: str) -> None:
-    """Write what `capture_rng` returned."""
-    rng_file(folder, rank).write_text(state)
 
 
 _Word = Annotated[int, Meta(ge=0, lt=2**32)]
@@ -146,22 +144,6 @@ def _bytes(text: str) -> Tensor:
 
 def rng_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:02d}.rng.json"
-
-
-class _SummedFile:
-    """Adds up the checksum of a file while its bytes are written."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.checksum = Checksum(num_bytes=0, crc32=0)
-
-    def write(self, data: memoryview) -> None:
-        before = self.checksum
-        self.checksum = Checksum(
-            num_bytes=before.num_bytes + data.nbytes, crc32=crc32(data, before.crc32)
-        )
-        while data:
-            data = data[os.write(self._descriptor, data) :]
 
 
 class ShardReader:
@@ -219,10 +201,15 @@ class ShardReader:
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.close()
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """The first names of tensors whose whole shapes differ, or that only one of the two has."""
+    shapes = [
+        {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in of.items()}
+        for of in (mine, theirs)
+    ]
+    wrong = sorted(n for n in {*mine, *theirs} if shapes[0].get(n) != shapes[1].get(n))
+    return ", ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else "")

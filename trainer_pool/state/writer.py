@@ -26,9 +26,9 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.state.checkpoint import GROUPS_FILE, CheckpointStore, Checksum, TrainState
 from trainer_pool.state.shards import (
     capture_rng,
+    rng_file,
     shard_file,
     write_layout,
-    write_rng,
     write_shards,
 )
 
@@ -174,7 +174,7 @@ class CheckpointWriter:
             stream = self._snapshots.stream(0, number, self._timeout_s)
             folder = self._store.writing_folder(state.step)
             notice = _Notice(shards=write_shards(folder, self._layout, rank, stream))
-            write_rng(folder, rank, rng)
+            rng_file(folder, rank).write_text(rng)
         except OSError as error:
             notice = _Notice(error=f"trainer-{rank}: {error}")
         self._notices.set(_key(number, rank), msgspec.json.encode(notice).decode())

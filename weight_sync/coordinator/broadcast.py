@@ -117,15 +117,12 @@ class Broadcaster:
         self._store = store
         self._members: Clients = []
         """Receivers of the current epoch, in the order of their ranks; empty after a failure."""
-        self._backoff = Backoff(*timeouts.backoff_s)
+        self.backoff = Backoff(*timeouts.backoff_s)
+        """Receivers that failed while others could be served."""
 
     @property
     def epoch(self) -> int:
         return self._group.epoch
-
-    def is_backed_off(self, client: ReceiverClient) -> bool:
-        """Returns whether it recently failed while others could be served."""
-        return self._backoff.is_resting(client)
 
     async def deliver(
         self, encoded: EncodedVersion, members: Iterable[Member], on_arrival: OnArrival
@@ -133,17 +130,17 @@ class Broadcaster:
         """Receivers that end up neither `arrived` nor `torn` have failed; events say why."""
         delivery = Delivery()
         ready = await self._make_room(encoded, members)
-        trusted = [member for member in ready if not self._backoff.has_failed(member.client)]
-        alone = [member for member in ready if self._backoff.has_failed(member.client)]
+        trusted = [member for member in ready if not self.backoff.has_failed(member.client)]
+        alone = [member for member in ready if self.backoff.has_failed(member.client)]
         failed = await self._serve(encoded, trusted, delivery, on_arrival, _MAX_FUTILE)
         if len(failed) > 1:
             alone, failed = failed + alone, []
         for member in alone:
             failed += await self._serve(encoded, [member], delivery, on_arrival, 1)
         for client in delivery.arrived:
-            self._backoff.worked(client)
+            self.backoff.worked(client)
         for member in failed if delivery.arrived else ():  # at fault: others could be served
-            rest_s = self._backoff.failed(member.client)
+            rest_s = self.backoff.failed(member.client)
             detail = f"left to its peers for {rest_s:g} s: it cannot be served, but others can"
             await self._fleet.report("set_aside", member.name, detail)
         return delivery

@@ -12,7 +12,6 @@ from weight_sync.types import ReceiverUnreachable, VersionBoard, WeightSyncError
 
 _RETRY_S = (5.0, 20.0)
 """First and longest pause before a receiver that failed to catch up tries again."""
-NO_ANSWER = "version {} is here, though the answer was lost"
 
 
 class CatchUp:
@@ -58,7 +57,8 @@ class CatchUp:
                     continue
             done.add(client)
             if client in self._unanswered:
-                await self._caught_up(client, version, NO_ANSWER.format(version))
+                detail = f"version {version} is here, though the answer was lost"
+                await self._caught_up(client, version, detail)
             self.forget_failures(client)
         if not lacking:
             return []

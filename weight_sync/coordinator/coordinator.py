@@ -27,7 +27,7 @@ from weight_sync.receiver.client import ReceiverClient
 from weight_sync.sender.control import Message, RankControl, RankError
 from weight_sync.sender.snapshot_buffers import SnapshotBuffers
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import Captured, GroupSpec, Transfer, VersionBoard, WeightSyncError
+from weight_sync.types import Captured, GroupSpec, Record, Transfer, VersionBoard, WeightSyncError
 
 TICK_S = 1.0
 """Interval of the checks for new receivers and of the keep-alives to idle ranks."""
@@ -36,8 +36,6 @@ _MAX_RETRY_S = 5.0
 _CLOSE_S = 5.0
 _MAX_RESENDS = 2
 """Times that a version is sent again, in full, to a receiver where its checksums did not match."""
-
-Fields = dict[str, float | int | str]
 
 
 class Coordinator:
@@ -107,11 +105,8 @@ class Coordinator:
                 await self._next(min(TICK_S * 2**self._num_failures, _MAX_RETRY_S))
 
     async def _next(self, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._wake.wait()
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout_s)
 
     # One version ---------------------------------------------------------------------------------
 
@@ -152,7 +147,7 @@ class Coordinator:
             self.availability.obstacle = (
                 f"no receiver responds: {names}" if names else "no receiver is registered"
             )
-        able = [m for m in there if not self._broadcaster.is_backed_off(m.client)] or there
+        able = [m for m in there if not self._broadcaster.backoff.is_resting(m.client)] or there
         version = self.availability.newest
         if version is None:
             return able, None
@@ -211,7 +206,7 @@ class Coordinator:
         The version is marked available when the first has verified it, and released at each.
         """
         version, sent = encoded.transfer.version, encoded
-        record: asyncio.Future[Fields] = asyncio.get_running_loop().create_future()
+        record: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
 
         async def on_arrival(client: ReceiverClient) -> None:
             await self._board.record_staged(client.name, version)
@@ -295,7 +290,7 @@ class Availability:
     def has(self, version: int) -> bool:
         return self.newest is not None and self.newest >= version
 
-    async def mark(self, version: int, record: asyncio.Future[Fields]) -> None:
+    async def mark(self, version: int, record: asyncio.Future[Record]) -> None:
         """Mark `version` available on the board; a second call changes nothing.
 
         `record` resolves to the fields of the publish record when the broadcast has ended.
@@ -308,7 +303,7 @@ class Availability:
             self._reports[version] = self._tasks.create_task(self._report(version, record))
             self._has_changed.notify_all()
 
-    async def _report(self, version: int, record: asyncio.Future[Fields]) -> None:
+    async def _report(self, version: int, record: asyncio.Future[Record]) -> None:
         """Write the record once every engine serves the version, or at the timeout."""
         converged_at = None
         try:
@@ -334,10 +329,7 @@ class Availability:
             ) from None
 
     async def wait_committed(self, version: int, timeout_s: float) -> None:
-        """Wait until every live engine (at least one) serves `version` or a later one.
-
-        Raises WeightSyncError naming the engines that do not.
-        """
+        """As `CheckpointEngine.wait_committed`."""
         deadline = time.monotonic() + timeout_s
         await self.wait(version, timeout_s)
         try:
@@ -346,11 +338,7 @@ class Availability:
             raise WeightSyncError(str(error)) from None
 
     async def drain(self, version: int, timeout_s: float) -> None:
-        """Wait until `version` is available and the record of its publish is written.
-
-        Waits for engines, but not longer than weight_sync.commit_timeout_s. Raises WeightSyncError
-        if it was not available in time.
-        """
+        """As `CheckpointEngine.drain`."""
         deadline = time.monotonic() + timeout_s
         await self.wait(version, timeout_s)
         reports = [task for other, task in self._reports.items() if other <= version]
@@ -358,7 +346,7 @@ class Availability:
             await asyncio.wait(reports, timeout=max(0.0, deadline - time.monotonic()))
 
 
-def skipped_record(captured: Captured) -> Fields:
+def skipped_record(captured: Captured) -> Record:
     """Record of a version that a newer one replaced before any receiver had it."""
     return {**_snapshot(captured), "mode": "skipped"}
 
@@ -370,7 +358,7 @@ def publish_record(
     num_bytes: int,
     epoch: int,
     available_at: float,
-) -> Fields:
+) -> Record:
     """Record of an available version, without the time at which all engines have it.
 
     `num_bytes`: size of the whole model.
@@ -395,7 +383,7 @@ def publish_record(
     }
 
 
-def _snapshot(captured: Captured) -> Fields:
+def _snapshot(captured: Captured) -> Record:
     return {
         "version": captured.version,
         "snapshot_wait_s": captured.wait_s,

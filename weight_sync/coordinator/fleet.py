@@ -190,7 +190,8 @@ class Fleet:
         Returns False after a failure, which is reported; `CatchUp.tend` tries again.
         """
         try:
-            await self.call(client, client.release(version, timeout_s=self._timeouts.order_s))
+            timeout_s = self._timeouts.config.timeout_s
+            await self.call(client, client.release(version, timeout_s=timeout_s))
         except WeightSyncError as error:
             await self.report_failure(client, "unreleased", str(error))
             return False

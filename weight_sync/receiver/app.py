@@ -89,8 +89,6 @@ def make_app(receiver: Receiver) -> ASGIApp:
 
 
 class _KeyCheck:
-    """Refuses requests without the key."""
-
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._expected = f"Bearer {key}".encode()

@@ -63,11 +63,11 @@ class StagedVersion:
 
 
 class ReceiverClient:
-    """One receiver by its URL. Used in one event loop.
+    """One receiver by its URL, with the methods of `Receiver`. Used in one event loop.
 
     Every call is bounded by its `timeout_s`. Calls raise ReceiverUnreachable without a response,
-    and the errors that their docstrings name; any other refusal is a WeightSyncError with the
-    receiver's message.
+    and the errors of the receiver's method; any other refusal is a WeightSyncError with its
+    message.
     """
 
     def __init__(self, name: str, url: str, key: str) -> None:
@@ -84,45 +84,25 @@ class ReceiverClient:
         return await self._call("GET", "/status", None, timeout_s, ReceiverStatus)
 
     async def set_layout(self, layout: Layout, *, timeout_s: float) -> None:
-        """Make room for all staged versions of this model.
-
-        Raises StoreFullError, and StoreBusyError if a version of another model is being read.
-        """
         body = {"layout": layout.to_json(), "digest": layout.digest}
         await self._call("POST", "/layout", body, timeout_s, dict)
 
     async def join(self, spec: GroupSpec, *, timeout_s: float) -> None:
-        """Leave the last epoch's group and join this one; returns when it has formed."""
         await self._call("POST", "/join", {"group": spec}, timeout_s, dict)
 
     async def receive(self, transfer: Transfer, epoch: int, first: int, *, timeout_s: float) -> int:
-        """Give the version a slot, unless it has one, and receive the buckets from `first` on.
-
-        Returns the number of buckets that it has: all. After any error the receiver has left the
-        group. Raises TransferFailed, StoreBusyError if every slot is being read, and UnknownLayout
-        or UnknownVersion without the layout or a delta's base.
-        """
         body = {"transfer": transfer, "epoch": epoch, "first": first}
         return await self._call("POST", "/receive", body, timeout_s, int)
 
     async def verify(self, manifest: Manifest, *, timeout_s: float) -> None:
-        """Compare the whole version with its manifest (a delta is applied first).
-
-        Raises ChecksumMismatch: the version is discarded.
-        """
         await self._call("POST", "/verify", manifest.note, timeout_s, dict)
 
     async def release(self, version: int, *, timeout_s: float) -> None:
-        """Let the engines take a version that is whole, an adapter once it is merged."""
         await self._call("POST", "/release", {"version": version}, timeout_s, dict)
 
     async def catch_up(
         self, version: int, peers: Sequence[str], layout: Layout, *, timeout_s: float
     ) -> CatchUpReport:
-        """Copy `version` from the first of the peers (URLs) that has it, and release it.
-
-        Raises TransferFailed with the error of each peer.
-        """
         body = {"version": version, "peers": list(peers), "layout_digest": layout.digest}
         try:
             return await self._call("POST", "/catch_up", body, timeout_s, CatchUpReport)
@@ -141,8 +121,6 @@ class ReceiverClient:
     async def hold(
         self, version: int, who: str, ttl_s: float, *, timeout_s: float, as_sent: bool = False
     ) -> None:
-        """Hold `version`, as engines load it or as it was sent, while `who` reads it: nothing
-        overwrites it. Raises UnknownVersion."""
         body = {"version": version, "who": who, "ttl_s": ttl_s, "as_sent": as_sent}
         await self._call("POST", "/hold", body, timeout_s, dict)
 

@@ -153,7 +153,6 @@ class Merging:
             self._adapters.let_go(version, "merging")
 
     def _merge(self, weight: Tensor, name: str, a: Tensor, b: Tensor) -> None:
-        """Write the merged weight of this name to `weight`."""
         assert self._base is not None
         dtype, scale = getattr(torch, self._spec.dtype), self._spec.scale
         base = self._base.tensor(name)

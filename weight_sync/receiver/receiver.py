@@ -116,7 +116,10 @@ class Receiver:
         )
 
     def set_layout(self, layout: Layout) -> None:
-        """Make room for this model's versions. Raises StoreFullError."""
+        """Make room for all staged versions of this model.
+
+        Raises StoreFullError, and StoreBusyError if a version of another model is being read.
+        """
         with self._one_at_a_time("setting a layout"):
             known = self.store.layout
             if known is None or known.digest != layout.digest:
@@ -133,7 +136,8 @@ class Receiver:
         return layout
 
     def join(self, group: GroupSpec) -> None:
-        """Block until the epoch's group has formed, for at most twice its timeout."""
+        """Leave the last epoch's group and join this one; blocks until it has formed, for at most
+        twice its timeout."""
         if self.spec.name not in group.receivers:
             raise ValueError(f"{self.spec.name} is not a receiver of {group}")
         with self._one_at_a_time(f"joining epoch {group.epoch}"):
@@ -144,8 +148,8 @@ class Receiver:
         """Receive the buckets from `first` on; returns the number of buckets received: all of them.
 
         On an error it leaves the epoch, so that no other member waits for it. Raises
-        TransferFailed, and StoreBusyError, UnknownLayout or UnknownVersion if it cannot
-        receive the version.
+        TransferFailed, StoreBusyError if every slot is being read, and UnknownLayout or
+        UnknownVersion without the layout or a delta's base.
         """
         try:
             with self._one_at_a_time(f"receiving version {transfer.version}"):
@@ -243,7 +247,8 @@ class Receiver:
             self._merging.wake()
 
     def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
-        """Copy, verify and release `version`. Raises TransferFailed if no peer has it."""
+        """Copy `version` from the first of the peers (URLs) that has it, verify and release it.
+        Raises TransferFailed with the error of each peer."""
         start, source = time.perf_counter(), None
         with self._one_at_a_time(f"catching up with version {version}"):
             if version not in self.store.complete_versions:
@@ -344,15 +349,11 @@ class Arrival:
         assert self.slot is not None and bucket.index == self.received
         if self.transfer.is_full:
             self._sums[bucket.rank].feed(bucket.start, data)
-            if bucket.direct is None:
-                self._scatter(bucket, data, self.slot.data)
+            for extent in bucket.extents if bucket.direct is None else ():
+                start = extent.stream_start - bucket.start
+                place = self.slot.data[extent.file_start : extent.file_start + extent.num_bytes]
+                place.copy_(data[start : start + extent.num_bytes])
         self.received += 1
-
-    def _scatter(self, bucket: Bucket, data: Tensor, file: Tensor) -> None:
-        for extent in bucket.extents:
-            start = extent.stream_start - bucket.start
-            place = file[extent.file_start : extent.file_start + extent.num_bytes]
-            place.copy_(data[start : start + extent.num_bytes])
 
     def verify(self, slot: Slot, manifest: Manifest) -> None:
         """Apply a delta, and compare the version with its manifest. Raises ChecksumMismatch."""

@@ -24,7 +24,6 @@ import fcntl
 import itertools
 import json
 import logging
-import math
 import mmap
 import os
 import shutil
@@ -54,6 +53,7 @@ from weight_sync.types import (
 
 _WEIGHTS = "model.safetensors"
 """The only *.safetensors file of the folder: an engine loads all of them."""
+_RELEASED, _HOLDS = "released", "holds.json"
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM}
 _log = logging.getLogger(__name__)
 
@@ -387,9 +387,9 @@ class Slot:
         """Take over an earlier process's version. Raises ValueError if it is damaged."""
         (self.path / "holds.draft").unlink(missing_ok=True)
         (self.path / "manifest.draft").unlink(missing_ok=True)
-        for version, who, until in _read_note(self._holds_path) or []:
+        for version, who, until in _read_note(self.path / _HOLDS) or []:
             self._holds[int(version), str(who)] = float(until)
-        fields = _read_note(self._manifest_path)
+        fields = _read_note(self.path / MANIFEST_NAME)
         if fields is None:
             return
         manifest = Manifest.from_json(fields)
@@ -401,7 +401,7 @@ class Slot:
             names = mismatches(manifest.layout, manifest.checksums, found)
             raise ValueError(f"checksums differ: {', '.join(names)}")
         self._data, self.version, self.manifest = data, manifest.version, manifest
-        self.is_released = self._released_path.exists()
+        self.is_released = (self.path / _RELEASED).exists()
 
     def make_file(self, layout: Layout) -> None:
         """Map the file, after creating it if there is none. OSError: no room for it."""
@@ -417,20 +417,20 @@ class Slot:
     def emptied(self) -> Slot:
         """The same slot without its version, whose notes are removed; its bytes may be written."""
         # In this order: a mark that outlived its manifest would release the slot's next version.
-        self._released_path.unlink(missing_ok=True)
-        self._manifest_path.unlink(missing_ok=True)
+        (self.path / _RELEASED).unlink(missing_ok=True)
+        (self.path / MANIFEST_NAME).unlink(missing_ok=True)
         return Slot(
             path=self.path, should_pin=self.should_pin, _data=self._data, _holds=self._holds
         )
 
     def complete(self, manifest: Manifest) -> None:
         """Raises OSError if there is no room for the note."""
-        _write_note(self._manifest_path, manifest.to_json())
+        _write_note(self.path / MANIFEST_NAME, manifest.to_json())
         self.transfer, self.manifest = None, manifest
 
     def release(self) -> None:
         """Raises OSError if there is no room for the mark."""
-        self._released_path.touch()
+        (self.path / _RELEASED).touch()
         self.is_released = True
 
     def hold(self, version: int, who: str, until: float) -> None:
@@ -451,28 +451,15 @@ class Slot:
         for key in [key for key, until in self._holds.items() if until <= now]:
             del self._holds[key]
         return [
-            f"version {version} is held by {who}"
-            + ("" if until == math.inf else f" for {until - now:.0f} s more")
+            f"version {version} is held by {who} for {until - now:.0f} s more"
             for (version, who), until in self._holds.items()
         ]
 
     def _note_holds(self) -> None:
         """Write them down for the next process: this one may be killed while an engine reads."""
-        holds = [[*key, until] for key, until in self._holds.items() if until < math.inf]
+        holds = [[*key, until] for key, until in self._holds.items()]
         with suppress(OSError):  # a full file system must not keep an engine from its weights
-            _write_note(self._holds_path, holds)
-
-    @property
-    def _manifest_path(self) -> Path:
-        return self.path / MANIFEST_NAME
-
-    @property
-    def _released_path(self) -> Path:
-        return self.path / "released"
-
-    @property
-    def _holds_path(self) -> Path:
-        return self.path / "holds.json"
+            _write_note(self.path / _HOLDS, holds)
 
 
 def _recovered(folder: Path, should_pin: bool) -> Slot:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 
 import torch
 from msgspec import convert
@@ -89,19 +88,16 @@ class SendingRank:
         self._delta = None  # frees the last one before the next is made
         if command["base_buffer"] is not None:
             base = self._stream(command["base_buffer"], int(command["base_version"]))
-            found = self._changes(base, stream, command["max_density"])
+            found, most = None, command["max_density"]
+            try:
+                found = delta.encode(self._layout, self._rank, base, stream, most)
+            except MemoryError as error:  # a full version needs no further memory
+                log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
             if found is not None:
                 self._delta = version, found.payload
                 result["num_bytes"] = found.payload.numel()
                 result["num_changed"] = found.num_changed
         return result | {"encode_s": time.perf_counter() - start, "copy_s": copy_s}
-
-    def _changes(self, base: Tensor, stream: Tensor, max_density: float) -> delta.Delta | None:
-        try:
-            return delta.encode(self._layout, self._rank, base, stream, max_density)
-        except MemoryError as error:  # a full version needs no further memory
-            log.warning("trainer rank %d sends its weights in full: %s", self._rank, error)
-            return None
 
     def _send(self, command: Message) -> Message:
         transfer = convert(command["transfer"], Transfer)
@@ -153,33 +149,23 @@ class Sender:
             self._config.min_bandwidth,
         )
         deadline = time.monotonic() + total_s
-        send = partial(
-            self._send_over, buckets=mine, payload=payload, limit_s=limit_s, deadline=deadline
-        )
-        self.group_thread.run(send, total_s + self._config.timeout_s / 2)
+        first_receiver = spec.num_senders
 
-    def _send_over(
-        self,
-        group: WeightGroup,
-        *,
-        buckets: Sequence[Bucket],
-        payload: Tensor,
-        limit_s: float,
-        deadline: float,
-    ) -> None:
-        first_receiver = group.spec.num_senders
-        in_flight: deque[tuple[Bucket, Work]] = deque()
+        def send_over(group: WeightGroup) -> None:
+            in_flight: deque[tuple[Bucket, Work]] = deque()
 
-        def wait_oldest() -> None:
-            bucket, work = in_flight.popleft()
-            wait_s = max(0.001, min(limit_s, deadline - time.monotonic()))
-            with group.naming(f"sending bucket {bucket.index}", first_receiver):
-                work.wait(timedelta(seconds=wait_s))
+            def wait_oldest() -> None:
+                bucket, work = in_flight.popleft()
+                wait_s = max(0.001, min(limit_s, deadline - time.monotonic()))
+                with group.naming(f"sending bucket {bucket.index}", first_receiver):
+                    work.wait(timedelta(seconds=wait_s))
 
-        for turn, bucket in enumerate(buckets):
-            if len(in_flight) == self._config.num_buffers:
+            for turn, bucket in enumerate(mine):
+                if len(in_flight) == self._config.num_buffers:
+                    wait_oldest()
+                wire = self.group_thread.staging.upload(turn, payload[bucket.start : bucket.stop])
+                in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
+            while in_flight:
                 wait_oldest()
-            wire = self.group_thread.staging.upload(turn, payload[bucket.start : bucket.stop])
-            in_flight.append((bucket, group.send(wire, first_receiver, bucket.index)))
-        while in_flight:
-            wait_oldest()
+
+        self.group_thread.run(send_over, total_s + self._config.timeout_s / 2)

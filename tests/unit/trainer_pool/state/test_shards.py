@@ -21,7 +21,6 @@ from trainer_pool.state.shards import (
     shard_file,
     write_layout,
     write_pieces,
-    write_rng,
     write_shards,
 )
 
@@ -34,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     write_layout(tmp_path, LAYOUT)
     for rank, part in enumerate((torch.arange(8.0), torch.arange(8.0, 15.0))):
         write_shards(tmp_path, LAYOUT, rank, part.view(torch.uint8))
-    write_rng(tmp_path, 0, capture_rng())
+    rng_file(tmp_path, 0).write_text(capture_rng())
     return tmp_path
 
 
