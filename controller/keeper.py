@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray._private import ray_constants, services
 from ray._private.node import Node
@@ -29,6 +28,7 @@ from controller.run_dir import RunDir
 from controller.start import ray_worker
 from controller.start.ray_keeper import RECORD
 from processes import fork_server
+from processes.child import started_at
 
 POLL_S = 1.0
 
@@ -49,7 +49,7 @@ def main(folder: str, options: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: is_asked.set())  # instead of Ray's
     assert run_dir.temporary is not None
     address = ray.get_runtime_context().gcs_address
-    record = {"pid": os.getpid(), "started": psutil.Process().create_time(), "address": address}
+    record = {"pid": os.getpid(), "started": started_at(os.getpid()), "address": address}
     (run_dir.temporary / RECORD).write_text(json.dumps(record))
     print(json.dumps({"address": address}), flush=True)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nobody reads further lines

@@ -43,6 +43,7 @@ import psutil
 from msgspec import Meta
 
 from configs.run_files import read_json, read_text
+from processes.child import has_ended, started_at
 from processes.leftovers import hosts_with_leftovers, remove_leftovers
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class RunRecord:
     name: str
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     process_started: float
-    """Start time of `pid`: another process may get the same number later."""
+    """`started_at` of `pid`: another process may get the same number later."""
     started: float
     state: Annotated[str, Meta(pattern="^(running|finished|failed|stopped)$")]
     ended: float | None = None
@@ -86,9 +87,8 @@ class RunRecord:
         if not self.is_here:
             return self.state == "running"
         try:
-            process = psutil.Process(self.pid)
-            is_it = process.create_time() == self.process_started
-            return is_it and process.status() != psutil.STATUS_ZOMBIE  # nobody has waited for it
+            # It may have ended though nobody has waited for it.
+            return started_at(self.pid) == self.process_started and not has_ended(self.pid, 0)
         except psutil.NoSuchProcess:
             return False
 
@@ -408,9 +408,8 @@ class RunDir:
 
 def _this_process() -> dict[str, Any]:
     """Its part of a record."""
-    here = psutil.Process()
-    started = here.create_time()
-    return {"pid": here.pid, "process_started": started, "host": socket.gethostname()}
+    pid = os.getpid()
+    return {"pid": pid, "process_started": started_at(pid), "host": socket.gethostname()}
 
 
 def umask_like(folder: Path) -> int:

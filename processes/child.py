@@ -21,6 +21,8 @@ from processes import die_with_parent, fork_server
 _Process = subprocess.Popen[bytes] | fork_server.Forked
 _KILLED_S = 30.0
 """A killed process that still exists after this long is stuck in the kernel."""
+_START = 22 - 3
+"""Its place in /proc/PID/stat (proc(5)), counted from the third field, after the name."""
 
 
 class Child:
@@ -178,10 +180,10 @@ class Adopted:
     """
 
     def __init__(self, pid: int, started: float | None = None) -> None:
-        """Raises psutil.NoSuchProcess if it has ended. `started`: its start time, if a record has
-        kept it: another process may have got the same number."""
+        """Raises psutil.NoSuchProcess if it has ended. `started`: what `started_at` gave, if a
+        record has kept it: another process may have got the same number."""
         self._process = psutil.Process(pid)
-        if started not in (None, self._process.create_time()):
+        if started not in (None, started_at(pid)):
             raise psutil.NoSuchProcess(pid)
         self.pid = pid
 
@@ -197,6 +199,19 @@ class Adopted:
             return exit_code
         kill_group(self.pid)
         return self.wait(_KILLED_S)
+
+
+def started_at(pid: int) -> float:
+    """When the process started, in seconds since the machine did. Raises psutil.NoSuchProcess.
+
+    With its number this names one process, also after the clock was set: psutil's `create_time`
+    moves then, and a run that goes on would be taken for a dead one.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(pid) from None
+    return int(fields[_START]) / os.sysconf("SC_CLK_TCK")
 
 
 def has_ended(pid: int, timeout_s: float | None) -> bool:

@@ -26,6 +26,7 @@ from controller.run_dir import RunDir, RunDirError
 from controller.signals import EXIT_RAY_LOST
 from controller.start.attach import NotAttachableError, find_attachment
 from controller.start.ray_keeper import RECORD
+from processes.child import started_at
 from tests.support.controller.records import write_checkpoint
 from tests.support.repository import ROOT
 
@@ -129,7 +130,7 @@ def test_guard_has_another_controller_attach_while_the_keeper_lives_and_else_res
     guard = _Finish()
     assert guard._next_verb(orphan, -9) == "resume"
     with subprocess.Popen(["sleep", "600"]) as keeper:
-        started = psutil.Process(keeper.pid).create_time()
+        started = started_at(keeper.pid)
         record = {"pid": keeper.pid, "started": started, "address": "127.0.0.1:1"}
         (orphan.make_temporary() / RECORD).write_text(json.dumps(record))
         assert guard._next_verb(orphan, -9) == "attach"
@@ -157,10 +158,10 @@ def test_guard_follows_one_that_could_not_attach_by_one_that_resumes(
 def test_attach_refuses_a_run_that_has_ended_or_has_a_controller(
     orphan: RunDir, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    here = psutil.Process()
-    record = replace(orphan.read_record(), process_started=here.create_time())
-    orphan.write_record(replace(record, pid=here.pid))
-    with pytest.raises(RunDirError, match=f"its controller, process {here.pid}, is not gone"):
+    here = os.getpid()
+    record = replace(orphan.read_record(), process_started=started_at(here))
+    orphan.write_record(replace(record, pid=here))
+    with pytest.raises(RunDirError, match=f"its controller, process {here}, is not gone"):
         orphan.take_over()
     orphan.end("stopped")
     assert main(["attach", "--dir", str(orphan.path.parent)]) == EXIT_BAD_INPUT
@@ -198,7 +199,7 @@ def test_resume_refuses_a_run_whose_controller_lives_before_it_loads_anything(
 ) -> None:
     write_checkpoint(orphan, step=3, version=3)
     with subprocess.Popen(["sleep", "600"]) as other:
-        started = psutil.Process(other.pid).create_time()
+        started = started_at(other.pid)
         record = replace(orphan.read_record(), pid=other.pid, process_started=started)
         orphan.write_record(record)
         command = [sys.executable, "-X", "importtime", "-m", "controller.main", "resume"]
@@ -234,7 +235,7 @@ def test_controller_that_says_it_was_stopped_is_not_followed_by_another(
 
 def test_guard_leaves_a_run_alone_that_somebody_has_resumed_meanwhile(orphan: RunDir) -> None:
     other = psutil.Process(os.getppid())
-    changed = {"pid": other.pid, "process_started": other.create_time()}
+    changed = {"pid": other.pid, "process_started": started_at(other.pid)}
     orphan.write_record(replace(orphan.read_record(), **changed))
     assert _Finish()(str(orphan.path), False, -9) == EXIT_FAILED
     assert orphan.read_record().state == "running"

@@ -13,6 +13,7 @@ import pytest
 
 from controller.commands.stop import stop_run
 from controller.run_dir import RunDir, RunDirError
+from processes.child import started_at
 from processes.leftovers import list_path, write_list
 
 
@@ -59,13 +60,22 @@ def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(tmp_pa
     record = run.read_record()
     assert not replace(record, process_started=record.process_started - 60).is_alive
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        started = psutil.Process(child.pid).create_time()
+        started = started_at(child.pid)
         living = replace(record, pid=child.pid, process_started=started)
         assert living.is_alive
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not living.is_alive  # although nobody has waited for it
     assert not living.is_alive
+
+
+def test_run_is_alive_after_the_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = new_run(tmp_path).read_record()
+    began = psutil.boot_time()  # the kernel counts it back from the clock
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: began + 1.0)
+    assert record.is_alive
 
 
 def test_unknown_run_is_an_error_that_lists_the_others(tmp_path: Path) -> None:

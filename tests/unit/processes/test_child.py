@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes.child import Adopted, Child, has_ended
+from processes.child import Adopted, Child, has_ended, started_at
 from processes.die_with_parent import bound
 
 PROGRAM = """
@@ -153,7 +153,7 @@ def test_child_that_outlives_its_parent_can_be_adopted_and_stopped(
 ) -> None:
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    started = psutil.Process(pid).create_time()
+    started = started_at(pid)
     parent.kill()
     parent.wait()
     with pytest.raises(psutil.NoSuchProcess):
