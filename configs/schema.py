@@ -231,7 +231,8 @@ class TrainerConfig(Section):
     max_restarts: int = field(default=3, metadata=at_least(0))
     """How often the ranks start again from the last checkpoint after one of them has died."""
     timeout_s: float = field(default=600.0, metadata=SECONDS)
-    """Longest that one collective among the trainer ranks may take."""
+    """Longest that one collective among the trainer ranks may take. They start again from the last
+    checkpoint after that, as they do if one does not answer for so long."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def rules(self) -> Iterator[Rule]:

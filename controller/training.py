@@ -200,7 +200,7 @@ class Training:
                 if lost is not None:
                     await self._restart_trainer(store, lost)
                 self._training = self.pools.trainer.train()
-                report = (await self._results(self._training))[0]
+                report = (await self._results_of_ranks(self._training))[0]
                 if report.was_stopped:  # for a controller that was killed while it ended the run
                     self.panel.say(
                         f"the ranks stopped after step {report.num_steps}: "
@@ -208,28 +208,51 @@ class Training:
                     )
                     why = self.run_dir.read_record().error
                     raise Stopped if why is None else RuntimeError(why)
-                await self._results(self.pools.trainer.publish_last())
+                await self._results_of_ranks(self.pools.trainer.publish_last())
                 return report
             except RunFailed:
                 # The others fail in a collective, maybe before the death is reported.
                 lost = await _first_of(self._trainer_deaths, DEATH_GRACE_S)
-                lost = lost or await self._hanging_rank()
+                lost = lost or await self._hanging_rank(ANSWER_S)
                 if lost is None:
                     raise
                 if not restarts_left or store.latest() is None:
                     raise lost from None
         raise AssertionError("unreachable")
 
-    async def _hanging_rank(self) -> RunFailed | None:
+    async def _results_of_ranks(self, pending: Mapping[str, Pending[T]]) -> list[T]:
+        """Raises RunFailed, also if a rank hangs whom no collective of others would miss."""
+        ending = asyncio.ensure_future(self._results(pending))
+        hanging = asyncio.create_task(self._wait_hanging())
+        try:
+            await asyncio.wait({ending, hanging}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                raise hanging.result()
+            return ending.result()
+        finally:
+            _cancel([ending, hanging])
+
+    async def _wait_hanging(self) -> RunFailed:
+        while True:
+            hanging = await self._hanging_rank(self.config.trainer.timeout_s)
+            if hanging is not None:
+                return hanging
+            await asyncio.sleep(ANSWER_S)
+
+    async def _hanging_rank(self, limit_s: float) -> RunFailed | None:
         """A rank that does not answer: its process is stopped or stuck, or its machine is away."""
         pids = self.pools.trainer.pids()
         asked = {asyncio.ensure_future(value(ref)): name for name, ref in pids.items()}
-        _, silent = await asyncio.wait(asked, timeout=ANSWER_S)
-        _cancel(silent)
+        try:
+            answered, silent = await asyncio.wait(asked, timeout=limit_s)
+        finally:
+            _cancel(asked)
+        for asking in answered:
+            asking.exception()  # of a dead one, which is watched for itself
         if not silent:
             return None
         name = min(asked[asking] for asking in silent)
-        return failure(name, f"does not answer within {ANSWER_S:g} s", self.run_dir.log_of(name))
+        return failure(name, f"does not answer within {limit_s:g} s", self.run_dir.log_of(name))
 
     async def _restart_trainer(self, store: CheckpointStore, lost: BaseException) -> None:
         await self._enter_phase("restarting the trainer")

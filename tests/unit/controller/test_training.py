@@ -179,6 +179,21 @@ async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again
     assert "trainer-0 died: the ranks start again" in said
 
 
+async def test_rank_that_hangs_alone_starts_again(
+    train: Train, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "ANSWER_S", 0.01)
+    monkeypatch.setattr(training, "DEATH_GRACE_S", 0.1)
+    hanging = Ranks(REPORT)
+    hanging.training, answers = Result(), [done(17), done(RayActorError()), Result(), Result()]
+    hanging.training.set_running_or_notify_cancel()
+    monkeypatch.setattr(hanging, "pids", lambda: {"trainer-0": answers.pop(0)})
+    config = replace(config, trainer=replace(config.trainer, timeout_s=0.5))
+    resumed_from, said = await train(hanging, Ranks(REPORT), config=config)
+    assert len(resumed_from) == 1 and answers == []
+    assert "trainer-0 does not answer within 0.01 s: the ranks start again" in said
+
+
 async def test_ranks_that_cannot_be_made_again_end_the_run_with_the_cause(
     ended_run: RunDir, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
