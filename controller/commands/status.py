@@ -54,7 +54,7 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
         view.apply(record)
     address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
     try:
-        stats, waits, counters = asyncio.run(asyncio.wait_for(_sample(address), CONNECT_TIMEOUT_S))
+        stats, waits, counters = asyncio.run(_sample(address))
     except (ConnectionError, TimeoutError):
         if config.buffer.url is not None:
             raise
@@ -67,7 +67,11 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
 
 
 async def _sample(address: BufferAddress) -> tuple[BufferStats, Waits, Mapping[str, float]]:
-    async with opened(address) as buffer, opened_state(address) as state:
+    async with (
+        asyncio.timeout(CONNECT_TIMEOUT_S),
+        opened(address) as buffer,
+        opened_state(address) as state,
+    ):
         return await buffer.stats(), await state.waits(), await state.counters()
 
 

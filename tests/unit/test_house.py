@@ -173,6 +173,21 @@ def test_nothing_that_runs_code_when_read_is_imported() -> None:
     assert users == set()
 
 
+def test_no_wait_drops_its_cancellation() -> None:
+    """As asyncio.wait_for does in Python 3.11 if it ends in the same turn; asyncio.timeout keeps
+    it."""
+    users = [
+        _name(path)
+        for path in SOURCES
+        for node in _nodes(path)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "wait_for"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "asyncio"
+    ]
+    assert users == []
+
+
 def test_one_file_knows_the_http_paths_of_sglang() -> None:
     users = {
         _name(path)

@@ -68,6 +68,7 @@ def write_pieces(
             num_bytes, running = num_bytes + part.nbytes, crc32(part, running)
             while part:
                 part = part[os.write(file.fileno(), part) :]
+            del part  # it holds the copy from a GPU, and the next one is made before it is replaced
             if should_sync:
                 os.fsync(file.fileno())
     return Checksum(num_bytes=num_bytes, crc32=running)

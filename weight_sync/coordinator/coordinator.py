@@ -106,7 +106,8 @@ class Coordinator:
 
     async def _next(self, timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
 
     # One version ---------------------------------------------------------------------------------
 

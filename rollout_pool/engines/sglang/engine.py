@@ -172,7 +172,8 @@ class SGLangEngine:
                 next_look = now + LOOK_INTERVAL_S
             # There is an event for the end of a process, but none for its readiness.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(server.child.exit(), PROBE_INTERVAL_S)
+                async with asyncio.timeout(PROBE_INTERVAL_S):
+                    await server.child.exit()
         # SGLang tries it itself, but without its warm-up before it listens. On a CPU each flush of
         # the cache collects garbage: half a second if all that was imported is walked through.
         await self.client.freeze_garbage()
