@@ -47,6 +47,7 @@ class MetricsServer(Collector):
         self._engines = EngineGauges(address.run)
         self._last_id = STREAM_START
         self._num_errors = 0
+        self._reading = set[asyncio.Task[list[Family]]]()
         self._found: list[Family] | None = None
         """Read by the last scrape; None if Redis did not answer."""
         registry = CollectorRegistry()
@@ -56,8 +57,9 @@ class MetricsServer(Collector):
         try:
             listener, url = listen(host, port)
         except OSError as error:
+            reason = str(error.strerror).partition(" (while")[0]  # the address comes twice
             raise ValueError(
-                f"run.prometheus_port={port}: cannot listen on {host}:{port} ({error.strerror}); "
+                f"run.prometheus_port={port}: cannot listen on {host}:{port} ({reason}); "
                 "choose another port (0 takes a free one), or null for no metrics"
             ) from None
         self.url = f"{url}/metrics"
@@ -75,11 +77,15 @@ class MetricsServer(Collector):
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._found = await self._read()
-        except Exception:  # every scrape gets a response, and the response counts the error
-            self._found = None
+        reading = asyncio.create_task(self._read())
+        self._reading.add(reading)
+        await asyncio.wait({reading})
+        self._reading.discard(reading)
+        if reading.cancelled() or reading.exception() is not None:
+            self._found = None  # every scrape gets a response, and the response counts the error
             self._num_errors += 1
+        else:
+            self._found = reading.result()
         await self._respond(scope, receive, send)  # which collects before it waits for anything
 
     def collect(self) -> Iterator[Family]:
@@ -128,4 +134,6 @@ class MetricsServer(Collector):
 
     async def _end_serving(self) -> None:
         self._server.should_exit = True
+        for reading in self._reading:  # Redis may not answer
+            reading.cancel()
         await self._serving

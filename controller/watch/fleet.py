@@ -112,16 +112,19 @@ class Fleet:
             watching.cancel()
             noticing.cancel()
         del self._keeping[engine]
-        num_left = len(self._keeping)  # now: another may end during the removal
+        is_last = not self._keeping  # now: another may end during the removal
         pause_s = min(FIRST_PAUSE_S * 2**self._num_given_up, LONGEST_PAUSE_S)
         self._num_given_up += 1
         self._join_at = time.monotonic() + pause_s
         await self._remove(engine, str(lost).partition(";")[0])
-        if num_left == 0:
+        if is_last:
             if not self._end.done():
                 self._end.set_result(lost)
             return
-        left = format_number_of(num_left, "engine")
+        if not self._keeping:
+            self.say(str(lost))
+            return
+        left = format_number_of(len(self._keeping), "engine")
         self.say(f"{lost}\nThe run goes on with {left}; another one joins in {pause_s:.0f} s")
 
     async def _watch_process(self, engine: str) -> None:

@@ -107,6 +107,7 @@ class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     audio: Any = None
     refusal: Any = None
     annotations: Bookkeeping = None
+    parsed: Bookkeeping = None
     provider_specific_fields: Bookkeeping = None
 
 

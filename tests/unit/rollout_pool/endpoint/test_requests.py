@@ -202,7 +202,7 @@ async def test_field_without_effect_is_accepted(scene):
             response_format={"type": "text"},
             parallel_tool_calls=True,
             frequency_penalty=0,
-            messages=[{**USER, "refusal": None, "reasoning_content": None, "annotations": []}],
+            messages=[{**USER, "refusal": None, "reasoning_content": None, "parsed": {"a": 1}}],
         ),
     )
     assert answer.status_code == 200, answer.text
