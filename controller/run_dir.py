@@ -87,7 +87,7 @@ class RunRecord:
         if not self.is_here:
             return self.state == "running"
         try:
-            # It may have ended though nobody has waited for it.
+            # One that has ended and that nobody has waited for still has a start.
             return started_at(self.pid) == self.process_started and not has_ended(self.pid, 0)
         except psutil.NoSuchProcess:
             return False

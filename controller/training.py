@@ -44,6 +44,7 @@ from controller.watch.remarks import checkpoint_failed_words, eval_failed_words
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of, has_ended
 from processes.pending import Pending, T, value
+from processes.silence import wait_silent
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import CheckpointStore
@@ -223,21 +224,18 @@ class Training:
     async def _results_of_ranks(self, pending: Mapping[str, Pending[T]]) -> list[T]:
         """Raises RunFailed, also if a rank hangs whom no collective of others would miss."""
         ending = asyncio.ensure_future(self._results(pending))
-        hanging = asyncio.create_task(self._wait_hanging())
+        limit_s = self.config.trainer.timeout_s
+        silence = asyncio.create_task(wait_silent(self._all_ranks_answer, limit_s))
         try:
-            await asyncio.wait({ending, hanging}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ending, silence}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
-                raise hanging.result()
+                raise RunFailed(f"a trainer rank did not answer for {silence.result():.0f} s")
             return ending.result()
         finally:
-            _cancel([ending, hanging])
+            _cancel([ending, silence])
 
-    async def _wait_hanging(self) -> RunFailed:
-        while True:
-            hanging = await self._hanging_rank(self.config.trainer.timeout_s)
-            if hanging is not None:
-                return hanging
-            await asyncio.sleep(ANSWER_S)
+    async def _all_ranks_answer(self, limit_s: float) -> bool:
+        return await self._hanging_rank(limit_s) is None
 
     async def _hanging_rank(self, limit_s: float) -> RunFailed | None:
         """A rank that does not answer: its process is stopped or stuck, or its machine is away."""

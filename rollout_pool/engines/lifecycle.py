@@ -290,8 +290,8 @@ class EngineLife:
 
 
 def engine_pulse(client: EngineControl, pid: int) -> Probe:
-    """Tells whether a server is alive, even if it is busy or paused. `pid`: of a ready server,
-    which has started all its processes.
+    """A probe: is this server alive, even if it is busy or paused? `pid`: of a ready server, which
+    has started all its processes.
 
     Its HTTP process responds while the scheduler loads weights or is paused, and even while the
     scheduler is stopped by a signal: the latter shows in the state of its process.

@@ -48,8 +48,11 @@ class Setup(Struct, kw_only=True, frozen=True):
     num_embeddings: int
     end_tokens: list[int]
     compile_s: float
+    """Processor time to compile a grammar."""
     step_s: float
+    """Processor time of any later request."""
     max_bytes: int
+    """Memory of one grammar and its completions."""
 
 
 class Call(Struct, frozen=True):

@@ -229,6 +229,7 @@ class Algorithm:
     def statistics(
         self, parts: Sequence[LossInputs], sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> BatchStatistics:
+        """Statistics of an update whose micro-batches on this rank are `parts`; collective."""
         # Weights alone: a mask's zeros would lower the mean, and so raise the weight of the tokens
         # that remain.
         return corrections.batch_statistics(

@@ -69,6 +69,7 @@ class Forest:
             yield piece
 
     def length(self, sequence: int) -> int:
+        """Tokens of the whole sequence."""
         return self.spans[self.paths[sequence][-1]].stop
 
     def spans_of(self, sequences: Sequence[int]) -> list[int]:

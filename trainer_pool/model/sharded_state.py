@@ -22,6 +22,8 @@ from trainer_pool.state.shards import ShardReader, differences
 
 
 class ShardedState:
+    """One rank's pieces of the weights and of the optimizer's state."""
+
     def __init__(
         self,
         deepspeed: Any,

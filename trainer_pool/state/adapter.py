@@ -32,6 +32,8 @@ _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Adapter:
+    """An adapter outside of its model."""
+
     config: LoraConfig
     tensors: Mapping[str, Tensor]
     """A and B of each adapted layer, by the names of the file."""

@@ -185,7 +185,10 @@ async def test_rank_that_hangs_alone_starts_again(
     monkeypatch.setattr(training, "ANSWER_S", 0.01)
     monkeypatch.setattr(training, "DEATH_GRACE_S", 0.1)
     hanging = Ranks(REPORT)
-    hanging.training, answers = Result(), [done(17), done(RayActorError()), Result(), Result()]
+    hanging.training, answers = (
+        Result(),
+        [done(17), done(RayActorError()), Result(), Result(), Result()],
+    )
     hanging.training.set_running_or_notify_cancel()
     monkeypatch.setattr(hanging, "pids", lambda: {"trainer-0": answers.pop(0)})
     config = replace(config, trainer=replace(config.trainer, timeout_s=0.5))
