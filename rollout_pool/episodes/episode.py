@@ -66,7 +66,6 @@ class EpisodeClock:
         """Stops the clock while something waits in the block; it resumes when nothing waits."""
         self._left_s = self.left_s
         self._num_holds += 1
-        self._set_timer()
         try:
             yield
         finally:
@@ -85,20 +84,22 @@ class EpisodeClock:
             yield
         finally:
             self._ring = None
-            self._set_timer()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
     def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._ring is not None and not self._num_holds:
-            self._timer = asyncio.get_running_loop().call_later(self.left_s, self._over)
+        # One that is set stays while the clock is paused: it rings too early, and is set again.
+        if self._ring is not None and not self._num_holds and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self.left_s, self._look)
 
-    def _over(self) -> None:
+    def _look(self) -> None:
+        self._timer = None
+        if self._num_holds or self._ring is None or self.left_s:
+            return self._set_timer()
         self.is_over = True
-        ring, self._ring, self._timer = self._ring, None, None
-        if ring is not None:
-            ring()
+        ring, self._ring = self._ring, None
+        ring()
 
 
 class EpisodeFailed(RuntimeError):

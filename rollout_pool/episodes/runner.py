@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import ParamSpec, TypeVar
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
@@ -36,6 +36,9 @@ from rollout_pool.episodes.episode import (
 from rollout_pool.sampling.sample import Completer, Sample
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -70,17 +73,13 @@ class EpisodeRunner:
 
     async def _take_turns(self, progress: _Progress) -> str:
         """Returns why the episode ended."""
-        async with self._bounded(progress, "reset"):
-            observation: Observation | None = await progress.env.reset()
+        observation: Observation | None = await self._bounded(progress, "reset", progress.env.reset)
         while observation is not None:
             turn = self._next_turn(progress, observation)
             if len(turn.prompt) >= progress.limit:
                 return "length"
             completion = await self._sample_turn(progress, turn)
-            async with self._bounded(progress, "step"):
-                step = await progress.env.step(completion)
-                progress.note_step(step)
-            observation = step.observation
+            observation = await self._bounded(progress, "step", self._step, progress, completion)
             if observation is not None and progress.num_turns >= self._task.max_turns:
                 return "max_turns"
         return "done"
@@ -158,18 +157,7 @@ class EpisodeRunner:
         At the timeout the sample is interrupted, not cancelled, so that its tokens and their
         versions are exact.
         """
-        async with self._alarm(progress, sample):
-            has_ended = await progress.request.complete(sample, self._completer, progress.clock)
-        if not has_ended:
-            sample.finish_reason = "length"
-        return has_ended
-
-    @asynccontextmanager
-    async def _alarm(self, progress: _Progress, sample: Sample) -> AsyncIterator[None]:
-        """Interrupts `sample` when the episode times out."""
-
-        loop = asyncio.get_running_loop()
-        heeds = asyncio.timeout(None)
+        loop, heeds = asyncio.get_running_loop(), asyncio.timeout(None)
 
         def ring() -> None:
             heeds.reschedule(loop.time() + self.heeds_interrupt_s)
@@ -178,23 +166,41 @@ class EpisodeRunner:
         try:
             async with heeds:
                 with progress.clock.alarm(ring):
-                    yield
+                    has_ended = await progress.request.complete(
+                        sample, self._completer, progress.clock
+                    )
         except TimeoutError:
             if not heeds.expired():
                 raise
             sample.finish_reason = "length"
             raise _Over("episode_timeout") from None
+        if not has_ended:
+            sample.finish_reason = "length"
+        return has_ended
 
     # The environment's part -----------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def _bounded(self, progress: _Progress, what: str) -> AsyncIterator[None]:
-        """Ends the episode if the environment's code inside raises or takes too long."""
+    @staticmethod
+    async def _step(progress: _Progress, completion: Completion) -> Observation | None:
+        step = await progress.env.step(completion)
+        progress.note_step(step)
+        return step.observation
+
+    async def _bounded(
+        self,
+        progress: _Progress,
+        what: str,
+        call: Callable[P, Awaitable[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """Ends the episode if this call of the environment's code raises or takes too long."""
         turn_s, left_s = self._task.turn_timeout_s, progress.clock.left_s
+        scope = asyncio.timeout(min(turn_s, left_s))
         try:
-            async with asyncio.timeout(min(turn_s, left_s)) as scope:
+            async with scope:
                 with contained("the environment"):
-                    yield
+                    return await call(*args, **kwargs)
         except Exception as error:
             if scope.expired():
                 raise _Over("turn_timeout" if turn_s < left_s else "episode_timeout") from None
@@ -274,7 +280,7 @@ class _Progress:
         return Episode(
             branches=self.branches,
             # The branches have the files; those who score get the messages, often in a process.
-            messages=tuple(replace(one, files=()) for one in self.messages),
+            messages=tuple(replace(one, files=()) if one.files else one for one in self.messages),
             end=self.end,
             num_turns=self.num_turns,
             env_reward=self.env_reward,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -30,6 +31,7 @@ from rollout_pool.sampling.tracing import open_span, tracer
 
 TIME_BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, float("inf"))
 """Upper bounds in seconds of the buckets in which the times of requests are counted."""
+_BOUNDS = [f"{bound:g}" for bound in TIME_BOUNDS_S]
 
 
 @dataclass(eq=False)
@@ -79,8 +81,8 @@ class Sampler:
             completion.interrupt()
 
     def count_time(self, what: str, engine: str, seconds: float) -> None:
-        bound = next(bound for bound in TIME_BOUNDS_S if seconds <= bound)
-        self.counted[f"{what}_within:{bound:g}"] += 1
+        bound = _BOUNDS[bisect_left(TIME_BOUNDS_S, seconds)]
+        self.counted[f"{what}_within:{bound}"] += 1
         self.counted[f"{what}_s:{engine}"] += max(0.0, seconds)  # type: ignore[assignment]
 
 

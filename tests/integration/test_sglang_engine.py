@@ -419,6 +419,14 @@ async def test_streams_say_what_the_servers_own_route_says_in_fewer_chunks(engin
     assert replies[0] == replies[1]
 
 
+async def test_stream_of_few_tokens_has_one_part_of_each_sample(engine, server, model_a):
+    await server.publish(model_a)
+    async with streamed(engine, "few", settings={"max_new_tokens": 8}) as response:
+        parts = [json.loads(e) for chunk in await parts_of(response) for e in chunk if b"{" in e]
+    assert sorted(part["index"] for part in parts) == [0, 1, 2, 3]
+    assert all(part["meta_info"]["completion_tokens"] == 8 for part in parts)
+
+
 async def test_streams_are_refused_as_the_servers_own_route_refuses_them(engine, server, model_a):
     await server.publish(model_a)
     cases = [

@@ -429,7 +429,8 @@ class BatchingClient(ABC):
     def _body(self, requests: list[_Request]) -> dict[str, object]:
         samples = {request.wire_id: request.sample for request in requests}
         key = f"v{self._latest_version}" if self.keys_prefix_by_version else None
-        body = generate_body(samples, key, self.stream_interval, self.vocab_size)
+        leaders = [r.wire_id for r in requests if self._leaders.get(r.sample.group) is r]
+        body = generate_body(samples, key, self.stream_interval, self.vocab_size, leaders)
         if self.pictures is not None:
             add_pictures(body, samples.values(), self.pictures)
         starts = [r.routes_from for r in requests if self._wants_routes(r.sample)]
@@ -636,9 +637,12 @@ class BatchingClient(ABC):
 # Format of requests and responses -----------------------------------------------------------------
 
 
-def interval_of(sample: Sample, stream_interval: int) -> int:
+def interval_of(sample: Sample, stream_interval: int, *, is_leader: bool = False) -> int:
+    """A sample of at most so many tokens comes in one part (generate_route.py)."""
     if sample.stop or sample.constraint is not None:
-        return min(stream_interval, STOP_STREAM_INTERVAL)
+        stream_interval = min(stream_interval, STOP_STREAM_INTERVAL)
+    if is_leader or sample.on_tokens is not None:  # its first token is waited for
+        return max(1, min(stream_interval, sample.num_asked - 1))
     return stream_interval
 
 
@@ -647,8 +651,10 @@ def generate_body(
     extra_key: str | None,
     stream_interval: int,
     vocab_size: int | None = None,
+    leaders: Collection[str] = (),
 ) -> dict[str, object]:
-    """One call for all samples, by request id; each has its own sampling parameters."""
+    """One call for all samples, by request id; each has its own sampling parameters. `leaders`: ids
+    whose first token others wait for."""
     body: dict[str, object] = {
         "rid": list(samples),
         "input_ids": [[*sample.prompt, *sample.output_ids] for sample in samples.values()],
@@ -656,9 +662,9 @@ def generate_body(
             {
                 **_settings(sample.sampling),
                 "max_new_tokens": sample.num_asked,
-                "stream_interval": interval_of(sample, stream_interval),
+                "stream_interval": interval_of(sample, stream_interval, is_leader=rid in leaders),
             }
-            for sample in samples.values()
+            for rid, sample in samples.items()
         ],
         "return_logprob": True,
         "stream": True,

@@ -14,10 +14,10 @@ import zlib
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from http import HTTPStatus
+from typing import Any, NamedTuple, cast
 
 import aiohttp
-import httpx
 import msgspec
 
 from buffer.probes import Agreement, Probes
@@ -26,6 +26,7 @@ from rollout_pool.engines.sglang.batching import BatchingClient, CallRefused, re
 from rollout_pool.sampling.engine_client import EngineError, EngineLoad
 
 GENERATE_PATH = "/generate"
+LOADS_PATH = "/v1/loads?include=core"
 FROM_DISK_PATH = "/update_weights_from_disk"
 FROM_IPC_PATH = "/update_weights_from_ipc"
 LOAD_ADAPTER_PATH = "/load_lora_adapter"
@@ -45,6 +46,21 @@ _OF_THE_CALL = (400, 413, 422)
 """Statuses of a call that any server would refuse."""
 
 
+class Reply(NamedTuple):
+    """A response that has been read to its end."""
+
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """Raises ValueError."""
+        return _decode(self.body)
+
+    @property
+    def text(self) -> str:
+        return self.body.decode(errors="replace")
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class SGLangClient(BatchingClient):
     """Calls the server at `url`, from one event loop. Every method may raise EngineError."""
@@ -60,29 +76,29 @@ class SGLangClient(BatchingClient):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._headers = {"Authorization": f"Bearer {self.key}"}
-        self._streams: aiohttp.ClientSession | None = None
-        """For /generate, from the first call on: httpx takes several times as long for each."""
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=self._headers,
-            timeout=httpx.Timeout(
-                self.request_timeout_s,
-                connect=min(CONNECT_TIMEOUT_S, self.request_timeout_s),
-                pool=None,
-            ),
-            # No limit: requests must queue at the engine, where the router can see them.
-            # Close idle connections before SGLang does (5 s): a call could meet a closing one.
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=None,
-                keepalive_expiry=IDLE_TIMEOUT_S,
-            ),
-            trust_env=False,  # no proxy to engines
-        )
+        self._opened: aiohttp.ClientSession | None = None
+
+    @property
+    def _http(self) -> aiohttp.ClientSession:
+        """Opened by the first call, in its loop."""
+        if self._opened is None:
+            connect_s = min(CONNECT_TIMEOUT_S, self.request_timeout_s)
+            self._opened = aiohttp.ClientSession(
+                self.url,
+                headers={**self._headers, "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(
+                    sock_connect=connect_s, sock_read=self.request_timeout_s
+                ),
+                # No limit: requests must queue at the engine, where the router can see them.
+                # Idle connections close before SGLang closes them (5 s): a call could meet that.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_TIMEOUT_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._opened
 
     async def load(self) -> EngineLoad | None:
-        response = await self._ask("GET", "/v1/loads?include=core", None, LOAD_TIMEOUT_S)
-        if response.status_code != httpx.codes.OK:
+        response = await self._ask("GET", LOADS_PATH, None, LOAD_TIMEOUT_S)
+        if response.status != HTTPStatus.OK:
             return None
         try:
             if not (loads := response.json()["loads"]):
@@ -96,7 +112,8 @@ class SGLangClient(BatchingClient):
             )
         except (KeyError, TypeError, ValueError) as error:  # a program that got the engine's port
             raise EngineError(
-                f"a server other than {self.name} answers at {response.url}: {response.text[:500]}"
+                f"a server other than {self.name} answers at {self.url}{LOADS_PATH}: "
+                f"{response.text[:500]}"
             ) from error
 
     async def _post_generate(self, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any]]:
@@ -107,44 +124,33 @@ class SGLangClient(BatchingClient):
             settings = cast("list[dict[str, object]]", body["sampling_params"])
             for rid, of_one in zip(cast("list[str]", body["rid"]), settings, strict=True):
                 of_one["sampling_seed"] = zlib.crc32(rid.encode())
-        if self._streams is None:
-            self._streams = self._open_streams()
         try:
             # aiohttp's own limits leave out a server that does not read what it is sent.
             async with asyncio.timeout(CONNECT_TIMEOUT_S + self.request_timeout_s):
-                response = await self._streams.post(
-                    self.url.rstrip("/") + path, data=msgspec.json.encode(body)
+                response = await self._http.post(
+                    path, data=msgspec.json.encode(body), allow_redirects=False
                 )
             async with response:
-                if response.status != httpx.codes.OK:
+                if response.status != HTTPStatus.OK:
                     error = self._refusal(path, response.status, await response.text())
                     raise CallRefused(str(error)) if response.status in _OF_THE_CALL else error
                 async for line in _lines(response.content):
                     if line.startswith(b"data: {"):
-                        part = cast(dict[str, Any], json.loads(line[len(b"data: ") :]))
+                        part = _decode(line[len(b"data: ") :])
                         if "error" in part:
                             raise CallRefused(f"{self.name} refused {path}: {part['error']}")
                         yield part
         except (aiohttp.ClientError, TimeoutError) as failure:
             raise self._failure(path, failure) from failure
 
-    def _open_streams(self) -> aiohttp.ClientSession:
-        """As `_http` in all that is said there."""
-        connect_s = min(CONNECT_TIMEOUT_S, self.request_timeout_s)
-        return aiohttp.ClientSession(
-            headers={**self._headers, "Content-Type": "application/json"},
-            timeout=aiohttp.ClientTimeout(sock_connect=connect_s, sock_read=self.request_timeout_s),
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_TIMEOUT_S),
-        )
-
     async def _post_abort(self, request_ids: Collection[str] | None) -> None:
         """Best effort: a dead engine needs no abort."""
         bodies = iter([_ALL] if request_ids is None else [{"rid": rid} for rid in request_ids])
 
         async def send() -> None:
-            with suppress(httpx.HTTPError):
+            with suppress(EngineError):
                 for body in bodies:
-                    await self._http.post("/abort_request", json=body)
+                    await self._ask("POST", "/abort_request", body, ABORT_TIMEOUT_S)
 
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_TIMEOUT_S):
@@ -213,9 +219,9 @@ class SGLangClient(BatchingClient):
         after `wait_s`, and keeps its cache."""
         path = f"/flush_cache?timeout={wait_s:g}"
         response = await self._ask("POST", path, None, wait_s + CONTROL_TIMEOUT_S)
-        if response.status_code not in (httpx.codes.OK, httpx.codes.BAD_REQUEST):
-            raise self._refusal(path, response.status_code, response.text)
-        return response.status_code == httpx.codes.OK
+        if response.status not in (HTTPStatus.OK, HTTPStatus.BAD_REQUEST):
+            raise self._refusal(path, response.status, response.text)
+        return response.status == HTTPStatus.OK
 
     async def resume(self) -> None:
         await self._post("/continue_generation", {}, CONTROL_TIMEOUT_S)
@@ -238,7 +244,7 @@ class SGLangClient(BatchingClient):
     async def require(self, path: str, setting: str) -> None:
         """Raises ValueError, which names `setting`, if the server has no route to POST `path`."""
         response = await self._ask("GET", path, None, CONTROL_TIMEOUT_S)
-        if response.status_code == httpx.codes.NOT_FOUND:  # 405 where it is to be posted
+        if response.status == HTTPStatus.NOT_FOUND:  # 405 where it is to be posted
             raise ValueError(f"{setting}: {self.name} has no {path}; install the locked SGLang")
 
     async def update_from_disk(self, folder: str, version: int, timeout_s: float) -> None:
@@ -271,13 +277,13 @@ class SGLangClient(BatchingClient):
         another responds at the address."""
         try:
             response = await self._ask("GET", "/ready", None, timeout_s)
-            if response.status_code != httpx.codes.OK:
+            if response.status != HTTPStatus.OK:
                 return False
             info = await self._get("/model_info", timeout_s)
         except EngineError:
             return False
         if info.get("served_model_name") != served_name:
-            raise EngineError(f"a server other than {self.name} answers at {self._http.base_url}")
+            raise EngineError(f"a server other than {self.name} answers at {self.url}")
         return True
 
     async def num_kv_tokens(self) -> int:
@@ -295,9 +301,8 @@ class SGLangClient(BatchingClient):
 
     async def close(self) -> None:
         await super().close()
-        await self._http.aclose()
-        if self._streams is not None:
-            await self._streams.close()
+        if self._opened is not None:
+            await self._opened.close()
 
     async def _get(self, path: str, timeout_s: float) -> dict[str, Any]:
         response = await self._call("GET", path, None, timeout_s)
@@ -308,19 +313,24 @@ class SGLangClient(BatchingClient):
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
-    ) -> httpx.Response:
+    ) -> Reply:
         response = await self._ask(method, path, body, timeout_s)
-        if response.status_code != httpx.codes.OK:
-            raise self._refusal(path, response.status_code, response.text)
+        if response.status != HTTPStatus.OK:
+            raise self._refusal(path, response.status, response.text)
         return response
 
     async def _ask(
         self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
-    ) -> httpx.Response:
+    ) -> Reply:
         """The response of any status."""
+        data = None if body is None else msgspec.json.encode(body)
+        limit = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_TIMEOUT_S)
         try:
-            return await self._http.request(method, path, json=body, timeout=timeout_s)
-        except httpx.HTTPError as error:
+            async with self._http.request(
+                method, path, data=data, timeout=limit, allow_redirects=False
+            ) as response:
+                return Reply(response.status, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise self._failure(path, error) from error
 
     def _failure(self, path: str, error: Exception) -> EngineError:
@@ -335,6 +345,13 @@ def _update(version: int) -> dict[str, object]:
     """Fields of every load. With requests pending a flush would crash the server (a failed
     assertion), and an abort would end requests that are to continue."""
     return {"flush_cache": False, "abort_all_requests": False, "weight_version": str(version)}
+
+
+def _decode(text: bytes) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:  # NaN, which fails one sample and not its call
+        return json.loads(text)
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncGenerator[bytes]:

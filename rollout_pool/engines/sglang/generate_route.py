@@ -5,7 +5,8 @@
 
 SGLang's own route sends each part by itself through five layers, and waits for each sample in three
 tasks. Here one task waits for all samples of a call and sends what is ready at once; clients see
-the same. Several tokenizer processes import SGLang's application anew, without this.
+the same, but that the first token of a sample of at most `stream_interval` tokens comes with the
+others. Several tokenizer processes import SGLang's application anew, without this.
 """
 
 from __future__ import annotations
@@ -52,7 +53,19 @@ def install() -> None:
         parts: AsyncGenerator[Any] = stock(manager, generators, rids)
         return parts
 
+    make = TokenizerManager._create_tokenized_object
+
+    def make_quiet(manager: Any, *args: Any, **kwargs: Any) -> Any:
+        tokenized = make(manager, *args, **kwargs)
+        if _joins.get():
+            settings = tokenized.sampling_params
+            most, interval = settings.max_new_tokens, settings.stream_interval
+            if most is not None and most <= (interval or 0):
+                tokenized.stream = False  # its scheduler's flag: the manager streams what comes
+        return tokenized
+
     TokenizerManager._stream_batch_responses = stream
+    TokenizerManager._create_tokenized_object = make_quiet
 
 
 class GenerateRoute:
