@@ -377,6 +377,8 @@ class Admission(NamedTuple):
     """The group's id from now on; with several shards it also names the shard."""
     version: int
     """The trainer's current version."""
+    has_retries: bool
+    """A prompt waits to run again: see `take_retry`."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

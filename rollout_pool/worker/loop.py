@@ -279,7 +279,7 @@ class RolloutWorker:
             )
             group_id = admission.group_id
             await self._note_wait(started)
-            taken = await self._take_prompt(group_id)
+            taken = await self._take_prompt(group_id, has_retries=admission.has_retries)
             if taken is not None and taken.ref.is_suspect:
                 taken = await self._when_idle(group_id, taken)
         except BaseException:
@@ -315,9 +315,9 @@ class RolloutWorker:
         if not self._runs and idle_s > MIN_WAIT_S:
             await self.state.add_wait("rollout", "trainer", idle_s)
 
-    async def _take_prompt(self, group_id: str) -> _Taken | None:
+    async def _take_prompt(self, group_id: str, *, has_retries: bool) -> _Taken | None:
         """Assigns the group a prompt in the buffer; None if it lost its credit."""
-        ref = await self.buffer.take_retry(group_id)
+        ref = await self.buffer.take_retry(group_id) if has_retries else None
         if ref is not None:
             if self.prompt_filter.accepts(prompt := self.task.example(ref.index)):
                 return _Taken(ref, prompt, await self._find_kept(group_id, ref))

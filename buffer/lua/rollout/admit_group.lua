@@ -1,11 +1,11 @@
 -- Gives a new group a credit to be generated, if there is room.
 -- Request: group_id, credit_ms (how long the credit lasts unless it is renewed).
--- Reply: Credit: 1 if it was given, trainer version; if not, last wake, in use, limit
+-- Reply: Credit: 1 if it was given, trainer version, prompts to run again; if not, last wake, in use, limit
 local id, expiry = request.group_id, whole(now_ms() + request.credit_ms)
 
 if redis.call('ZSCORE', RUNNING, id) then
   redis.call('ZADD', CREDITS, expiry, id)
-  return {1, trainer_version}
+  return {1, trainer_version, redis.call('LLEN', RETRIES)}
 end
 
 -- Engines that are too old get no requests and do not count; if there is no other, the limit is 0.
@@ -26,10 +26,10 @@ limit = math.max(0, math.floor(limit + 1e-6))
 if not served[1] and redis.call('HGET', SETTINGS, 'engines_gone') then limit = 0 end
 local shard, num_shards = setting('shard'), math.max(1, setting('num_shards'))
 local quota = math.floor(limit / num_shards) + (shard < limit % num_shards and 1 or 0)
-if in_use >= quota then return {0, trainer_version, last_wake('room'), in_use, quota} end
+if in_use >= quota then return {0, trainer_version, 0, last_wake('room'), in_use, quota} end
 
 -- The score is the oldest version that its tokens can have.
 redis.call('ZADD', RUNNING, trainer_version - lag, id)
 redis.call('ZADD', CREDITS, expiry, id)
 audit({id}, 'admitted', 'v', trainer_version)
-return {1, trainer_version}
+return {1, trainer_version, redis.call('LLEN', RETRIES)}

@@ -24,8 +24,10 @@ PROMPT = PromptRef(task="long words", index=7)
 
 
 async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: int = 1) -> str:
-    group_id: str = (await buffer.admit(name, 60)).group_id
-    assert await buffer.begin(group_id, prompt, 0, position)
+    admission = await buffer.admit(name, 60)
+    assert not admission.has_retries
+    assert await buffer.begin(admission.group_id, prompt, 0, position)
+    group_id: str = admission.group_id
     return group_id
 
 
@@ -38,7 +40,8 @@ async def test_prompt_of_dead_workers_becomes_a_suspect_and_is_then_quarantined(
     assert await buffer.reclaim(3) == 1
     assert await buffer.reclaim(3) == 0
     for number in (1, 2):  # any worker may die twice
-        again = (await buffer.admit(f"3-{number}-b", 60)).group_id
+        again, _, has_retries = await buffer.admit(f"3-{number}-b", 60)
+        assert has_retries
         prompt = await buffer.take_retry(again)
         assert prompt == PromptRef(task="long words", index=7, reruns=number)
         assert prompt.is_suspect == (number == 2)

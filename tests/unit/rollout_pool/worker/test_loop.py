@@ -486,9 +486,9 @@ async def test_prompts_of_groups_whose_push_fails_run_again(make_worker, state):
 
 async def test_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(make_worker):
     worker, buffer = await make_worker()
-    buffer.before = {"take_retry": asyncio.Event(), "abandon": asyncio.Event()}
+    buffer.before = {"begin": asyncio.Event(), "abandon": asyncio.Event()}
     running = await make_worker.start(worker)
-    await until(lambda: "take_retry" in buffer.waiting)
+    await until(lambda: "begin" in buffer.waiting)
     assert (await buffer.stats()).running == 1
     worker.stop()
     await asyncio.sleep(1.2)  # its loops are cancelled again and again
