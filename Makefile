@@ -18,7 +18,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-parity bench-staleness lint format typecheck docs clean
+	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -193,6 +193,9 @@ bench-parity: build/parity/verl ## our losses, corrections and advantages agains
 
 bench-e2e: build/parity/verl ## the same training by this project and by TRL: seconds, tokens/s, what was learnt; last line RESULT {json}
 	@$(PYTHON_BIN) benchmarks/end_to_end.py $(call said,ARGS)
+
+bench-learning: install ## reward over time and trained tokens, by the rule that schedules rollouts (half an hour; goes on where it was stopped)
+	@$(PYTHON_BIN) benchmarks/learning.py $(call said,ARGS)
 
 build/parity/verl: | install # the other systems, beside ours; what is installed here comes first
 	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q

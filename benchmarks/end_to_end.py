@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -41,17 +40,14 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.loops.work import WORKS, Work, load, settings_of, write_prompts
+from benchmarks.loops import launches
+from benchmarks.loops.launches import LAST_REWARDS
+from benchmarks.loops.work import WORKS, Work, load
 from benchmarks.report import Report
 from configs.schema import Config
 from controller.metrics.history import read_metrics
-from processes.child import Child
 from rollout_pool.tasks.registry import build_task
-from trainer_pool.model.scratch import build_scratch_model
 
-SKIPPED_STEPS = 3
-LAST_REWARDS = 5
-"""A reward is the mean of so many steps'; one alone differs by a tenth from the next."""
 STALENESS = {"leash": 2, "synchronous": 0}
 
 
@@ -74,8 +70,7 @@ class Run:
 
     @property
     def step_s(self) -> float:
-        ends = [step.ended_s for step in self.steps]
-        return median(b - a for a, b in [*pairwise(ends)][SKIPPED_STEPS:] or pairwise(ends))
+        return launches.step_s([step.ended_s for step in self.steps])
 
     @property
     def tokens_per_s(self) -> float:
@@ -86,54 +81,17 @@ class Run:
     def seconds_to(self, goal: float | None) -> float | None:
         """Until the mean of the last rewards is `goal`; None: never."""
         rewards = [step.reward for step in self.steps]
-        for end in range(LAST_REWARDS, len(rewards) + 1):
-            if goal is not None and mean(rewards[end - LAST_REWARDS : end]) >= goal:
-                return self.steps[end - 1].ended_s
-        return None
-
-
-def prepare(work: Work, folder: Path) -> Config:
-    """Prompts, reward and `model`: what the warm start of a run makes, or random weights."""
-    write_prompts(folder)
-    config = load(work, folder)
-    assert config.model.scratch is not None
-    if config.trainer.warm_start.num_steps == 0:
-        build_scratch_model(config.model.scratch, folder / "model", seed=0)
-        return config
-    # Updates too small to change a weight.
-    still = ["trainer.num_steps=1", "trainer.learning_rate=1e-30", "rollout.eval_every=0"]
-    launch(folder, "warm", [*settings_of(work, folder), *still])
-    shutil.move(folder / "warm" / "final_model", folder / "model")
-    return config
-
-
-def launch(folder: Path, name: str, settings: Sequence[str]) -> None:
-    settings = [*settings, f"run.dir={folder}", f"run.name={name}", "run.panel=false"]
-    command = [sys.executable, "-m", "controller.main", "launch", "experiment=quickstart"]
-    run_to_its_end([*command, *settings], folder / f"{name}.log")
-
-
-def run_to_its_end(command: Sequence[str], log: Path) -> None:
-    log.unlink(missing_ok=True)  # that of the round before
-    child = Child(command, log)
-    try:
-        code = child.wait()
-    finally:
-        child.stop(60)
-    if code:
-        raise RuntimeError(f"{' '.join(command)}: {log.read_text()[-3000:]}")
+        return launches.reached(goal, rewards, [step.ended_s for step in self.steps])
 
 
 def train(who: str, name: str, work: Work, folder: Path, seed: int, rivals: Path) -> Run:
     began, busy = time.time(), busy_s()
     if who == "TRL":
         command = [sys.executable, "-m", "benchmarks.loops.trl_loop", name, str(folder)]
-        run_to_its_end([*command, str(rivals.resolve()), str(seed)], folder / "trl.log")
+        command += [str(rivals.resolve()), str(seed)]
+        launches.run_to_its_end(command, folder / "trl.log")
     else:
-        settings = [*settings_of(work, folder), "model=pretrained", f"model.path={folder}/model"]
-        settings += ["trainer.warm_start.num_steps=0", "rollout.eval_every=0", f"run.seed={seed}"]
-        settings += [f"trainer.checkpoint_every={work.num_steps}", "task.seed=0"]
-        launch(folder, "run", [*settings, f"buffer.max_staleness={STALENESS[who]}"])
+        launches.train(work, folder, seed, [f"buffer.max_staleness={STALENESS[who]}"])
     seconds, cpu_s = time.time() - began, busy_s() - busy
     config = load(work, folder)
     answers = config.trainer.groups_per_step * config.rollout.group_size
@@ -188,7 +146,7 @@ def compare(report: Report, name: str, work: Work, given: argparse.Namespace) ->
     runs: dict[str, list[Run]] = {who: [] for who in given.who}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        prepare(work, folder)
+        launches.prepare(work, folder)
         for seed in range(given.rounds):
             for who in random.Random(seed).sample(given.who, len(given.who)):
                 run = train(who, name, work, folder, seed, given.rivals)

@@ -23,8 +23,8 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import create_server
 from statistics import mean, pstdev
@@ -41,6 +41,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.cells import Cell, measure_missing, plain, results_of
 from benchmarks.report import Report
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from configs.algorithm_schema import AlgorithmConfig
@@ -82,8 +83,8 @@ quickstart's learning rate, for three times its steps."""
 
 
 def run_cell(
-    folder: Path, name: str, max_staleness: int, seed: int, num_steps: int, given: Sequence[str]
-) -> None:
+    name: str, max_staleness: int, seed: int, num_steps: int, given: Sequence[str]
+) -> dict[str, Any]:
     torch.set_num_threads(1)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = [*given, f"run.seed={seed}"]
@@ -91,16 +92,7 @@ def run_cell(
         settings.append("trainer.warm_start.num_steps=5")
     config = load_config(settings, "quickstart")
     with tempfile.TemporaryDirectory() as scratch:
-        found = learn(config, Path(scratch), name, max_staleness, num_steps)
-    (folder / cell_name(name, max_staleness, seed)).write_text(json.dumps(found))
-
-
-def cell_name(name: str, max_staleness: int, seed: int) -> str:
-    return f"{plain(name)}-{max_staleness}-{seed}.json"
-
-
-def plain(name: str) -> str:
-    return name.replace(" + ", "_").replace(" ", "_")
+        return learn(config, Path(scratch), name, max_staleness, num_steps)
 
 
 def learn(
@@ -252,38 +244,23 @@ class Sampler:
 # All cells ----------------------------------------------------------------------------------------
 
 
-def measure(
-    folder: Path,
-    cells: Sequence[tuple[str, int, int]],
-    num_steps: int,
-    jobs: int,
-    settings: Sequence[str],
-) -> None:
-    def run(cell: tuple[str, int, int]) -> None:
-        name, max_staleness, seed = cell
-        if (folder / cell_name(*cell)).exists():
-            return
-        command = [sys.executable, __file__, "--folder", str(folder), "--steps", str(num_steps)]
-        command += ["--cell", name, str(max_staleness), str(seed), "--set", *settings]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-        if ended.returncode:
-            raise RuntimeError(f"{cell}: {ended.stderr[-2000:]}")
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, cells))
+def measure(cell: Cell, num_steps: int, settings: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--steps", str(num_steps)]
+    command += ["--cell", *map(str, cell), "--set", *settings]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    if ended.returncode:
+        raise RuntimeError(f"{cell}: {ended.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return found
 
 
-def cells_of(names: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]) -> Iterator[Any]:
+def cells_of(
+    names: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]
+) -> Iterator[Cell]:
     for max_staleness in staleness:
         for seed in seeds:
             for name in names:
                 yield name, max_staleness, seed
-
-
-def read(folder: Path, name: str, max_staleness: int, seeds: Sequence[int]) -> list[float]:
-    """Percent right of the cells that there are."""
-    paths = [folder / cell_name(name, max_staleness, seed) for seed in seeds]
-    return [100 * json.loads(path.read_text())["accuracy"] for path in paths if path.exists()]
 
 
 def summarize(
@@ -297,7 +274,8 @@ def summarize(
     for name in names:
         line = []
         for value in staleness:
-            found = read(folder, name, value, seeds)
+            results = results_of(folder, ((name, value, seed) for seed in seeds))
+            found = [100 * result["accuracy"] for result in results]
             line.append(f"{mean(found):.1f} ± {pstdev(found):.1f}" if found else "")
             if found:
                 means[name, value] = mean(found)
@@ -346,7 +324,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.cell:
         name, max_staleness, seed = given.cell
-        run_cell(given.folder, name, int(max_staleness), int(seed), given.steps, given.set)
+        found = run_cell(name, int(max_staleness), int(seed), given.steps, given.set)
+        print(json.dumps(found))
         return
     names: Sequence[str] = [*ALGORITHMS]
     staleness: Sequence[int] = STALENESS
@@ -355,10 +334,10 @@ def main() -> None:
         if given.short:
             given.folder, given.steps = Path(scratch), 3
             names, staleness, seeds = names[2:3], (0, 4), SEEDS[:1]
-        given.folder.mkdir(parents=True, exist_ok=True)
         wanted = [value for value in staleness if given.only is None or value in given.only]
         cells = [*cells_of(names, wanted, seeds)]
-        measure(given.folder, cells, given.steps, given.jobs, given.set)
+        one = partial(measure, num_steps=given.steps, settings=given.set)
+        measure_missing(given.folder, cells, one, given.jobs)
         summarize(given.folder, names, staleness, seeds)
 
 

@@ -1,1 +1,1 @@
-"""The same training work, done by this project and by others: parts of end_to_end.py."""
+"""The same training work, by this project and by others: of end_to_end.py and learning.py."""

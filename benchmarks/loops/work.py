@@ -25,10 +25,11 @@ WORDS = (
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Work:
-    """Settings beside the quickstart's, and what counts as learnt."""
+    """Settings beside those of an experiment, and what counts as learnt."""
 
     title: str
     num_steps: int
+    experiment: str = "quickstart"
     settings: Sequence[str] = ()
     goal: float | None = None
     """A mean reward that a learner reaches within `num_steps`; without: only speed is compared."""
@@ -37,6 +38,12 @@ class Work:
 QUICKSTART = Work(
     title="quickstart: 0.4M parameters, 128 answers of 5 tokens a step",
     num_steps=60,
+    goal=0.85,
+)
+SORTING = Work(
+    title="alphabet-sort: 0.4M parameters, 128 episodes of three answers a step",
+    experiment="alphabet-sort",
+    num_steps=100,
     goal=0.85,
 )
 FOUR_MILLION = (
@@ -86,7 +93,7 @@ def write_prompts(folder: Path) -> None:
 
 
 def load(work: Work, folder: Path) -> Config:
-    return load_config(settings_of(work, folder), "quickstart")
+    return load_config(settings_of(work, folder), work.experiment)
 
 
 def prompts_of(config: Config, task: Task) -> list[Prompt]:

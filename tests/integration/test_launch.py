@@ -29,6 +29,7 @@ import torch
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from transformers import AutoModelForCausalLM
 
+from benchmarks.loops.launches import read_run
 from buffer.types import CANDIDATES_COLUMN, ROUTES_COLUMN, Trajectory, VersionSpan
 from configs.schema import LoraConfig, ScratchModelConfig
 from controller.metrics.history import read_metrics
@@ -107,6 +108,7 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     assert all(step.number("words/loss") > 0 for step in steps)
     assert all(step.number("t/kl") > 0 for step in steps)
     assert_turns(run, at_least=3)
+    assert_read_by_benchmark(run, result)
     assert_engine_reported(run, result)
     assert_spans(posts)
     for name in (
@@ -357,6 +359,15 @@ def assert_turns(run: Path, at_least: int) -> None:
     assert len({t.episode for t in trajectories}) == len(trajectories) == 4
     begins = [np.diff(t.loss_mask.astype(int), prepend=0) == 1 for t in trajectories]
     assert max(int(begin.sum()) for begin in begins) >= at_least
+
+
+def assert_read_by_benchmark(run: Path, result: dict[str, Any]) -> None:
+    found = read_run(run)
+    assert sorted(found["seconds"]) == found["seconds"] and len(found["rewards"]) == 4
+    assert found["seconds"][0] > 0 and found["seconds"][-1] <= result["train_s"] + 0.1
+    assert found["tokens"][-1] == result["tokens_trained"]
+    assert found["mixed"] == 0 and found["staleness_max"] == 0
+    assert 0.5 < found["length"] < 2 and 0 <= found["wasted"] < 1
 
 
 def assert_spans(posts: Sequence[Post]) -> None:

@@ -1,0 +1,76 @@
+"""The benchmark of schedules without launches: their settings, and what it makes of runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.cells import path_of
+from benchmarks.loops.policies import BASELINE, POLICIES
+from benchmarks.loops.work import QUICKSTART, SORTING
+from configs.load import load_config
+from tests.support.repository import ROOT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_settings_of_a_policy_are_accepted_by_each_work(policy: str) -> None:
+    for work in (QUICKSTART, SORTING):
+        load_config([*work.settings, *POLICIES[policy], "rollout.eval_every=0"], work.experiment)
+
+
+def test_page_names_all_settings_of_each_policy_of_others() -> None:
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
+    for policy, settings in POLICIES.items():
+        if not policy.startswith("ours"):
+            assert [one for one in settings if f"`{one}`" not in rows[policy]] == [], policy
+
+
+def run_of(step_s: float, rewards: list[float]) -> dict[str, Any]:
+    number = len(rewards)
+    return {
+        "seconds": [step_s * (step + 1) for step in range(number)],
+        "tokens": [100.0 * (step + 1) for step in range(number)],
+        "rewards": rewards,
+        "step_s": step_s,
+        "reward": rewards[-1],
+        "accuracy": None,
+        **dict.fromkeys(("staleness", "staleness_max", "waited", "wasted", "mixed"), 0.0),
+        "length": 1.0,
+    }
+
+
+@pytest.mark.slow
+def test_learning_goes_on_from_kept_runs_to_its_figures_and_plot(tmp_path: Path) -> None:
+    """All its cells are there, so nothing is launched."""
+    climbs = [0.1] * 4 + [0.9] * 6  # the mean of five is 0.9 from the ninth step on
+    kept = {
+        (BASELINE, 0): run_of(2.0, climbs),
+        (BASELINE, 1): run_of(4.0, climbs),
+        ("ours 2", 0): run_of(1.0, climbs),
+        ("ours 2", 1): run_of(1.0, [0.1] * 10),  # never gets there
+    }
+    for (policy, seed), run in kept.items():
+        path_of(tmp_path, ("quickstart", 10, policy, seed)).write_text(json.dumps(run))
+    words = ["--steps", "10", "--seeds", "2", "--folder", str(tmp_path)]
+    words += ["--policies", BASELINE, "ours 2"]
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "learning.py"), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert result["quickstart_synchronous_goal_s"] == (2 * 9 + 4 * 9) / 2
+    assert result["quickstart_synchronous_goal_tokens"] == 900
+    assert "quickstart_ours_2_goal_s" not in result and "quickstart_speedup" not in result
+    assert result["quickstart_lost"] == pytest.approx(0.4)
+    assert "quickstart_ours_2_accuracy" not in result
+    assert (tmp_path / "quickstart.png").stat().st_size > 10_000
