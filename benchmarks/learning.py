@@ -1,7 +1,7 @@
 """Reward over wall time and over trained tokens, by the rule that schedules rollouts.
 
 python benchmarks/learning.py                         # 33 launches: half an hour on two cores
-python benchmarks/learning.py --works alphabet-sort --seeds 2 --policies synchronous "ours 2"
+python benchmarks/learning.py --works calculator --seeds 2 --policies synchronous "ours 2"
 python benchmarks/learning.py --short                 # one launch of a few steps
 
 Each run is a launch of a user, with the same engine, trainer, buffer, algorithm, prompts and model
@@ -41,10 +41,10 @@ from rich.table import Table
 from benchmarks.cells import Cell, measure_missing, plain, results_of
 from benchmarks.loops import launches
 from benchmarks.loops.policies import BASELINE, POLICIES
-from benchmarks.loops.work import QUICKSTART, SORTING, Work
+from benchmarks.loops.work import CALCULATOR, QUICKSTART, Work
 from benchmarks.report import Report
 
-WORKS = {"quickstart": QUICKSTART, "alphabet-sort": SORTING}
+WORKS = {"quickstart": QUICKSTART, "calculator": CALCULATOR}
 RECORD_ALL = "rollout.log_rate=1"
 """The answers of every group, for their lengths and versions."""
 COLUMNS = {

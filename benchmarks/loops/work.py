@@ -40,11 +40,11 @@ QUICKSTART = Work(
     num_steps=60,
     goal=0.85,
 )
-SORTING = Work(
-    title="alphabet-sort: 0.4M parameters, 128 episodes of three answers a step",
-    experiment="alphabet-sort",
-    num_steps=100,
-    goal=0.85,
+CALCULATOR = Work(
+    title="calculator: 64 episodes of up to two answers, with a tool, a step",
+    experiment="calculator",
+    num_steps=30,
+    goal=0.75,
 )
 FOUR_MILLION = (
     "model.scratch.hidden_size=256",

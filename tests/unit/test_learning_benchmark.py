@@ -12,14 +12,14 @@ import pytest
 
 from benchmarks.cells import path_of
 from benchmarks.loops.policies import BASELINE, POLICIES
-from benchmarks.loops.work import QUICKSTART, SORTING
+from benchmarks.loops.work import CALCULATOR, QUICKSTART
 from configs.load import load_config
 from tests.support.repository import ROOT
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_settings_of_a_policy_are_accepted_by_each_work(policy: str) -> None:
-    for work in (QUICKSTART, SORTING):
+    for work in (QUICKSTART, CALCULATOR):
         load_config([*work.settings, *POLICIES[policy], "rollout.eval_every=0"], work.experiment)
 
 
