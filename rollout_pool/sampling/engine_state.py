@@ -243,7 +243,14 @@ class EngineState:
         """When a sample last got a slot or tokens here."""
         self._limit = AdaptiveLimit(math.ceil(max_running_requests / num_workers))
         self._has_others = num_workers > 1
-        self._num_in_flight = dict.fromkeys(Priority, 0)
+        self._num_in_flight = [0] * len(Priority)
+        self.num_in_flight = 0
+        self.tokens = 0.0
+        """Expected tokens of all samples here, including other workers'."""
+        self.has_slot = [True] * len(Priority)
+        """By priority, whether such a sample would get a slot. Kept, as the tokens are: the router
+        looks at each engine for each sample. Evaluation samples have their own slots, so that they
+        neither wait for rollouts nor delay them."""
         self._peak = self._peak_before = 0
         """The most in flight since the last load report, and in the time before it."""
         self._tokens = 0
@@ -255,26 +262,18 @@ class EngineState:
         return self.client.name
 
     @property
-    def tokens(self) -> float:
-        """Expected tokens of all samples here, including other workers'."""
-        return self._tokens + self._others_tokens
-
-    @property
-    def num_in_flight(self) -> int:
-        return sum(self._num_in_flight.values())
-
-    @property
     def limit(self) -> int:
         return self._limit.value
 
-    def has_slot(self, priority: Priority) -> bool:
-        """Evaluation samples have their own slots, so that they neither wait for rollouts nor delay
-        them."""
+    def _sum_up(self) -> None:
+        """Call after a change of the samples here, those of other workers, or the limit."""
+        num_rollouts, num_evaluations = self._num_in_flight
+        self.num_in_flight = num_rollouts + num_evaluations
+        self.tokens = self._tokens + self._others_tokens
         beside = max(1, int(EVALUATION_SHARE * self.limit))
-        num_evaluations = self._num_in_flight[Priority.evaluation]
-        if priority is Priority.evaluation and num_evaluations < beside:
-            return True
-        return self.num_in_flight - min(beside, num_evaluations) < self.limit
+        has_slot = self.num_in_flight - min(beside, num_evaluations) < self.limit
+        self.has_slot[Priority.rollout] = has_slot
+        self.has_slot[Priority.evaluation] = has_slot or num_evaluations < beside
 
     def may_serve(self, min_version: int, *, is_pinned: bool) -> bool:
         """Returns whether it serves what such a sample needs, regardless of its health.
@@ -288,21 +287,23 @@ class EngineState:
 
     def is_healthy(self, now: float) -> bool:
         """False for an engine that has failed and does not report its load either."""
-        if self._is_silent and self.breaker.state is not BreakerState.closed:
-            return False
-        return self.breaker.admits(now)
+        if self.breaker.state is BreakerState.closed:
+            return True
+        return not self._is_silent and self.breaker.admits(now)
 
     def take(self, priority: Priority, tokens: int, now: float) -> bool:
         """Takes a slot. Returns whether the sample is the breaker's trial request."""
         self._num_in_flight[priority] += 1
-        self._peak = max(self._peak, self.num_in_flight)
         self._tokens += tokens
+        self._sum_up()
+        self._peak = max(self._peak, self.num_in_flight)
         self.last_progress = now
         return self.breaker.begin()
 
     def give_back(self, priority: Priority, tokens: int) -> None:
         self._num_in_flight[priority] -= 1
         self._tokens -= tokens
+        self._sum_up()
 
     def follow(self, serves: int | None, *, may_roll_out: bool, now: float) -> None:
         if self.serves is None and serves is not None:
@@ -323,6 +324,7 @@ class EngineState:
         if load is None or not load.capacity:
             return
         self._others_tokens = self._estimate_others(load) if self._has_others else 0.0
+        self._sum_up()
         self._limit.update(
             LoadSample(
                 num_in_flight=self.num_in_flight,
@@ -334,6 +336,7 @@ class EngineState:
                 num_preempted=num_preempted,
             )
         )
+        self._sum_up()
 
     def note_silence(self) -> None:
         self._is_silent = True

@@ -2,7 +2,7 @@
 
 RunState   engines' URLs and versions, the trainer's version ──┐
 buffer     max_staleness ──────────────────────────────────────┼──► EngineWatch ──► Router
-engines    load, every half second ── poll_load ───────────────┘
+engines    load, every half second at most ── poll_load ───────┘
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from rollout_pool.sampling.router import Router
 
 ASK_EVERY_S = 0.5
 """A cheap request: an engine replies from memory shared with its scheduler."""
+ASKED_PER_S = 64.0
+"""Limit of one worker: with many engines each is asked less often, or the worker would do little
+else."""
 
 
 async def poll_load(router: Router, engine: EngineClient, every_s: float = ASK_EVERY_S) -> None:
@@ -34,7 +37,7 @@ async def poll_load(router: Router, engine: EngineClient, every_s: float = ASK_E
         else:
             preempted, seen = counters.num_preemptions - seen, counters.num_preemptions
             router.note_load(engine.name, load, preempted)
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(max(every_s, len(router.engines) / ASKED_PER_S))
 
 
 LOOK_AGAIN_S = 5.0

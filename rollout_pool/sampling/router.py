@@ -109,7 +109,7 @@ class WaitingLine:
             del queues[waiter.key]
 
 
-_order = attrgetter("order")
+_order, _tokens = attrgetter("order"), attrgetter("tokens")
 
 
 class Router:
@@ -140,6 +140,8 @@ class Router:
         self._alarm: asyncio.Handle | None = None
         self._alarm_at: float | None = None
         self._situation = "their versions are not known yet"
+        self._candidates: dict[Needs, list[EngineState]] = {}
+        """Engines that may serve such samples; empty after each change of what an engine serves."""
 
     # Reports ----------------------------------------------------------------------------------
 
@@ -148,11 +150,13 @@ class Router:
         that it serves a version."""
         self.leave(engine.name)
         self.engines[engine.name] = self._new_state(engine)
+        self._candidates.clear()
 
     def leave(self, name: str) -> None:
         """An engine is gone for good, if there was one. Slots taken there stay valid."""
         self._note_progress()
         if self.engines.pop(name, None) is not None:
+            self._candidates.clear()
             self._sessions.lose(name)
 
     def follow(
@@ -173,6 +177,7 @@ class Router:
             is_allowed = serves is not None and is_fresh(trainer, serves, max_staleness)
             is_open = is_allowed and engine.name not in draining
             engine.follow(serves, may_roll_out=is_open, now=now)
+        self._candidates.clear()
         drain = f"{', '.join(sorted(draining))} drain before a commit, " if draining else ""
         self._situation = (
             f"they serve {dict(versions) or 'nothing'}, {drain}the trainer is at version {trainer} "
@@ -251,9 +256,8 @@ class Router:
     def _note_progress(self) -> None:
         """Must be called before what an engine may serve changes."""
         for needs in self._progress:
-            for engine in self.engines.values():
-                if _may_serve(engine, needs):
-                    self._progress[needs] = max(self._progress[needs], engine.last_progress)
+            for engine in self._that_may_serve(needs):
+                self._progress[needs] = max(self._progress[needs], engine.last_progress)
 
     def _end_starved(self) -> None:
         """Ends the wait of samples for which no engine made progress for `wait_timeout_s`; a sample
@@ -297,6 +301,17 @@ class Router:
 
     # Serving --------------------------------------------------------------------------------------
 
+    def _that_may_serve(self, needs: Needs) -> list[EngineState]:
+        if needs not in self._candidates:
+            is_pinned = needs.engine is not None
+            self._candidates[needs] = [
+                engine
+                for engine in self.engines.values()
+                if needs.engine in (None, engine.name)
+                and engine.may_serve(needs.min_version, is_pinned=is_pinned)
+            ]
+        return self._candidates[needs]
+
     def serve(self) -> None:
         if not self.num_waiting:
             return
@@ -326,15 +341,15 @@ class Router:
         self, key: QueueKey, queue: list[Waiter], priority: Priority, now: float
     ) -> tuple[Waiter, EngineState] | None:
         """The first waiter of a queue that can be served, and its engine."""
-        healthy = [
-            engine
-            for engine in self.engines.values()
-            if _may_serve(engine, key.needs) and engine.is_healthy(now)
-        ]
-        if others := [engine for engine in healthy if engine.name not in key.failed]:
-            free = [engine for engine in others if engine.has_slot(priority)]
+        able = self._that_may_serve(key.needs)
+        if not key.failed:  # nearly always, and once or twice for each sample
+            free = [e for e in able if e.has_slot[priority] and e.is_healthy(now)]
             return (queue[0], self._choose(queue[0], free)) if free else None
-        failed = [engine for engine in healthy if engine.has_slot(priority)]
+        healthy = [engine for engine in able if engine.is_healthy(now)]
+        if others := [engine for engine in healthy if engine.name not in key.failed]:
+            free = [engine for engine in others if engine.has_slot[priority]]
+            return (queue[0], self._choose(queue[0], free)) if free else None
+        failed = [engine for engine in healthy if engine.has_slot[priority]]
         # A healthy engine that has not recovered failed once or twice, so few wait for it.
         for waiter in queue if failed else ():
             if free := [r for r in failed if r.breaker.has_recovered(waiter.failed[r.name], now)]:
@@ -342,12 +357,11 @@ class Router:
         return None
 
     def _choose(self, waiter: Waiter, free: list[EngineState]) -> EngineState:
-        least = min(free, key=lambda engine: engine.tokens)
+        least = min(free, key=_tokens)
         sample = waiter.sample
         name = self._sessions.home(sample.session) or self._sessions.home(sample.group)
         home = self.engines.get(name or "")
-        if home in free:
-            assert home is not None
+        if home is not None and home in free:
             most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * waiter.tokens
             if home.tokens <= most:
                 return home
@@ -366,8 +380,9 @@ class Router:
 
     def _set_alarm(self, now: float) -> None:
         """Serves samples that wait for an engine's recovery, even if nothing else happens."""
-        times = [engine.breaker.retry_at for engine in self.engines.values()]
-        at = min((time for time in times if time > now), default=None) if self.num_waiting else None
+        waiting_for = self.engines.values() if self.num_waiting else ()
+        times = [e.breaker.retry_at for e in waiting_for if e.breaker.retry_at > now]
+        at = min(times, default=None)
         # Kept beside the handle: uvloop's, for a time that is now, does not know it.
         if at == self._alarm_at:
             return
@@ -379,9 +394,3 @@ class Router:
     def _ring(self) -> None:
         self._alarm_at = None  # a timer may fire a little too early, and is then set again
         self.serve()
-
-
-def _may_serve(engine: EngineState, needs: Needs) -> bool:
-    return needs.engine in (None, engine.name) and engine.may_serve(
-        needs.min_version, is_pinned=needs.engine is not None
-    )

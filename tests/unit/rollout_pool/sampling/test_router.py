@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from buffer.types import SamplingParams
-from rollout_pool.sampling import engine_state
+from rollout_pool.sampling import engine_state, engine_watch
 from rollout_pool.sampling.engine_client import EngineError, EngineLoad
 from rollout_pool.sampling.engine_state import BreakerState, StickySessions
 from rollout_pool.sampling.engine_watch import poll_load
@@ -491,6 +491,17 @@ async def test_thousands_of_timeouts_cost_linear_time():
     assert all(isinstance(task.exception(), TimeoutError) for task in waiting)
 
 
+async def test_full_engines_cost_a_sample_no_call_each():
+    many, work = router(300, max_running_requests=1), Work()
+    for number in range(1, 300):
+        await place(many, engine=f"engine-{number}")
+    (await place(many)).release()
+    with work.counted():
+        free = await place(many)
+    assert free.engine.name == "engine-0"
+    assert work.num_calls < 150
+
+
 async def test_sample_that_waits_for_its_engine_blocks_no_other():
     """Both failed at the only engine, one before it got tokens again and one after."""
     one = router(1)
@@ -523,6 +534,19 @@ async def test_poller_reports_loads_to_the_router(fake, client, other_fake, othe
     seen = fake.num_loads
     other_fake.stop()
     await until(lambda: fake.num_loads >= seen + 3)
+    polling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await polling
+
+
+async def test_engine_is_asked_less_often_where_there_are_many(fake, client, monkeypatch):
+    one = Router([client], 5.0)
+    monkeypatch.setattr(engine_watch, "ASKED_PER_S", 1e-3)
+    polling = asyncio.create_task(poll_load(one, client, every_s=0.0))
+    await until(lambda: fake.num_loads == 1)
+    for _ in range(5):
+        await client.load()
+    assert fake.num_loads == 6
     polling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await polling
