@@ -206,7 +206,8 @@ class RolloutWorker:
         """Starts the next admission, one at a time, if another group may start."""
         if self._admission is not None or self._is_draining:
             return
-        has_suspect = any(run.ref.is_suspect for run in self._runs.values())
+        # A suspect runs alone.
+        has_suspect = len(self._runs) == 1 and any(r.ref.is_suspect for r in self._runs.values())
         if len(self._runs) < (1 if has_suspect else self.spec.config.max_groups_in_flight):
             self._admission = asyncio.create_task(self._admit())
             self._observe(self._admission)
