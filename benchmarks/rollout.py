@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import Report
 from benchmarks.rollouts.cost import measure_cost
 from benchmarks.rollouts.efficiency import measure_efficiency, measure_rewards, measure_stub
+from benchmarks.rollouts.fleet import measure_fleet
 from benchmarks.rollouts.gpu import measure_gpu, measure_training
 from benchmarks.rollouts.prefix import measure_prefixes
 from benchmarks.rollouts.scene import build_model, engine_at
@@ -33,6 +34,7 @@ ALONE = {
     "prefix": measure_prefixes,
     "stub": measure_stub,
     "cost": measure_cost,
+    "fleet": measure_fleet,
     "rewards": measure_rewards,
 }
 

@@ -22,6 +22,7 @@ NUM_TOKENS = 5
 ROLES = {
     "sglang::scheduler": "scheduler",
     "sglang.server": "http",
+    "stub_engine": "stub",
     "rewards.process": "scoring",
     "valkey-server": "redis",
     "redis-server": "redis",
@@ -29,7 +30,7 @@ ROLES = {
 """Processes by what their command lines have in them."""
 
 
-def _cpu_s(engine_pid: int) -> dict[str, float]:
+def cpu_s(engine_pid: int) -> dict[str, float]:
     """Seconds so far of this process, its descendants and the engine's, by role; ours is the
     worker's. The engine may have been forked by a fork server, and is no descendant then."""
     seconds = {"worker": time.process_time()}
@@ -50,9 +51,9 @@ async def measure_cost(size: WorkSize, folder: Path, report: Report) -> None:
         commits, jobs = Commits(engine.client, folder), equal_jobs(size.cost_groups, 8, NUM_TOKENS)
         await commits.begin()
         async with pool_at(folder, engine.info, short, jobs, name="cost", commits=commits) as pool:
-            before = _cpu_s(engine.info.pid)
+            before = cpu_s(engine.info.pid)
             await pool.run(len(jobs))
-            for role, seconds in _cpu_s(engine.info.pid).items():
+            for role, seconds in cpu_s(engine.info.pid).items():
                 cost_ms = 1000 * (seconds - before[role]) / num_samples
                 report.figure(f"cost_{role}_ms", cost_ms, "CPU of a sample of 5 tokens")
     wide = dataclasses.replace(short, max_staleness=10_000)
@@ -60,8 +61,8 @@ async def measure_cost(size: WorkSize, folder: Path, report: Report) -> None:
         stub_at(0.0, folder, NUM_TOKENS) as info,
         pool_at(folder, info, wide, jobs, name="core") as pool,
     ):
-        cpu_s = await _generate(pool, len(jobs))
-    rate = num_samples / cpu_s
+        worker_s = await _generate(pool, len(jobs))
+    rate = num_samples / worker_s
     report.target("stub_core_samples_per_s", rate, ">=", 2000, "a worker's core, no engine's cost")
 
 

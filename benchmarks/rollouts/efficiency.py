@@ -20,7 +20,7 @@ import httpx
 
 from benchmarks.report import Report
 from benchmarks.rollouts.bare import run_bare
-from benchmarks.rollouts.scene import ENGINE, Commits, pool_at
+from benchmarks.rollouts.scene import Commits, pool_at
 from benchmarks.rollouts.work import Tally, WorkSize, equal_jobs
 from processes.child import Child
 from rollout_pool.engines.engine import EngineInfo
@@ -112,10 +112,23 @@ async def _at_stub(
 async def stub_at(
     latency_s: float, folder: Path, num_tokens: int = STUB_TOKENS
 ) -> AsyncIterator[EngineInfo]:
+    async with stubs_at(latency_s, folder, num_tokens, 1) as (info,):
+        yield info
+
+
+@asynccontextmanager
+async def stubs_at(
+    latency_s: float, folder: Path, num_tokens: int, number: int
+) -> AsyncIterator[list[EngineInfo]]:
+    """Engines of one process."""
     stub = [sys.executable, "-m", "benchmarks.rollouts.stub_engine"]
-    child = Child([*stub, str(latency_s), str(num_tokens)], folder / "stub.log", speaks=True)
+    numbers = map(str, (latency_s, num_tokens, number))
+    child = Child([*stub, *numbers], folder / "stub.log", speaks=True)
     try:
-        url = f"http://127.0.0.1:{int(await child.first_line())}"
-        yield EngineInfo(name=ENGINE, url=url, pid=child.pid)
+        ports = (await child.first_line()).split()
+        yield [
+            EngineInfo(name=f"engine-{place}", url=f"http://127.0.0.1:{int(port)}", pid=child.pid)
+            for place, port in enumerate(ports)
+        ]
     finally:
         child.stop(timeout_s=5.0)

@@ -192,6 +192,7 @@ async def pool_at(
     tail: TailPolicy = TailPolicy.continue_across_versions,
     load_every_s: float = ASK_EVERY_S,
     train_s: float = 0.0,
+    max_groups_in_flight: int = 100_000,
 ) -> AsyncIterator[Pool]:
     """A worker at one engine, with Redis, router, sampler, scorer and push as in a real run."""
     # A straggler is waited for before it becomes too old, and nothing is run twice.
@@ -203,7 +204,7 @@ async def pool_at(
         tail=tail,
         max_prompt_tokens=64,
         max_response_tokens=size.longest,
-        max_groups_in_flight=100_000,
+        max_groups_in_flight=max_groups_in_flight,
         reward_processes=reward_processes,
         log_rate=0.0,
         engine=EngineConfig(max_running_requests=size.max_running),

@@ -1,6 +1,6 @@
-"""An engine of fixed latency: `python -m benchmarks.rollouts.stub_engine <seconds> <tokens>`.
+"""Engines of fixed latency: `python -m benchmarks.rollouts.stub_engine SECONDS TOKENS [ENGINES]`.
 
-It prints its port. It speaks as much of the real server's HTTP as a rollout worker uses, and
+It prints a port for each. It speaks as much of the real server's HTTP as a rollout worker uses, and
 computes nothing: what is measured against it is the worker alone.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -82,19 +83,18 @@ def main(argv: list[str]) -> None:
         Route("/ready", engine.okay),
         Route("/abort_request", engine.okay, methods=["POST"]),
     ]
-    asyncio.run(serve(Starlette(routes=routes)))
+    asyncio.run(serve(Starlette(routes=routes), *map(int, argv[2:])))
 
 
-async def serve(app: Starlette) -> None:
-    """Prints the port; never returns."""
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_level="critical", lifespan="off", ws="none"
-    )
+async def serve(app: Starlette, num_ports: int = 1) -> None:
+    """Prints the ports; never returns."""
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", ws="none")
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_ports)]
+    serving = asyncio.create_task(server.serve(sockets))
     while not server.started:
         await asyncio.sleep(0.01)
-    print(server.servers[0].sockets[0].getsockname()[1], flush=True)
+    print(*(one.getsockname()[1] for one in sockets), flush=True)
     await serving
 
 

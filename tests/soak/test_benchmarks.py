@@ -47,6 +47,8 @@ FIGURES = {
     "prefix_speedup_group prefill_ratio_turns prefill_ratio_turns_without prefix_speedup_turns "
     "recovery_s recovery_s_without "
     "stub_requests_per_s stub_in_flight cost_worker_ms cost_scheduler_ms stub_core_samples_per_s "
+    "fleet_worker_us_2 fleet_redis_us_4 fleet_core_samples_per_s_4 fleet_growth_4 fleet_idle_4 "
+    "fleet_join_ms_4 fleet_version_ms_4 fleet_bare_us_4 fleet_stub_us_4 "
     "reward_overlap gpu_vs_sync gpu_vs_stream gpu_vs_partial "
     "gpu_wasted_tokens gpu_early_length_ours_5 gpu_early_length_postpone_5 "
     "gpu_early_length_interrupt_and_resume_5 gpu_simulated_sync_5 gpu_simulated_ours_5 "
