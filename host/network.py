@@ -7,10 +7,14 @@ loopback (Debian maps the name to 127.0.1.1) or none, so members on two machines
 from __future__ import annotations
 
 import socket
+import ssl
 from ipaddress import ip_address
 
 import psutil
 
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of servers of ours, which speak plain HTTP: without it, each loads the system's
+certificates, which takes longer than ten requests."""
 _DISCARD_PORT = 9
 """Any port would do: nothing is sent."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import httpx
 
 from configs.rollout_schema import TaskConfig
+from host.network import NO_TLS
 from host.user_code import load_callable
 from rollout_pool.tasks.task import Prompt, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Endpoints speak plain HTTP; without this, each client would load the system's certificates."""
 AgentReward = float | tuple[float, Mapping[str, float]]
 """An agent's reward of its episode, alone or with named parts."""
 
@@ -41,7 +39,7 @@ class SessionHandle:
         from openai import AsyncOpenAI
 
         # One connection pool per client: httpx searches a shared pool of thousands slowly.
-        transport = httpx.AsyncHTTPTransport(verify=_NO_TLS, trust_env=False)
+        transport = httpx.AsyncHTTPTransport(verify=NO_TLS, trust_env=False)
         client = AsyncOpenAI(
             base_url=self.base_url,
             api_key=self.api_key,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from host.network import NO_TLS
 from tensors.layout import Layout
 from weight_sync.types import (
     BY_STATUS,
@@ -77,6 +78,7 @@ class ReceiverClient:
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             trust_env=False,  # no proxy between machines of a cluster
+            verify=NO_TLS,
             timeout=None,
         )
 
