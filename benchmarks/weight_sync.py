@@ -1,7 +1,8 @@
 """The checkpoint engine against the wire, other ways to move weights and its own targets.
 
-python benchmarks/weight_sync.py            # some ten minutes
-python benchmarks/weight_sync.py --short    # small sizes; the figures mean little
+python benchmarks/weight_sync.py                       # its three parts
+python benchmarks/weight_sync.py --only pause_500M     # a part that runs only by its name
+python benchmarks/weight_sync.py --short               # small sizes; the figures mean little
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.report import Report
 
 PARTS = ("wire", "fleet", "pause")
+LARGE = "pause_500M"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="every part once, quickly")
-    parser.add_argument("--only", choices=PARTS, help="one part of it")
+    parser.add_argument("--only", choices=(*PARTS, LARGE), help="one part of it")
     arguments = parser.parse_args()
     report = Report("checkpoint engine")
-    for part in PARTS:
-        if arguments.only in (None, part):
-            # Not before its turn: the many processes of WIRE then need not load transformers.
-            module = import_module(f"benchmarks.weights.{part}")
-            module.measure(report, is_short=arguments.short)
+    for part in [arguments.only] if arguments.only else PARTS:
+        # Not before its turn: the many processes of WIRE then need not load transformers.
+        name, _, size = part.partition("_")
+        module = import_module(f"benchmarks.weights.{name}")
+        module.measure(report, is_short=arguments.short, **({"size": size} if size else {}))
     report.close()
 
 

@@ -38,11 +38,11 @@ class FleetSize:
     vocab: int = 16_384
     num_requests: int = 7
     """Running at once at each engine, besides the one that is streamed."""
-    num_tokens: int = 128
-    """Tokens that each request generates."""
-    num_publishes: int = 12
-    num_bare_loads: int = 7
-    undisturbed_s: float = 3.0
+    num_tokens: int = 32
+    """Tokens that each request generates; after a commit those so far are computed anew."""
+    num_publishes: int = 6
+    num_bare_loads: int = 4
+    undisturbed_s: float = 1.5
     """Between two publishes."""
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -150,8 +151,9 @@ class _TrainerRank:
     async def _open_board(self) -> MemoryBoard:
         return self._board
 
-    def work(self, num_rounds: int) -> tuple[float, float, float, dict[str, float]]:
-        """Seconds of the last round: memcpy of these shards, `send`, the transfer, its parts."""
+    def work(self, num_rounds: int) -> tuple[float, float, float, float, dict[str, float]]:
+        """Seconds of the last round: memcpy of these shards, `send`, the transfer, of that this
+        process's CPU, the transfer's parts."""
         for _ in range(num_rounds):
             self._version += 1
             began = time.perf_counter()
@@ -160,19 +162,20 @@ class _TrainerRank:
             dist.barrier()
             before = time.perf_counter()
             self._engine.send(self._version, self._shards)
-            after = time.perf_counter()
+            after, cpu_before = time.perf_counter(), time.process_time()
             parts = {}
             if self._is_first:
                 self._board.wait_for(self._version)
                 record = self._board.record_of(self._version)
                 parts = {part: float(record[part]) for part in _PARTS}
             dist.barrier()
-        return copied - began, after - before, self._board.available_at - after, parts
+        cpu_s = time.process_time() - cpu_before
+        return copied - began, after - before, self._board.available_at - after, cpu_s, parts
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Publish(Round):
-    """Its seconds are those of the transfer, behind the snapshot."""
+    """Its seconds, also those of the CPU, are those of the transfer, behind the snapshot."""
 
     memcpy_s: float
     """At the slowest rank, as publish_s."""
@@ -200,16 +203,23 @@ class OurTeam:
         )
 
     def play(self, num_groups: int) -> Publish:
-        memcpy_s, publish_s, transfer_s, parts = zip(
+        before = self._receivers_cpu_s()
+        memcpy_s, publish_s, transfer_s, cpu_s, parts = zip(
             *self._team.play(num_groups).results, strict=True
         )
         return Publish(
             num_groups=num_groups,
             seconds=transfer_s[0],
+            producer_cpu_s=sum(cpu_s),
+            consumer_cpu_s=self._receivers_cpu_s() - before,
             memcpy_s=max(memcpy_s),
             publish_s=max(publish_s),
             parts=parts[0] | {"rest_s": transfer_s[0] - sum(parts[0].values())},
         )
+
+    def _receivers_cpu_s(self) -> float:
+        times = [psutil.Process(each.info.pid).cpu_times() for each in self._receivers]
+        return sum(each.user + each.system for each in times)
 
     def close(self) -> None:
         self._team.close()

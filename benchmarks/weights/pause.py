@@ -7,6 +7,8 @@ pause is told against /update_weights_from_disk alone on the idle engine: no pau
   wait for a token's border, up to a step; on one core a step takes nearly as long as a load.
 - standstill_<mode>_<model>: the same without the time in which the requests decode a last token.
 - pause_direct_<model>: the pause with SGLang's own broadcast as the commit.
+
+The mode `drain` pauses what still runs as `resubmit` does: it has no figures of its own.
 """
 
 from __future__ import annotations
@@ -34,23 +36,21 @@ from rollout_pool.engines.sglang.engine import SGLangEngine
 from rollout_pool.engines.sglang.strategies import make_strategy
 
 SIZES = {
-    "100M": FleetSize(num_publishes=9, num_bare_loads=8),
-    "500M": FleetSize(hidden=1280, layers=20, num_tokens=64, num_publishes=5, num_bare_loads=6),
-}
-SHORT = {
+    "100M": FleetSize(num_publishes=5),
+    "500M": FleetSize(hidden=1280, layers=20, num_publishes=5),
     "tiny": FleetSize(
         hidden=128, layers=2, vocab=512, num_requests=3, num_publishes=1, num_bare_loads=2
-    )
+    ),
 }
 TARGET = 1.3
 _LOAD_S = 600.0
 
 
-def measure(report: Report, *, is_short: bool) -> None:
+def measure(report: Report, *, is_short: bool, size: str = "100M") -> None:
     torch.set_num_threads(1)
-    for name, size in (SHORT if is_short else SIZES).items():
-        with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:
-            asyncio.run(_measure(report, name, size, Path(folder)))
+    name = "tiny" if is_short else size
+    with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:
+        asyncio.run(_measure(report, name, SIZES[name], Path(folder)))
 
 
 async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> None:
@@ -81,9 +81,7 @@ async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> 
             for strategy in (staged, broadcast):
                 await strategy.check()
                 closing.push_async_callback(strategy.close)
-            for mode in PauseMode:
-                if mode is PauseMode.auto:  # one of the others
-                    continue
+            for mode in (PauseMode.resubmit, PauseMode.retract, PauseMode.in_place):
                 committers[mode.value] = Committer(engine.client, staged, mode)
             committers[broadcast.name] = Committer(engine.client, broadcast, PauseMode.resubmit)
             for number in range(size.num_publishes + 1):  # the first warms up

@@ -9,6 +9,8 @@ medians over the rounds of what was measured right after each other.
 - vs_per_tensor_one_rank: the same with one trainer rank, which has nothing to gather.
 - vs_raw_wire: the transfer behind the snapshot, until visible, against bare gloo sends down the
   same chain; the worst of 1 and 2 receivers.
+- cpu_vs_raw_wire: the CPU seconds of bare gloo sends, in all their processes, over those of the
+  same transfer; unlike the rates it hardly depends on what else the machine does.
 - trainer_stall_vs_memcpy: the whole `send` call against one memcpy of as many bytes in the same
   process; the worst of all.
 """
@@ -39,7 +41,7 @@ _TMPFS = Path("/dev/shm")
 
 
 def measure(report: Report, *, is_short: bool) -> None:
-    shape, rounds, fleets = (SMALL, 1, (2,)) if is_short else (QWEN_HALF_B, 5, (1, 2))
+    shape, rounds, fleets = (SMALL, 1, (2,)) if is_short else (QWEN_HALF_B, 3, (1, 2))
     ratios: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as folder:
         weights = SharedWeights.write(Path(folder) / "weights", shape, "bfloat16")
@@ -122,18 +124,25 @@ def _times_faster(ours: Rounds, theirs: Rounds) -> float:
     return median(ratios)
 
 
+def _cpu_s(played: Round) -> float:
+    return played.producer_cpu_s + played.consumer_cpu_s
+
+
 def _show(report: Report, stage: Stage, played: dict[str, Rounds]) -> None:
     """Prints a table, and adds every rate to the result."""
     num_bytes, receivers = stage.weights.num_bytes, stage.num_receivers
     bounds = [name for name in ("socket", "gloo", "memcpy") if name in played]
-    table = Table("path", "GB/s median", "best", *(f"of {name}" for name in bounds))
+    columns = ("path", "GB/s median", "best", "CPU s/GB", *(f"of {name}" for name in bounds))
+    table = Table(*columns)
     publishes = {name: each for name, each in played.items() if isinstance(each[0], Publish)}
     whole = {f"{name}_with_snapshot": _with_snapshot(each) for name, each in publishes.items()}
     for name, each in (played | whole).items():
         rates = [num_bytes / one.seconds / 1e9 for one in each]
         report.note(f"{name}_gb_per_s_{receivers}", median(rates))
         shares = (f"{_times_faster(each, played[bound]):.2f}" for bound in bounds)
-        table.add_row(name, f"{median(rates):.2f}", f"{max(rates):.2f}", *shares)
+        cpu_s = median(_cpu_s(one) for one in each)
+        cpu = f"{1e9 * cpu_s / num_bytes:.2f}" if cpu_s and name in played else ""
+        table.add_row(name, f"{median(rates):.2f}", f"{max(rates):.2f}", cpu, *shares)
     report.show(table)
     for name, each in publishes.items():
         medians = (
@@ -150,6 +159,9 @@ def _ratios(played: dict[str, Rounds]) -> dict[str, float]:
         "vs_per_tensor": _times_faster(_with_snapshot(ours_2), played["per_tensor_2_ranks"]),
         "vs_per_tensor_one_rank": _times_faster(_with_snapshot(ours), played["per_tensor"]),
         "vs_raw_wire": _times_faster(ours, played["gloo"]),
+        "cpu_vs_raw_wire": median(
+            _cpu_s(b) / _cpu_s(a) for a, b in zip(ours, played["gloo"], strict=True)
+        ),
         "stall": max(
             median(each.publish_s / each.memcpy_s for each in rounds) for rounds in (ours, ours_2)
         ),
@@ -176,6 +188,7 @@ def _show_ratios(report: Report, ratios: dict[str, list[float]]) -> None:
         0.9,
         "of bare gloo sends, until verified and visible",
     )
+    report.figure("cpu_vs_raw_wire", min(ratios["cpu_vs_raw_wire"]), "the same in CPU seconds")
     report.target(
         "trainer_stall_vs_memcpy",
         max(ratios["stall"]),

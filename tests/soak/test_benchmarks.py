@@ -37,8 +37,9 @@ FIGURES = {
     "staleness.py": "decoupled_PPO_TIS_0 decoupled_PPO_TIS_4",
     "buffer.py": "vs_ray_16k vs_ray_16k_lean vs_raw_set_get p99_growth_1e6 max_script_ms wakeup_ms "
     "idle_commands_per_s memory_ratio",
-    "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire trainer_stall_vs_memcpy "
-    "decode_while_moving decode_in_publish direct_decode_in_publish pause_vs_bare_load "
+    "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire cpu_vs_raw_wire "
+    "trainer_stall_vs_memcpy decode_while_moving decode_in_publish direct_decode_in_publish "
+    "pause_vs_bare_load "
     "standstill_vs_bare_load direct_pause_vs_bare_load max_rescoring_difference "
     "pause_resubmit_tiny standstill_resubmit_tiny pause_retract_tiny pause_in_place_tiny "
     "pause_direct_tiny",
