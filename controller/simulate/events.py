@@ -12,11 +12,13 @@ is an end, a commit or a step, never a token.
 
 from __future__ import annotations
 
+import bisect
+import gc
 import heapq
 import itertools
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -138,8 +140,9 @@ class Engine:
         self.version = 0
         self.place_s = 0.0
         self._machine, self._prompt = machine, prompt_tokens
-        self._running: list[tuple[float, int, int, Group]] = []
-        """(counter at its end, a number, length, group), the next to end first."""
+        self._places, self._max_running = machine.places, machine.max_running
+        self._running: list[tuple[float, int, float, Group]] = []
+        """(counter at its end, a number, counter at its begin, group), the next to end first."""
         self._waiting: deque[tuple[int, Group]] = deque()
         self._numbers = itertools.count()
         self._counter = 0.0
@@ -148,6 +151,7 @@ class Engine:
         self._at = 0.0
         """Time up to which the counter is right; in a pause the pause's end."""
         self._token_s = 0.0
+        self._next_end = math.inf
 
     @property
     def load(self) -> int:
@@ -162,45 +166,47 @@ class Engine:
         """Its answers begin, as far as there are places; their common prompt is computed once."""
         self._advance(now)
         self._at += self._machine.prefill_s(self._prompt)
-        self._waiting.extend((length, group) for length in group.lengths)
+        self._waiting.extend([(length, group) for length in group.lengths])
         self._fill()
 
     def take_version(self, now: float, version: int) -> None:
         """All stand still for the load, and what they hold is computed again."""
         self._advance(now)
         self.version = version
-        self._at += self._machine.load_s + self._machine.prefill_s(self.num_tokens)
+        pause_s = self._machine.load_s + self._machine.prefill_s(self.num_tokens)
+        self._at += pause_s
+        self._next_end += pause_s
 
     def next_end(self) -> float:
         """When the next answer ends; infinite if none runs."""
-        if not self._running:
-            return math.inf
-        return self._at + max(0.0, self._running[0][0] - self._counter) * self._token_s
+        return self._next_end
 
     def pop_ended(self, now: float) -> list[Group]:
         """The groups of the answers that have ended by now, one for each answer."""
+        ended: list[Group] = []
+        if self._next_end > now + ROUNDING:
+            return ended
         self._advance(now)
-        ended = []
-        while self._running and self._running[0][0] <= self._counter + ROUNDING:
-            end, _, length, group = heapq.heappop(self._running)
-            self._begun -= end - length
+        running, last = self._running, self._counter + ROUNDING
+        while running and running[0][0] <= last:
+            _, _, began, group = running.pop(0)
+            self._begun -= began
             ended.append(group)
         if ended:
             self._fill()
         return ended
 
-    def stop(self, now: float, groups: set[Group]) -> float:
+    def stop(self, now: float, groups: Collection[Group]) -> float:
         """Stops all answers of these groups; returns the tokens that the running ones had."""
         self._advance(now)
         lost, kept = 0.0, []
         for request in self._running:
-            end, _, length, group = request
+            _, _, began, group = request
             if group in groups:
-                lost += self._counter - (end - length)
-                self._begun -= end - length
+                lost += self._counter - began
+                self._begun -= began
             else:
                 kept.append(request)
-        heapq.heapify(kept)
         self._running = kept
         self._waiting = deque(one for one in self._waiting if one[1] not in groups)
         self._fill()
@@ -215,26 +221,35 @@ class Engine:
             self._at = now
 
     def _fill(self) -> None:
-        places = self._machine.places
-        while self._waiting and len(self._running) < self._machine.max_running:
-            length, group = self._waiting[0]
-            if self._running and self.num_tokens + self._prompt + length / 2 > places:
+        running, waiting, counter = self._running, self._waiting, self._counter
+        while waiting and len(running) < self._max_running:
+            length, group = waiting[0]
+            num_tokens = len(running) * (self._prompt + counter) - self._begun
+            if running and num_tokens + self._prompt + length / 2 > self._places:
                 break  # no room in the cache
-            self._waiting.popleft()
-            self._begun += self._counter
-            number = next(self._numbers)
-            heapq.heappush(self._running, (self._counter + length, number, length, group))
-        if self._running:
-            # They grow until the next end.
-            number = len(self._running)
-            growth = number * max(0.0, self._running[0][0] - self._counter) / 2
-            self._token_s = self._machine.token_s(number, self.num_tokens + growth)
+            waiting.popleft()
+            self._begun += counter
+            bisect.insort(running, (counter + length, next(self._numbers), counter, group))
+        if not running:
+            self._next_end = math.inf
+            return
+        number, left = len(running), max(0.0, running[0][0] - counter)
+        # They grow until the next end.
+        num_tokens = number * (self._prompt + counter + left / 2) - self._begun
+        self._token_s = self._machine.token_s(number, num_tokens)
+        self._next_end = self._at + left * self._token_s
 
 
 def simulate(setting: Setting, draw: Callable[[], tuple[int, ...]]) -> Outcome:
     """`draw` gives the lengths of the answers to one prompt, in tokens; () when there is none left.
     Raises ValueError if a step can never come."""
-    return _Run(setting, draw).run()
+    was_collecting = gc.isenabled()
+    gc.disable()  # it would walk a hundred thousand requests again and again, and find no cycle
+    try:
+        return _Run(setting, draw).run()
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 class _Run:
@@ -245,16 +260,21 @@ class _Run:
         self._engine_of: dict[Group, Engine] = {}
         self._listed = [0] * setting.num_engines
         """Load under which each engine stands in `_loads`; other entries of it are void."""
+        self._fallen = set[int]()
+        """Engines whose load may have fallen since."""
         self._loads = [(0, number) for number in engines]
         """A heap of engines by load. One whose load has grown is put right when it comes up."""
         self._by_version = [(0, number) for number in engines]
         """A heap of the engines that take no version now, those most behind first."""
-        self._served = Counter({0: setting.num_engines})
+        self._served = {0: setting.num_engines}
         """Engines by version."""
+        self._limit: int | None = None
+        """Of admission; worked out again after a step, and when other versions are served."""
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._planned = [math.inf] * setting.num_engines
         """When each engine's next look is planned."""
+        self._looks = [partial(self._look, number) for number in engines]
         self._scored: set[Group] = set()
         """Groups whose reward is awaited."""
         self._ready: list[tuple[int, int, Group]] = []
@@ -287,29 +307,32 @@ class _Run:
 
     def _admit(self, now: float) -> None:
         setting = self._setting
-        lag = engine_lag(self._version, self._served, setting.max_staleness)
-        limit = admission_limit(
-            max_staleness=setting.max_staleness,
-            lag=lag,
-            groups_per_version=setting.groups_per_step,
-            oversampling=setting.oversampling,
-        )
-        while self._num_in_flight < limit:
+        if self._limit is None:
+            self._limit = admission_limit(
+                max_staleness=setting.max_staleness,
+                lag=engine_lag(self._version, self._served, setting.max_staleness),
+                groups_per_version=setting.groups_per_step,
+                oversampling=setting.oversampling,
+            )
+        stale: list[tuple[int, int]] = []
+        while self._num_in_flight < self._limit:
             if self._again:
                 group = self._again.popleft()
             elif lengths := self._draw():
                 group = Group(lengths)
                 self._outcome.drawn.append(group.num_tokens)
             else:
-                return
-            self._begin(now, group)
+                break
+            self._begin(now, group, stale)
+        for one in stale:
+            heapq.heappush(self._loads, one)
 
     @property
     def _num_in_flight(self) -> int:
         return len(self._engine_of) + len(self._scored) + len(self._ready) + self._leased
 
-    def _begin(self, now: float, group: Group) -> None:
-        number = self._least_loaded()
+    def _begin(self, now: float, group: Group, stale: list[tuple[int, int]]) -> None:
+        number = self._least_loaded(stale)
         engine = self._engines[number]
         group.version, group.num_left = engine.version, len(group.lengths)
         self._engine_of[group] = engine
@@ -324,10 +347,13 @@ class _Run:
             self._loads = [(load, number) for number, load in enumerate(self._listed)]
             heapq.heapify(self._loads)
 
-    def _least_loaded(self) -> int:
-        """Chooses among the engines that serve a version young enough. There is one, else none is
-        admitted."""
-        passed = []
+    def _least_loaded(self, stale: list[tuple[int, int]]) -> int:
+        """Chooses among the engines that serve a version young enough; sets others aside. There is
+        one, else none is admitted."""
+        for number in self._fallen:
+            if self._engines[number].load < self._listed[number]:
+                self._list(number)
+        self._fallen.clear()
         while True:
             load, number = heapq.heappop(self._loads)
             engine = self._engines[number]
@@ -336,33 +362,28 @@ class _Run:
             if load != engine.load:
                 self._list(number)
             elif is_fresh(self._version, engine.version, self._setting.max_staleness):
-                break
+                return number
             else:
-                passed.append((load, number))
-        for one in passed:
-            heapq.heappush(self._loads, one)
-        return number
+                stale.append((load, number))
 
     def _plan(self, number: int) -> None:
         when = self._engines[number].next_end()
         if when < self._planned[number]:
             self._planned[number] = when
-            self._at(when, partial(self._look, number))
+            heapq.heappush(self._events, (when, next(self._numbers), self._looks[number]))
 
     def _look(self, number: int, now: float) -> None:
         """At an engine in which an answer may have ended."""
         if now < self._planned[number]:
             return  # a later plan took its place
         self._planned[number] = math.inf
-        engine = self._engines[number]
-        for group in engine.pop_ended(now) if engine.next_end() <= now + ROUNDING else []:
+        for group in self._engines[number].pop_ended(now):
             group.num_left -= 1
             if group.num_left == 0:
                 del self._engine_of[group]
                 self._scored.add(group)
                 self._at(now + self._setting.reward_s, partial(self._push, group))
-        if engine.load < self._listed[number]:
-            self._list(number)
+        self._fallen.add(number)
         self._plan(number)
 
     def _push(self, group: Group, now: float) -> None:
@@ -410,6 +431,7 @@ class _Run:
         outcome.staleness += [self._version - group.version for group in batch]
         self._leased = 0
         self._version += 1
+        self._limit = None
         self._drop_stale(now)
         if self._on_wire is None:
             self._send(now)
@@ -424,10 +446,10 @@ class _Run:
             self._give_up(group, group.num_tokens)
         if self._setting.on_stale is OnStale.wait:
             return
-        stale = defaultdict[Engine, set[Group]](set)
+        stale = defaultdict[Engine, dict[Group, None]](dict)  # in the order of their begin
         for group, engine in self._engine_of.items():
             if not is_fresh(self._version, group.version, most):
-                stale[engine].add(group)
+                stale[engine][group] = None
         for engine, groups in stale.items():
             self._outcome.lost_tokens += engine.stop(now, groups)
             for group in groups:
@@ -449,28 +471,40 @@ class _Run:
         self._newest, self._on_wire = self._on_wire, None
         if self._version > self._newest:  # those between were skipped
             self._send(now)
-        self._commit(now)
+        self._await_commits(self._begin_commits(now), now)
 
-    def _commit(self, now: float) -> None:
+    def _begin_commits(self, now: float) -> list[int]:
         """The engines that are most behind take the newest version, a few at a time."""
+        begun = []
         while self._committing < self._setting.max_commits and self._by_version:
             version, number = self._by_version[0]
             if version >= self._newest:
-                return
+                break
             heapq.heappop(self._by_version)
             self._committing += 1
-            self._served[version] -= 1
-            self._served[self._newest] += 1
-            self._served += Counter()  # without those that none serves
-            engine = self._engines[number]
-            engine.take_version(now, self._newest)
+            self._count_served(version, -1)
+            self._count_served(self._newest, 1)
+            self._engines[number].take_version(now, self._newest)
             self._plan(number)
-            ended = partial(self._end_commit, number)
-            self._at(now + self._setting.machine.load_s, ended)
+            begun.append(number)
+        return begun
 
-    def _end_commit(self, number: int, now: float) -> None:
-        self._committing -= 1
-        heapq.heappush(self._by_version, (self._engines[number].version, number))
-        self._commit(now)
-        self._admit(now)
-        self._lease(now)
+    def _count_served(self, version: int, change: int) -> None:
+        before = self._served.pop(version, 0)
+        if before + change:
+            self._served[version] = before + change
+        if not before or not before + change:
+            self._limit = None
+
+    def _await_commits(self, begun: list[int], now: float) -> None:
+        if begun:
+            self._at(now + self._setting.machine.load_s, partial(self._end_commits, begun))
+
+    def _end_commits(self, ended: list[int], now: float) -> None:
+        begun = []
+        for number in ended:
+            self._committing -= 1
+            heapq.heappush(self._by_version, (self._engines[number].version, number))
+            begun += self._begin_commits(now)
+            self._admit(now)  # the first engine of a version may let groups in
+        self._await_commits(begun, now)

@@ -10,7 +10,9 @@ A roofline: the share of the peaks that kernels reach is REACHED and `utilisatio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from trainer_pool.speed import PEAK_TFLOPS
 
@@ -36,7 +38,7 @@ _BYTES = 2
 """Bytes of a weight, and of an element of the KV cache: bfloat16."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, frozen=True)
 class Machine:
     """An engine of `tp_size` GPUs and trainer ranks of the same kind."""
 
@@ -56,7 +58,7 @@ class Machine:
     host_bytes_per_s: float = 25e9
     """From the memory of a host to one GPU."""
 
-    @property
+    @cached_property
     def _bandwidth(self) -> float:
         return self.tp_size * BANDWIDTH[self.gpu] * REACHED[0]
 
@@ -72,11 +74,24 @@ class Machine:
 
     def token_s(self, num_running: float, num_tokens: float) -> float:
         """Seconds of a decoding step of `num_running` requests that hold `num_tokens` in all."""
-        # A large batch reaches all experts of a mixture, a single request its own.
-        reached = min(self.num_params, self.active_params * max(1.0, num_running))
-        weights = _BYTES * reached / self._bandwidth
-        cache = _BYTES * self.kv_elements * num_tokens / self._bandwidth
-        return max(weights, self.prefill_s(num_running)) + cache + OVERHEAD_S
+        return self._batch_s(num_running) + self._kv_s * num_tokens
+
+    @cached_property
+    def _kv_s(self) -> float:
+        return _BYTES * self.kv_elements / self._bandwidth
+
+    @cached_property
+    def _batch_s(self) -> Callable[[float], float]:
+        """Seconds of a decoding step by its requests, without their keys and values."""
+
+        @cache
+        def batch_s(num_running: float) -> float:
+            # A large batch reaches all experts of a mixture, a single request its own.
+            reached = min(self.num_params, self.active_params * max(1.0, num_running))
+            weights = _BYTES * reached / self._bandwidth
+            return max(weights, self.prefill_s(num_running)) + OVERHEAD_S
+
+        return batch_s
 
     def train_s(self, num_tokens: float, num_gpus: int) -> float:
         rate = num_gpus * PEAK_TFLOPS[self.gpu] * 1e12 * self.utilisation
