@@ -14,9 +14,26 @@ import asyncio
 import contextlib
 import time
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rollout_pool.sampling.sample import Sample
+
+
+class Answer(NamedTuple):
+    """How long a sample has become."""
+
+    session: str
+    num_tokens: int
+    oldest: int
+    newest: int
+    """The versions of its first and its last token; 0 without any."""
+    has_ended: bool
+
+    @classmethod
+    def of(cls, sample: Sample) -> Answer:
+        versions = [span.version for span in sample.version_spans] or [0]
+        has_ended = sample.finish_reason is not None
+        return cls(sample.session, len(sample.output_ids), versions[0], versions[-1], has_ended)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,6 +47,7 @@ class Spent:
     num_failures: int = 0
     num_refused: int = 0
     num_wasted: int = 0
+    answers: tuple[Answer, ...] = ()
 
     def add(self, sample: Sample) -> None:
         self.num_tokens += len(sample.output_ids)
@@ -37,6 +55,7 @@ class Spent:
         self.num_failures += sample.num_failures
         self.num_refused += sample.num_refused
         self.num_wasted += sample.num_wasted
+        self.answers += (Answer.of(sample),)
         versions = (self.oldest_version, sample.oldest_version)
         self.oldest_version = min((v for v in versions if v is not None), default=None)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
+
+from rollout_pool.sampling.group_samples import Answer
 
 SEND_EVERY_S = 1.0
 LENGTHS = ((256, "<=256"), (1024, "<=1k"), (4096, "<=4k"), (16384, "<=16k"), (65536, "<=64k"))
@@ -15,6 +18,11 @@ LONGER = ">64k"
 
 def length_bucket(num_tokens: int) -> str:
     return next((name for most, name in LENGTHS if num_tokens <= most), LONGER)
+
+
+def least_of_class(num_tokens: int) -> int:
+    """The least length of an answer's class, of which a doubling has two: 1, 2, 3, 4, 6, 8, 12."""
+    return math.ceil(2 ** (math.floor(2 * math.log2(max(1, num_tokens))) / 2))
 
 
 class CounterStore(Protocol):
@@ -34,6 +42,26 @@ class Counters:
     def add(self, name: str, amount: float = 1) -> None:
         if amount:
             self._unsent[name] += amount  # type: ignore[assignment]  # seconds are floats
+
+    def add_answers(self, answers: Iterable[Answer]) -> None:
+        """Counts a group's answers by length, those that ended and those that were cut off.
+
+        An answer is all that the model wrote in an episode.
+        """
+        episodes: dict[str, list[Answer]] = {}
+        for answer in answers:
+            episodes.setdefault(answer.session, []).append(answer)
+        for turns in episodes.values():
+            num_tokens = sum(turn.num_tokens for turn in turns)
+            length = least_of_class(num_tokens)
+            if all(turn.has_ended for turn in turns):
+                self.add(f"answers_ended:{length}")
+                self.add(f"answer_tokens:{length}", num_tokens)
+            else:
+                self.add(f"answers_cut:{length}")
+            if sampled := [turn for turn in turns if turn.num_tokens]:
+                met = max(t.newest for t in sampled) - min(t.oldest for t in sampled)
+                self.add("answer_versions", met)
 
     async def run(self) -> None:
         """Sends every second. Never returns."""

@@ -243,6 +243,8 @@ class GroupRunner:
             count("groups_stopped")
             count("tokens_stopped", spent.num_tokens)
             return
+        if not (num_restored or samples.is_external or run.ref.attempt):
+            self.counters.add_answers(spent.answers)
         what, bucket = "completed" if is_done else "given_up", length_bucket(spent.longest)
         count(f"{what}:{bucket}")
         count(f"{what}_s:{bucket}", time.monotonic() - run.samples.started)

@@ -1,0 +1,193 @@
+"""Whether a run trains answers as long as it samples them, measured while it runs (pure).
+
+Groups that grow too old are given up, and they are those with the longest answers. The length that
+such an answer would have had is unknown: it is at least what there was. So the mean sampled is not
+that of the answers that ended. It is estimated in two parts:
+
+    up to the longest that ended     a life table (Kaplan-Meier): of the answers that reached this
+                                     length, which fraction ended there?
+    beyond, where none ends          the lengths go on as lognormal: through the median and the
+                                     fraction that got so far, up to rollout.max_response_tokens
+
+Only first draws count: a prompt that runs again does so because its answers were long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import exp, inf, log
+from statistics import NormalDist
+
+from configs.choices import OnStale
+from controller.metrics.history import Record, Scalar, below
+from controller.watch.finding import Finding, alarm
+
+BIASED = 0.95
+"""A mean trained below this fraction of the mean sampled is a bias."""
+SUFFICIENT = 0.99
+"""The fraction to aim at with single answers: a group is given up for its longest one."""
+FEWEST = 200
+"""Answers from which a ratio is more than chance."""
+LARGEST_STALENESS = 64
+"""A larger one is not advised."""
+MIDDLE = 2**0.25
+"""The middle of a class of lengths, as a multiple of its least."""
+NUM_BEYOND = 50
+"""Parts into which the answers are divided that are longer than any that ended."""
+CUT, ENDED, TOKENS, VERSIONS = "answers_cut:", "answers_ended:", "answer_tokens:", "answer_versions"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Lengths:
+    """Tokens of the answers of a window."""
+
+    trained_mean: float
+    sampled: Sequence[tuple[float, float]]
+    """Length and fraction of the answers, in ascending order; the fractions add up to 1."""
+    given_up: Mapping[int, float]
+    """By length: the fraction of the answers that reached it and were given up, if any."""
+    tokens_per_version: float
+    """Tokens of an answer from one version of its engine to the next; inf if none met two."""
+
+    @property
+    def sampled_mean(self) -> float:
+        return _mean(self.sampled)
+
+    @property
+    def ratio(self) -> float:
+        return self.trained_mean / self.sampled_mean
+
+    @property
+    def sufficient_staleness(self) -> int | None:
+        """The smallest max_staleness under which the answers that are not given up are as long as
+        those that are sampled, nearly; None if that would be too large."""
+        for staleness in range(1, LARGEST_STALENESS + 1):
+            # The trainer is a version ahead of the engines.
+            most = self.tokens_per_version * (staleness - 1)
+            kept = [part for part in self.sampled if part[0] <= most]
+            if kept and most < inf and _mean(kept) >= SUFFICIENT * self.sampled_mean:
+                return staleness
+        return None
+
+    def values(self) -> dict[str, Scalar]:
+        """The values of a `lengths` record."""
+        return {
+            "trained_mean": self.trained_mean,
+            "sampled_mean": self.sampled_mean,
+            "ratio": self.ratio,
+            **{f"given_up/{length}": share for length, share in self.given_up.items()},
+        }
+
+
+def measure_lengths(
+    grown: Mapping[str, float], steps: Sequence[Record], most_tokens: int
+) -> Lengths | None:
+    """From what the workers counted in a window and the steps in it; None for too few answers."""
+    names = {*dict(below(grown, ENDED)).values(), *dict(below(grown, CUT)).values()}
+    lengths = sorted(map(int, names))
+    ended, cut, tokens = (
+        [grown.get(f"{prefix}{length}", 0.0) for length in lengths]
+        for prefix in (ENDED, CUT, TOKENS)
+    )
+    num_groups = [
+        sum(step.number(n) for n in step.values if n.endswith("/groups")) for step in steps
+    ]
+    if sum(ended) + sum(cut) < FEWEST or not sum(ended) or not sum(num_groups):
+        return None
+    trained = sum(
+        step.number("response_length_mean") * number
+        for step, number in zip(steps, num_groups, strict=True)
+    )
+    cut_above = [*accumulate(reversed(cut))][::-1]
+    all_above = [*accumulate(e + c for e, c in zip(reversed(ended), reversed(cut), strict=True))][
+        ::-1
+    ]
+    versions = grown.get(VERSIONS, 0.0)
+    seen = sum(tokens) + sum(
+        MIDDLE * length * of_cut for length, of_cut in zip(lengths, cut, strict=True)
+    )
+    return Lengths(
+        trained_mean=trained / sum(num_groups),
+        sampled=_life_table(lengths, ended, cut, tokens, most_tokens),
+        given_up={
+            length: of_cut / of_all
+            for length, of_cut, of_all in zip(lengths, cut_above, all_above, strict=True)
+            if of_cut
+        },
+        tokens_per_version=seen / versions if versions else inf,
+    )
+
+
+def length_bias(lengths: Lengths, max_staleness: int, on_stale: OnStale) -> Finding | None:
+    """A bias by the age of answers; other causes, as a filter, are no part of it."""
+    if lengths.ratio >= BIASED or not lengths.given_up or on_stale is OnStale.wait:
+        return None
+    length, share = max(lengths.given_up.items(), key=lambda item: item[1])
+    words = (
+        f"long answers are trained too rarely: the mean trained, {lengths.trained_mean:.0f} tokens,"
+        f" is {lengths.ratio:.2f} of the mean sampled, {lengths.sampled_mean:.0f}, as {share:.0%} "
+        f"of those from {length} tokens on are given up"
+    )
+    enough, wait = lengths.sufficient_staleness, "buffer.on_stale=wait, at a launch, trains all"
+    if enough is None or enough <= max_staleness:
+        return alarm("length bias", words, wait)
+    per_version = f"an answer meets a version every {lengths.tokens_per_version:.0f} tokens"
+    advice = f"{per_version}: buffer.max_staleness={enough} would do; {wait}"
+    return alarm("length bias", words, advice, f"buffer.max_staleness={enough}")
+
+
+def _life_table(
+    lengths: Sequence[int],
+    ended: Sequence[float],
+    cut: Sequence[float],
+    tokens: Sequence[float],
+    most_tokens: int,
+) -> list[tuple[float, float]]:
+    parts, left, at_risk = list[tuple[float, float]](), 1.0, sum(ended) + sum(cut)
+    beyond: list[tuple[float, float]] = []
+    """Lengths and numbers of the answers that were cut off where none ends any more."""
+    for length, of_ended, of_cut, of_tokens in zip(lengths, ended, cut, tokens, strict=True):
+        if of_ended:
+            # Those that were cut off somewhere in this class count half.
+            fraction = left * of_ended / (at_risk - of_cut / 2)
+            parts.append((of_tokens / of_ended, fraction))
+            left -= fraction
+            beyond.clear()
+        if of_cut:
+            beyond.append((MIDDLE * length, of_cut))
+        at_risk -= of_ended + of_cut
+    if beyond:
+        parts += _lognormal(parts, max(parts[-1][0], _mean(beyond)), left, most_tokens)
+    total = sum(fraction for _, fraction in parts)
+    return [(length, fraction / total) for length, fraction in parts]
+
+
+def _lognormal(
+    parts: Sequence[tuple[float, float]], start: float, left: float, most_tokens: int
+) -> list[tuple[float, float]]:
+    """The fraction `left` of the answers, which are longer than `start`."""
+    shape = (
+        0.0  # if more than half of all are beyond: nothing is known, they are as short as can be
+    )
+    if left < 0.5:
+        cumulative = accumulate(fraction for _, fraction in parts)
+        median = next(
+            part[0] for part, up_to in zip(parts, cumulative, strict=True) if up_to >= 0.5
+        )
+        shape = log(max(start / median, 1.0)) / -_NORMAL.inv_cdf(left)
+    found = []
+    for number in range(NUM_BEYOND):
+        longer = left * (1 - (number + 0.5) / NUM_BEYOND)
+        length = start * exp(shape * (_NORMAL.inv_cdf(left) - _NORMAL.inv_cdf(longer)))
+        found.append((min(length, max(start, most_tokens)), left / NUM_BEYOND))
+    return found
+
+
+_NORMAL = NormalDist()
+
+
+def _mean(parts: Sequence[tuple[float, float]]) -> float:
+    """The mean of numbers with their weights."""
+    return sum(number * weight for number, weight in parts) / sum(weight for _, weight in parts)
