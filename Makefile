@@ -61,8 +61,8 @@ try: install ## run a few episodes of a task without training: make try TASK=cap
 sandbox: install ## run programs for code rewards of other machines: make sandbox [TASK=code] [PORT=8080] [HOST=0.0.0.0 KEY_ENV=...] [ARGS=...]
 	@$(LEASH) sandbox $(if $(call said,HOST),--host '$(HOST)') $(if $(call said,PORT),--port '$(PORT)') $(if $(call said,KEY_ENV),--key-env $(KEY_ENV)) task=$(or $(call said,TASK),code) $(call said,ARGS)
 
-status: install ## what a run is doing, and its bottleneck (RUN=name; default: the newest)
-	@$(LEASH) status $(RUN_FLAG)
+status: install ## the verdict on a run, and what it is doing [JSON=1: as one object] [FIX=1: run the verdict's command after a yes] [RUN=name] (default: the newest)
+	@$(LEASH) status $(RUN_FLAG) $(if $(call said,JSON),--json) $(if $(call said,FIX),--fix)
 
 stop: install ## stop a run from another shell (RUN=name; default: the newest)
 	@$(LEASH) stop $(RUN_FLAG)

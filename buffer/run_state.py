@@ -361,6 +361,11 @@ class RunState:
 
         return list(await asyncio.gather(*map(of_shard, self._all_keys)))
 
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that the server uses, and its maxmemory; 0 if it has none."""
+        info: dict[str, Any] = await self._redis.info("memory")
+        return int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+
     # Metrics ---------------------------------------------------------------------------------
 
     async def append_metrics(self, record: Record, kind: str) -> None:

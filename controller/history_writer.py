@@ -13,6 +13,7 @@ from buffer.run_state import STREAM_START, RunState
 from controller.metrics.history import (
     ATTACHED,
     EVAL_FAILED,
+    LENGTHS,
     RESERVED_NAMES,
     RESUMED,
     MetricsLog,
@@ -20,13 +21,15 @@ from controller.metrics.history import (
     Scalar,
     buffer_values,
 )
-from controller.report.run_view import RunView
+from controller.watch.faults import Room
+from controller.watch.run_view import RunView
 
 T = TypeVar("T")
 
 PANEL_S = 0.5
 SAMPLE_S = 2.0
 SWEEP_S = 5.0
+LENGTHS_S = 30.0
 SILENT_S = 10.0
 """A longer wait for Redis is reported."""
 _CONTROLLERS_KINDS = frozenset(
@@ -113,7 +116,7 @@ class HistoryWriter:
 
     async def sample_buffer(self) -> None:
         """Update the panel twice a second; write a line of metrics every two seconds."""
-        next_sample = next_sweep = 0.0
+        next_sample = next_sweep = next_lengths = 0.0
         while True:
             now = time.time()
             if now >= next_sweep:
@@ -123,6 +126,10 @@ class HistoryWriter:
             if now >= next_sample:
                 self.log.append("buffer", values, now)
                 next_sample = now + SAMPLE_S
+            if now >= next_lengths and (lengths := self.view.lengths) is not None:
+                # Through the stream, where Prometheus reads it.
+                await self._named(self.state.append_metrics(lengths.values(), LENGTHS))
+                next_lengths = now + LENGTHS_S
             await asyncio.sleep(PANEL_S)  # the panel's refresh rate: nothing waits for it
 
     async def _named(self, question: Coroutine[Any, Any, T]) -> T:
@@ -144,7 +151,8 @@ class HistoryWriter:
         stats = await self.buffer.stats()
         waits = await self.state.waits()
         counters = await self.state.counters()
-        self.view.observe(now, stats, waits, counters)
+        room = Room.of(await self.state.memory(), self.log.path.parent)
+        self.view.observe(now, stats, waits, counters, room)
         self.show(self.view)
         return buffer_values(stats, waits, counters)
 

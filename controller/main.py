@@ -136,7 +136,10 @@ def _add_commands_on_runs(add: Add) -> None:
     resume = add("resume", "continue a run that has ended, from its last checkpoint", "")
     resume.add_argument("overrides", nargs="*", help="settings to change, as trainer.num_steps=200")
     add("attach", "be the controller of a run whose own one was killed", "")
-    add("status", "what a run is doing, and its bottleneck", "commands.status:print_status")
+    words = "the verdict on a run, and what it is doing"
+    status = add("status", words, "commands.status:print_status")
+    status.add_argument("--json", action="store_true", dest="as_json", help="print one object")
+    status.add_argument("--fix", action="store_true", help="run the verdict's command after a yes")
     add("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
     add("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
     words = "write the model of a checkpoint for transformers"

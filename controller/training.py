@@ -34,13 +34,13 @@ from controller.metrics.history import (
 )
 from controller.metrics.sinks import SinkThread, openers
 from controller.report.panel import Panel
-from controller.report.run_view import RunView
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
 from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import Fleet
-from controller.watch.remarks import checkpoint_failed_words, eval_failed_words
+from controller.watch.remarks import checkpoint_failed, eval_failed
+from controller.watch.run_view import RunView
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of, has_ended
 from processes.pending import Pending, T, value
@@ -308,7 +308,7 @@ class Training:
             if "error" in record.values:
                 self._disagreements.put_nowait(str(record.values["error"]))
         elif {"error", "groups_error"} & record.values.keys():
-            self.panel.say(checkpoint_failed_words(record))
+            self.panel.say(checkpoint_failed(record).sentence)
 
     # Evaluation ----------------------------------------------------------------------------------
 
@@ -330,7 +330,7 @@ class Training:
         kind, record = await try_evaluate(pool, version, may_hold=may_hold, await_result=wait)
         recorded = self._history.record(kind, record)
         if kind == EVAL_FAILED:
-            self.panel.say(eval_failed_words(recorded))
+            self.panel.say(eval_failed(recorded).sentence)
 
     # The end -------------------------------------------------------------------------------------
 

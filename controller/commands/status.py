@@ -1,49 +1,110 @@
-"""`make status`: what a run is doing and its bottleneck, from any shell, also after its end."""
+"""`make status`: the verdict on a run and what it is doing, from any shell, also after its end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.markdown import Markdown
 
 from buffer.results import BufferStats
 from configs.run_files import read_text
 from controller.buffer_access import BufferAddress, opened, opened_state
+from controller.commands.tune import tune
 from controller.metrics.history import Record, Waits, of_kind, read_metrics
-from controller.metrics.weights import WeightsView
 from controller.report.panel import render
 from controller.report.result import training_seconds
-from controller.report.run_view import RunView
 from controller.run_dir import RunDir
-from controller.watch.bottleneck import bottleneck_sentence, wait_fractions
-from controller.watch.learning import learning_alarms
+from controller.watch.faults import Room
+from controller.watch.finding import Finding
+from controller.watch.run_view import RunView
+from controller.watch.verdict import findings, findings_of_ended
 from host.printable import printable
 
 CONNECT_TIMEOUT_S = 10.0
 
 
-def print_status(run_dir: RunDir, console: Console | None = None) -> None:
-    """Print the panel of a running run, or the summary and the bottleneck of one that ended.
+def print_status(
+    run_dir: RunDir, as_json: bool = False, fix: bool = False, console: Console | None = None
+) -> None:
+    """Print the verdict on a run, and the panel of a running one or the summary of one that ended.
 
-    Raises ValueError if the folder is not a run's, and ConnectionError or TimeoutError if the Redis
-    of a running run does not answer.
+    `as_json`: print one object instead. `fix`: run the verdict's command after a yes. Raises
+    ValueError if the folder is not a run's or there is nothing to run, and ConnectionError or
+    TimeoutError if the Redis of a running run does not answer.
     """
     console = console or Console()
     record, url = run_dir.read_record(), run_dir.read_redis_url()
-    if record.state != "running":
-        console.print(f"{run_dir.name}: {record.state}", style="bold")
-        _print_history(run_dir, console)
-    elif not record.is_alive:
-        console.print(f"{run_dir.name}: {run_dir.gone_words}", highlight=False, soft_wrap=True)
-        _print_history(run_dir, console)
-    elif url is None:
+    is_over = record.state != "running" or not record.is_alive
+    is_gone = is_over and record.state == "running"
+    view = None if is_over or url is None else _live_view(run_dir, record.started, url)
+    history = read_metrics(run_dir.metrics) if is_over else []
+    seconds = training_seconds(of_kind(history, "step"))
+    found = findings_of_ended(history, seconds) if view is None else findings(view)
+    run = run_dir.command("").removeprefix("make ")
+    if as_json:
+        print(_as_json(run_dir, "gone" if is_gone else record.state, view, found, run))
+        return
+    if view is not None or found:
+        verdict = found[0].line(run) if found else "Nothing is measured so far."
+        console.print(printable(verdict), style="bold", markup=False, soft_wrap=True)
+    if view is not None:
+        console.print(render(view, console.width, hint=f"`{run_dir.command('stop')}` ends the run"))
+    elif not is_over:
         console.print(f"{run_dir.name} is starting; its Redis is not up yet.")
     else:
-        view = _live_view(run_dir, record.started, url)
-        console.print(render(view, console.width, hint=f"`{run_dir.command('stop')}` ends the run"))
+        how = run_dir.gone_words if is_gone else record.state
+        console.print(f"{run_dir.name}: {how}", highlight=False, soft_wrap=True)
+        _print_history(run_dir, history, found, console)
+    if fix:
+        _fix(run_dir, found, run, is_live=view is not None)
+
+
+def _fix(run_dir: RunDir, found: Sequence[Finding], run: str, *, is_live: bool) -> None:
+    """Run the verdict's command, if a running job takes it and a person says yes."""
+    verdict = found[0] if found else None
+    if verdict is None or not verdict.changes or not is_live:
+        raise ValueError("FIX=1: the verdict has no command for a running job")
+    command = verdict.command(run)
+    if not verdict.is_live:
+        raise ValueError(f"FIX=1: that takes a restart, which is yours to choose: {command}")
+    try:
+        answer = input(f"{command}\nRun it? [y/N] ")
+    except EOFError:  # no terminal
+        answer = ""
+    if answer.strip().lower() in ("y", "yes"):
+        tune(run_dir, verdict.changes)
+
+
+def _as_json(
+    run_dir: RunDir, state: str, view: RunView | None, found: Sequence[Finding], run: str
+) -> str:
+    listed = [
+        {**msgspec.to_builtins(one), "sentence": one.sentence, "command": one.command(run)}
+        for one in found
+    ]
+    whole: dict[str, Any] = {
+        "run": run_dir.name,
+        "state": state,
+        "verdict": listed[0] if listed else None,
+    }
+    if view is not None:
+        lengths = view.lengths
+        whole |= {
+            "phase": view.phase,
+            "step": view.step,
+            "num_steps": view.num_steps,
+            "eta_s": view.eta_s,
+            "tokens_per_s": view.tokens_per_s,
+            "waits": view.wait_fractions,
+            "lengths": None if lengths is None else lengths.values(),
+            "last_step": None if view.last_step is None else view.last_step.values,
+        }
+    return msgspec.json.encode({**whole, "findings": listed}).decode()
 
 
 def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
@@ -54,7 +115,7 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
         view.apply(record)
     address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
     try:
-        stats, waits, counters = asyncio.run(_sample(address))
+        stats, waits, counters, memory = asyncio.run(_sample(address))
     except (ConnectionError, TimeoutError):
         if config.buffer.url is not None:
             raise
@@ -62,44 +123,31 @@ def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
             f"the Redis of {run_dir.name} does not answer: it is stopped, busy, or being started "
             f"again; {run_dir.log_of('redis')} may say why"
         ) from None
-    view.observe(time.time(), stats, waits, counters)
+    view.observe(time.time(), stats, waits, counters, Room.of(memory, run_dir.path))
     return view
 
 
-async def _sample(address: BufferAddress) -> tuple[BufferStats, Waits, Mapping[str, float]]:
+async def _sample(
+    address: BufferAddress,
+) -> tuple[BufferStats, Waits, Mapping[str, float], tuple[int, int]]:
     async with (
         asyncio.timeout(CONNECT_TIMEOUT_S),
         opened(address) as buffer,
         opened_state(address) as state,
     ):
-        return await buffer.stats(), await state.waits(), await state.counters()
+        stats, waits, counters = await buffer.stats(), await state.waits(), await state.counters()
+        return stats, waits, counters, await state.memory()
 
 
-def _print_history(run_dir: RunDir, console: Console) -> None:
-    """Summary if there is one, and the bottleneck over the whole run."""
-    records = read_metrics(run_dir.metrics)
+def _print_history(
+    run_dir: RunDir, records: list[Record], found: Sequence[Finding], console: Console
+) -> None:
+    """Summary if there is one, else the number of steps and all findings."""
     summary = run_dir.path / "summary.md"
     if summary.exists():
         console.print(Markdown(printable(read_text(summary)).partition("\n![")[0]))
     elif records:
         steps = of_kind(records, "step")
         console.print(f"It made {len(steps)} steps; the log of each process is in {run_dir.logs}/.")
-        for alarm in learning_alarms(steps):
-            console.print(alarm.sentence, style="bold red", highlight=False, markup=False)
-    if sentence := _bottleneck(records):
-        console.print(printable(sentence), style="italic", markup=False)
-
-
-def _bottleneck(records: list[Record]) -> str | None:
-    steps, samples = of_kind(records, "step"), of_kind(records, "buffer")
-    if not samples or len(steps) < 2:
-        return None
-    seconds, last = training_seconds(steps), samples[-1]
-    view = WeightsView()
-    for record in records:
-        view.apply(record)
-    # An engine that was late at the end says nothing about the whole run.
-    num_publishes = sum(step.number("snapshot_s") > 0 for step in steps)
-    pace = view.pace(seconds / max(1, num_publishes), trainer_version=0, engine_versions={})
-    fractions = wait_fractions(last.waits, seconds)
-    return bottleneck_sentence(fractions, int(last.number("max_staleness")), "of the run", pace)
+        for one in found[1:]:
+            console.print(printable(one.sentence), highlight=False, markup=False)

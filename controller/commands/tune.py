@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
+from pwd import getpwuid
+from socket import gethostname
 
 from configs.checks import live_text
 from configs.introspection import all_settings, setting_named
 from controller.buffer_access import BufferAddress, impatient, opened, opened_state
+from controller.metrics.history import TUNED
 from controller.run_dir import RunDir, RunDirError
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
@@ -51,5 +55,18 @@ async def _tune(
     texts = {name: live_text(attrgetter(name)(after)) for name in names}
     async with opened(address) as buffer:
         await buffer.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
-    for name, text in texts.items():
-        print(f"{run_dir.name}: {name} {live_text(attrgetter(name)(before))} -> {text}")
+    async with opened_state(address) as state:
+        for name, text in texts.items():
+            old = live_text(attrgetter(name)(before))
+            change = {"setting": name, "before": old, "after": text, "who": _who()}
+            await state.append_metrics(change, TUNED)
+            print(f"{run_dir.name}: {name} {old} -> {text}")
+
+
+def _who() -> str:
+    """The user of this process and its machine, as the run's history names them."""
+    try:
+        user = getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user may have no name
+        user = str(os.getuid())
+    return f"{user}@{gethostname()}"

@@ -8,9 +8,10 @@ Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `e
 prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
 the controller), `engine` (an engine's load as a worker saw it), `publish`, `commit`
 and `weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there
-is none), `checkpoint` (with `error` if it failed), `redis_restarted` and `resumed` (the run goes on
-after `step`, `away_s` after its end). Each is flat. `id` is the position of a record that came
-through Redis.
+is none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from
+`before` to `after`), `lengths` (of the answers trained and sampled), `redis_restarted`, `attached`
+and `resumed` (the run goes on after `step`, `away_s` after its end). Each is flat. `id` is the
+position of a record that came through Redis.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
 RESUMED = "resumed"
 ATTACHED = "attached"
+TUNED = "tuned"
+LENGTHS = "lengths"
 Waits = Mapping[tuple[str, str], float]
 """Seconds by (waiter, waited on)."""
 SAMPLED = (
@@ -122,6 +125,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, hand_on: Sequence[Callable[[Record], None]] = ()) -> None:
         """`hand_on` are called with each record too."""
+        self.path = path
         self._file = path.open("ab+", buffering=0)
         self._hand_on = hand_on
         self._waiting = b""

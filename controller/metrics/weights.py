@@ -20,9 +20,13 @@ SKIPPED = "skipped"
 """The mode of a version that was replaced by a newer one before it was sent."""
 LATE = 2
 """Versions behind the trainer from which an engine is late, if it gets each: 1 is normal."""
-_RECENT = 20
+_RECENT, _FEW = 20, 3
 _LOSSES = {"engine_lost", "engine_restarted"}
 """Events after which an engine serves nothing until its next commit."""
+EXCLUDED = "excluded"
+"""Event of a receiver that does not respond: it gets no versions until its next event."""
+MUCH_LATER_S = 2.0
+"""An engine is named that gets a version so much later than the first one does."""
 ENGINE_JOINED, ENGINE_LEFT = "engine_joined", "engine_left"
 """Events of an engine that was added to the run, and of one that is gone for good."""
 
@@ -70,6 +74,12 @@ class WeightsView:
     pause_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     lost_engines: set[str] = field(default_factory=set)
     """Engines that died or stalled and have not committed since."""
+    silent_receivers: dict[str, str] = field(default_factory=dict)
+    """Receivers that do not respond, and the error."""
+    _seen: dict[int, float] = field(default_factory=dict)
+    """When the first engine had each of the last versions."""
+    _late_s: dict[str, deque[float]] = field(default_factory=dict)
+    """How much later each engine had its last versions."""
 
     def apply(self, record: Record) -> None:
         """Add a record; other kinds are ignored."""
@@ -77,13 +87,33 @@ class WeightsView:
             self.convergence_s.extend(series([record], "convergence_s"))
         elif record.kind == "commit":
             self.pause_s.extend(series([record], "pause_s"))
-            self.lost_engines.discard(str(record.values.get("engine")))
+            engine = str(record.values.get("engine"))
+            self.lost_engines.discard(engine)
+            self._note_seen(engine, record.count("version"), record.number("seen_at"))
         elif record.kind == "weights_event":
             event, who = record.values.get("event"), str(record.values.get("who"))
             if event in _LOSSES:
                 self.lost_engines.add(who)
             elif event == ENGINE_LEFT:
                 self.lost_engines.discard(who)
+                self._late_s.pop(who, None)
+            for name in who.split(", "):
+                self.silent_receivers.pop(name, None)
+            if event == EXCLUDED:
+                self.silent_receivers[who] = str(record.values.get("detail"))
+
+    def _note_seen(self, engine: str, version: int, seen_at: float) -> None:
+        first = self._seen.setdefault(version, seen_at)
+        self._late_s.setdefault(engine, deque(maxlen=_FEW)).append(max(0.0, seen_at - first))
+        while len(self._seen) > _RECENT:
+            del self._seen[min(self._seen)]
+
+    @property
+    def late_receiver(self) -> tuple[str, float] | None:
+        """The engine that lately had each version much later than the first one, and how much."""
+        late = {name: min(of) for name, of in self._late_s.items() if len(of) == _FEW}
+        name = max(late, key=late.__getitem__, default="")
+        return (name, late[name]) if name and late[name] >= MUCH_LATER_S else None
 
     def pace(
         self,

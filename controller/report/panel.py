@@ -18,16 +18,10 @@ from buffer.results import BufferStats
 from controller.metrics.counters import panel_line
 from controller.metrics.history import numbers, series
 from controller.metrics.weights import median
-from controller.report.run_view import RunView
 from controller.units import format_count, format_duration, format_number_of
-from controller.watch.bottleneck import MUCH, bottleneck_sentence
-from controller.watch.remarks import (
-    buffer_remarks,
-    checkpoint_failed_words,
-    engine_remarks,
-    eval_failed_words,
-    overdue_words,
-)
+from controller.watch.finding import MUCH, Level
+from controller.watch.run_view import RunView
+from controller.watch.verdict import findings
 from host.printable import printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -105,9 +99,9 @@ class Panel:
         elif view.step > self._printed_step:
             self._printed_step = view.step
             self.say(step_line(view))
-        elif view.step != self._overdue_after and (words := _overdue(view)):
+        elif view.step != self._overdue_after and view.overdue_s is not None:
             self._overdue_after = view.step
-            self.say(*words)
+            self.say("\n".join(one.sentence for one in findings(view) if one.level is Level.alarm))
 
     def say(self, text: str) -> None:
         """A line that stays, above the panel."""
@@ -141,7 +135,7 @@ def step_line(view: RunView) -> str:
     if failed := view.counters.get("rewards_failed"):
         episodes = format_number_of(int(failed), "episode")
         parts.append(f"{episodes} without full reward, logs/worker-*.log say why")
-    parts += [alarm.words for alarm in view.alarms]
+    parts += [found.words for found in findings(view) if found.level is Level.alarm]
     return " | ".join(parts)
 
 
@@ -155,18 +149,7 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         parts.append(_law(view.stats))
         if counted := panel_line(view.counters, view.stats.tokens_dropped):
             parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
-        remarks = buffer_remarks(view.stats)
-        remarks += engine_remarks(view.stats, view.weights)
-        remarks += _overdue(view)
-        parts += [Text(printable(remark), style="yellow") for remark in remarks]
-    parts += [Text(alarm.sentence, style="bold red") for alarm in view.alarms]
-    failures = []
-    if view.checkpoint_failure is not None:
-        failures.append(checkpoint_failed_words(view.checkpoint_failure))
-    if view.eval_failure is not None:
-        failures.append(eval_failed_words(view.eval_failure))
-    parts += [Text(printable(words), style="yellow") for words in failures]
-    parts.append(_bottleneck(view))
+    parts += _findings(view)
     return Frame(
         Group(*parts),
         title=Text.assemble((" leash  ", "bold"), (f"{view.run} ", "bold cyan")),
@@ -178,11 +161,10 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
     )
 
 
-def _overdue(view: RunView) -> list[str]:
-    since_s, usual_s = view.overdue_s, view.seconds_per_step
-    if view.stats is None or since_s is None or usual_s is None:
-        return []
-    return [overdue_words(view.stats, since_s, usual_s, view.now - view.moved_at)]
+def _findings(view: RunView) -> list[Text]:
+    styles = {Level.alarm: "bold red", Level.hint: "italic"}
+    found = [Text(printable(one.line()), style=styles[one.level]) for one in findings(view)]
+    return found if view.is_measured else [*found, Text("Measuring waits...", style="dim")]
 
 
 def _sections(view: RunView, width: int) -> Table:
@@ -336,16 +318,6 @@ def _waiting(view: RunView, bar_width: int) -> Group:
         style = "red" if fraction >= 0.5 else "yellow" if fraction >= MUCH else "green"
         rows.append((name, _bar(fraction, bar_width, style, f"{fraction:.0%}")))
     return _section("Waits", rows)
-
-
-def _bottleneck(view: RunView) -> Text:
-    if view.stats is None or view.step < 2:
-        return Text("Measuring waits...", style="dim")
-    when = f"of the last {format_duration(view.waits.elapsed_s)}"
-    sentence = bottleneck_sentence(
-        view.wait_fractions, view.stats.max_staleness, when, view.weights_pace
-    )
-    return Text(sentence, style="italic")
 
 
 def _bar(fraction: float, width: int, style: str, label: str) -> Text:

@@ -1,4 +1,4 @@
-"""The bottleneck of a run in one sentence, with the next thing to try (pure).
+"""The bottleneck of a run, with the next thing to try (pure).
 
 Pools record their waits as (waiter, waited on) -> seconds, summed over a pool's processes:
 
@@ -20,11 +20,9 @@ from typing import Generic, TypeVar
 from controller.metrics.history import Waits
 from controller.metrics.weights import WeightsPace, behind_words
 from controller.units import format_duration
+from controller.watch.finding import MUCH, Finding, enough, hint
 
 K = TypeVar("K")
-
-MUCH = 0.25
-"""Fraction of the time from which a wait needs a remedy."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -52,47 +50,77 @@ def wait_fractions(waits: Waits, elapsed_s: float, num_workers: int = 1) -> Wait
     )
 
 
-def bottleneck_sentence(
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Sizes:
+    """How many there are of each part of the run."""
+
+    engines: int = 1
+    ranks: int | None = None
+    """None: unknown."""
+    reward_actors: int = 0
+    reward_processes: int = 1
+
+
+def bottleneck(
     fractions: WaitFractions,
     max_staleness: int,
     when: str = "so far",
     weights: WeightsPace = WeightsPace(),  # noqa: B008 (it is frozen)
-) -> str:
+    sizes: Sizes = Sizes(),
+) -> Finding:
     """The largest wait and what to change; `when` is for example "of the last 2 minutes"."""
     trainer, rollout = fractions.trainer_for_rollout, fractions.rollout_for_trainer
     if rollout >= MUCH and rollout > trainer and (late := _late_weights(weights)):
-        return f"Weights are the bottleneck: rollouts waited {rollout:.0%} {when} for room. {late}"
+        words = f"weights are the bottleneck: rollouts waited {rollout:.0%} {when} for room"
+        return hint("weights", words, late)
     # If rollouts wait for the trainer, faster rewards would not help.
-    if fractions.rollout_for_rewards >= MUCH and rollout < max(MUCH, trainer):
-        return (
-            f"The reward pool is too small: episodes waited {fractions.rollout_for_rewards:.0%} "
-            f"{when} for a scoring process. Raise rollout.reward_processes or "
-            "rollout.reward_actors."
+    if (rewards := fractions.rollout_for_rewards) >= MUCH and rollout < max(MUCH, trainer):
+        name, number = "reward_processes", sizes.reward_processes
+        if sizes.reward_actors:
+            name, number = "reward_actors", sizes.reward_actors
+        return hint(
+            "rewards",
+            f"the reward pool is too small: episodes waited {rewards:.0%} {when} for a scoring "
+            "process",
+            f"raise rollout.{name}",
+            f"rollout.{name}={enough(number, rewards)}",
         )
     if max_staleness == 0 and trainer >= MUCH:
-        return (
-            f"Trainer and rollouts take turns, as max_staleness=0 requires: the trainer waited "
-            f"{trainer:.0%} {when}. buffer.max_staleness=1 lets them overlap."
+        return hint(
+            "trainer",
+            "trainer and rollouts take turns, as max_staleness=0 requires: the trainer waited "
+            f"{trainer:.0%} {when}",
+            "buffer.max_staleness=1 lets them overlap",
+            "buffer.max_staleness=1",
         )
     if fractions.trainer_for_weights >= max(MUCH, trainer):
-        return (
-            f"The trainer spent {fractions.trainer_for_weights:.0%} {when} on handing over weights"
-            f"{_slower_words(weights)}: train more groups per step (trainer.groups_per_step), send "
-            "fewer versions (trainer.publish_every), or send less (weight_sync.full_every)."
+        return hint(
+            "weights",
+            f"the trainer spent {fractions.trainer_for_weights:.0%} {when} on handing over weights"
+            f"{_slower_words(weights)}",
+            "train more groups per step (trainer.groups_per_step), send fewer versions "
+            "(trainer.publish_every), or send less (weight_sync.full_every)",
         )
     if trainer >= MUCH and trainer >= rollout:
-        return (
-            f"Rollouts are the bottleneck: the trainer waited {trainer:.0%} {when} for them. Add "
-            "engines (rollout.num_engines), or give the trainer fewer ranks."
+        return hint(
+            "rollout",
+            f"rollouts are the bottleneck: the trainer waited {trainer:.0%} {when} for them",
+            "add engines (rollout.num_engines), or give the trainer fewer ranks",
+            f"rollout.num_engines={enough(sizes.engines, trainer)}",
         )
     if rollout >= MUCH:
-        return (
-            f"The trainer is the bottleneck: rollouts waited {rollout:.0%} {when} for room within "
-            "the leash. Add ranks (trainer.num_ranks); more engines would not help."
+        return hint(
+            "trainer",
+            f"the trainer is the bottleneck: rollouts waited {rollout:.0%} {when} for room within "
+            "the leash",
+            "add ranks (trainer.num_ranks); more engines would not help",
+            *(f"trainer.num_ranks={enough(n, rollout)}" for n in (sizes.ranks,) if n),
         )
-    return (
-        f"Well balanced: the trainer waited {trainer:.0%} {when} for rollouts, and rollouts "
-        f"{rollout:.0%} for the trainer."
+    return hint(
+        "",
+        f"well balanced: the trainer waited {trainer:.0%} {when} for rollouts, and rollouts "
+        f"{rollout:.0%} for the trainer",
+        "there is nothing to change",
     )
 
 
@@ -100,15 +128,15 @@ def _late_weights(weights: WeightsPace) -> str:
     """How the weights delay admission, and what to change; "" if they do not."""
     if weights.behind:
         return (
-            f"Admission follows the slowest engine, and {behind_words(weights.behind)}"
+            f"admission follows the slowest engine, and {behind_words(weights.behind)}"
             f"{_slower_words(weights)}: look at its log, send less (weight_sync.full_every), or "
-            "let more engines commit at once (weight_sync.max_concurrent_commits)."
+            "let more engines commit at once (weight_sync.max_concurrent_commits)"
         )
     if weights.is_too_slow:
         return (
-            f"Admission follows the slowest engine{_slower_words(weights)}: send less "
+            f"admission follows the slowest engine{_slower_words(weights)}: send less "
             "(weight_sync.full_every) or fewer versions (trainer.publish_every), or train more "
-            "groups per step (trainer.groups_per_step)."
+            "groups per step (trainer.groups_per_step)"
         )
     return ""
 
@@ -125,7 +153,7 @@ def _slower_words(weights: WeightsPace) -> str:
 
 
 class Window(Generic[K]):
-    """The recent growth of totals."""
+    """The recent growth of totals, kept as about a hundred samples."""
 
     def __init__(self, horizon_s: float) -> None:
         self._horizon_s = horizon_s
@@ -135,6 +163,8 @@ class Window(Generic[K]):
         """Add the totals at time `t` (seconds of any monotonic clock)."""
         if self._samples and any(totals.get(k, 0.0) < v for k, v in self._samples[-1][1].items()):
             self.clear()  # a server without its data counts anew
+        if len(self._samples) > 1 and t - self._samples[-2][0] < self._horizon_s / 100:
+            self._samples.pop()
         self._samples.append((t, totals))
         # The oldest sample stays just outside the horizon, so the window is never shorter.
         while len(self._samples) > 2 and self._samples[1][0] <= t - self._horizon_s:

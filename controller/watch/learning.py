@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 
 from configs.run_files import parse_json
 from controller.metrics.history import Record, series
 from controller.units import format_number_of
+from controller.watch.finding import Finding, alarm
 
 WINDOW = 10
 """Steps over which reward and length are averaged."""
@@ -23,23 +23,10 @@ LARGE_LOGPROB_DIFF = 0.25
 which ends it, if that is less."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Alarm:
-    """Something that keeps a run from learning."""
-
-    words: str
-    """Short enough for the line of a step."""
-    advice: str
-
-    @property
-    def sentence(self) -> str:
-        return f"{self.words[0].upper()}{self.words[1:]}: {self.advice}."
-
-
-def learning_alarms(steps: Sequence[Record]) -> list[Alarm]:
+def learning_alarms(steps: Sequence[Record]) -> list[Finding]:
     """The alarms after the last of `steps`."""
-    alarms = (_gradient(steps), _variance(steps), _reward(steps), _length(steps), _engines(steps))
-    return [alarm for alarm in alarms if alarm is not None]
+    found = (_gradient(steps), _variance(steps), _reward(steps), _length(steps), _engines(steps))
+    return [one for one in found if one is not None]
 
 
 _SKIPPED = {
@@ -64,12 +51,13 @@ def has_no_gradient(step: Record) -> bool:
     return step.number("num_empty_updates") == num_updates
 
 
-def _gradient(steps: Sequence[Record]) -> Alarm | None:
+def _gradient(steps: Sequence[Record]) -> Finding | None:
     if number := _num_trailing(steps, "num_skipped_updates"):
         found = str(steps[-1].values.get("not_finite_groups", "[]"))
         groups = parse_json(found, list[str], "not_finite_groups of a record of kind 'step'")
         source = f", last of {', '.join(groups[:3])}" if groups else ""
-        return Alarm(
+        return alarm(
+            part="trainer",
             words=f"a gradient was not finite ({format_number_of(number, 'step')}{source})",
             advice="such updates are skipped; lower trainer.learning_rate or "
             "trainer.max_grad_norm, and check num_bounded_tokens",
@@ -77,7 +65,7 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
     for name, (why, advice) in _SKIPPED.items():
         if number := _num_trailing(steps, name):
             words = f"updates skipped: {why} ({format_number_of(number, 'step')})"
-            return Alarm(words=words, advice=advice)
+            return alarm("trainer", words, advice)
     number = _trailing(steps, has_no_gradient)
     if not number:
         return None
@@ -88,17 +76,20 @@ def _gradient(steps: Sequence[Record]) -> Alarm | None:
             "algorithm.advantage.mask_truncated=true trains none; raise "
             "rollout.max_response_tokens, or train them with mask_truncated=false"
         )
-    return Alarm(
-        words=f"no gradient, weights unchanged ({format_number_of(number, 'step')})", advice=advice
+    return alarm(
+        part="trainer",
+        words=f"no gradient, weights unchanged ({format_number_of(number, 'step')})",
+        advice=advice,
     )
 
 
-def _variance(steps: Sequence[Record]) -> Alarm | None:
+def _variance(steps: Sequence[Record]) -> Finding | None:
     number = _trailing(steps, lambda step: step.number("zero_variance_fraction") >= 1)
     if number < MIN_STEPS_WITHOUT_VARIANCE:
         return None
     reward = steps[-1].number("reward_mean")
-    return Alarm(
+    return alarm(
+        part="rewards",
         words=f"all groups lack variance ({format_number_of(number, 'step')})",
         advice="groups with equal rewards teach nothing; the mean reward "
         f"is {reward:.2f}: the prompts are too hard, too easy, or scored wrongly (`make show` "
@@ -106,7 +97,7 @@ def _variance(steps: Sequence[Record]) -> Alarm | None:
     )
 
 
-def _reward(steps: Sequence[Record]) -> Alarm | None:
+def _reward(steps: Sequence[Record]) -> Finding | None:
     rewards = series(steps, "reward_mean")
     means = _running_means(rewards)
     if len(rewards) < 2 * WINDOW:
@@ -114,17 +105,19 @@ def _reward(steps: Sequence[Record]) -> Alarm | None:
     best, recent, floor = max(means[:-WINDOW]), means[-1], min(0.0, *rewards)
     if recent - floor >= COLLAPSED * (best - floor):
         return None
-    return Alarm(
+    return alarm(
+        part="trainer",
         words=f"reward collapsed from {best:.2f} to {recent:.2f}",
         advice="go back to an earlier checkpoint with a lower trainer.learning_rate or a smaller "
         "buffer.max_staleness, and check entropy, ratios and lengths before the collapse",
     )
 
 
-def _length(steps: Sequence[Record]) -> Alarm | None:
+def _length(steps: Sequence[Record]) -> Finding | None:
     cut = _ends(steps, "truncated_fraction")
     if cut[1] >= MANY_TRUNCATED:
-        return Alarm(
+        return alarm(
+            part="rollout",
             words=f"{cut[1]:.0%} of the answers are cut off at the limit ({cut[0]:.0%} at first)",
             advice="raise rollout.max_response_tokens, or reward short answers; "
             "algorithm.advantage.mask_truncated=true trains none of those that are cut off",
@@ -133,20 +126,22 @@ def _length(steps: Sequence[Record]) -> Alarm | None:
         return None
     lengths, rewards = _ends(steps, "response_length_mean"), _ends(steps, "reward_mean")
     if lengths[1] > MUCH_LONGER * lengths[0] and rewards[1] <= rewards[0]:
-        return Alarm(
+        return alarm(
+            part="rollout",
             words=f"answers grew from {lengths[0]:.0f} to {lengths[1]:.0f} tokens without reward",
             advice="reward short answers, or lower rollout.max_response_tokens",
         )
     return None
 
 
-def _engines(steps: Sequence[Record]) -> Alarm | None:
+def _engines(steps: Sequence[Record]) -> Finding | None:
     recent = series(steps[-WINDOW:], "logprob_diff_mean")
     bounds = series(steps[-1:], "logprob_diff_bound")
     most = min([LARGE_LOGPROB_DIFF, *(bound / 2 for bound in bounds)])
     if not recent or (mean := sum(recent) / len(recent)) <= most:
         return None
-    return Alarm(
+    return alarm(
+        part="engines",
         words=f"engines and trainer disagree by {mean:.2f} nats per token",
         advice="the engines serve other weights, or compute them differently; compare model, "
         "dtype and chat template of both",

@@ -1,4 +1,4 @@
-"""Warnings about a run, with the fix (pure)."""
+"""Findings about buffer, engines and late steps (pure)."""
 
 from __future__ import annotations
 
@@ -6,84 +6,109 @@ from buffer.results import BufferStats
 from controller.metrics.history import Record
 from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
+from controller.watch.finding import Finding, Level, alarm, hint
 
 STILL_S = 10.0
 """Workers count the tokens that have arrived every few seconds."""
 
 
-def buffer_remarks(stats: BufferStats) -> list[str]:
-    """A sentence for each condition of the buffer that may need action."""
-    remarks = [_blocked(stats)]
+def buffer_findings(stats: BufferStats) -> list[Finding]:
+    """A hint for each condition of the buffer that may need action."""
+    found = [_blocked(stats)]
     for what, number, state in (
         ("group", stats.quarantined, "kept but not trained"),
         ("prompt", stats.prompts_quarantined, "no longer run"),
     ):
         if number:
             are = f"{format_number_of(number, what)} {'is' if number == 1 else 'are'}"
-            remarks.append(f"{are} in quarantine, {state}: `make quarantine` says why.")
-    return [sentence for sentence in remarks if sentence]
+            words = f"{are} in quarantine, {state}"
+            found.append(hint("buffer", words, "`make quarantine` says why"))
+    return [one for one in found if one is not None]
 
 
-def engine_remarks(stats: BufferStats, weights: WeightsView) -> list[str]:
+def engine_findings(stats: BufferStats, weights: WeightsView) -> list[Finding]:
+    """Engines and receivers that are gone or late."""
     lost = sorted(name for name in weights.lost_engines if name not in stats.engine_versions)
-    remarks = []
+    found = []
     if stats.engines_gone:
-        remarks.append("No engine serves: nothing is admitted until one is back.")
+        advice = "nothing is admitted until one is back; their logs say why they ended"
+        found.append(alarm("engines", "no engine serves", advice))
     if lost:
         are = "is" if len(lost) == 1 else "are"
-        remarks.append(f"{', '.join(lost)} {are} lost; restarting or waiting.")
+        advice = f"it restarts, or waits for room; logs/{lost[0]}.log may say why"
+        found.append(alarm(lost[0], f"{', '.join(lost)} {are} lost", advice))
+    for receiver, why in weights.silent_receivers.items():
+        advice = f"it gets no versions; logs/{receiver}.log may say why"
+        found.append(alarm(receiver, f"{receiver} does not respond: {why}", advice))
     served, every = stats.engine_versions, weights.publish_every
     if behind := engines_behind(stats.trainer_version, served, every):
-        remarks.append(f"{behind_words(behind)}; admission follows the slowest engine.")
-    return remarks
+        name, lag = max(behind.items(), key=lambda item: item[1])
+        # With so old weights it samples nothing that could be trained.
+        level = Level.alarm if lag >= stats.max_staleness + every else Level.hint
+        advice = "admission follows the slowest engine"
+        words = behind_words(behind)
+        found.append(Finding(level=level, part=name, words=words, advice=advice))
+    if late := weights.late_receiver:
+        engine, late_s = late
+        words = f"{engine} gets each version {format_duration(late_s)} after the first engine"
+        advice = "its receiver, its machine or the link to it is slow"
+        found.append(hint(engine, words, advice))
+    return found
 
 
-def overdue_words(stats: BufferStats, since_s: float, usual_s: float, still_s: float) -> str:
+def overdue(stats: BufferStats, since_s: float, usual_s: float, still_s: float) -> Finding:
     """Names the part that keeps a step waiting. `still_s`: since the last token or group came."""
-    head = f"No step for {format_duration(since_s)}, where one takes {format_duration(usual_s)}: "
+    head = f"no step for {format_duration(since_s)}, where one takes {format_duration(usual_s)}: "
     may_want_more = stats.gradient_accumulation_steps > 1 and stats.ready < stats.groups_per_step
     if stats.leased and not may_want_more:
-        return f"{head}the trainer has its {stats.leased} groups; logs/trainer-0.log may say why."
+        words = f"{head}the trainer has its {stats.leased} groups"
+        return alarm("trainer", words, "logs/trainer-0.log may say why")
     ready = f"{stats.ready} of {format_number_of(stats.groups_per_step, 'group')} are ready"
     if not stats.running:
-        return f"{head}{ready} and none is being sampled; see the logs of the workers."
-    moving = "tokens arrive"
+        words = f"{head}{ready} and none is being sampled"
+        return alarm("workers", words, "see the logs of the workers")
+    words = f"{head}{ready}, {stats.running} are being sampled, and "
     if still_s > STILL_S:
-        moving = f"no token has come for {format_duration(still_s)}; see the logs of the engines"
-    return f"{head}{ready}, {stats.running} are being sampled, and {moving}."
+        words += f"no token has come for {format_duration(still_s)}"
+        return alarm("engines", words, "see the logs of the engines")
+    return alarm("rollout", f"{words}tokens arrive", "long answers may be at their end soon")
 
 
-def eval_failed_words(record: Record) -> str:
+def eval_failed(record: Record) -> Finding:
     version, why = record.number("version"), record.values.get("why")
-    return f"The evaluation of version {version:.0f} failed; training continues: {why}"
-
-
-def checkpoint_failed_words(record: Record) -> str:
-    step, why = record.count("step"), record.values.get("error")
-    if why is None:
-        return (
-            f"The checkpoint of step {step} is without the buffer's groups, which does not stop "
-            f"the run: {record.values.get('groups_error')}. A resume whose Redis has lost them "
-            "samples their prompts again."
-        )
-    return (
-        f"There is no checkpoint of step {step}, which does not stop the run: {why}. Free space; "
-        "the next one, if any is due, tries again."
+    return alarm(
+        "evaluation", f"the evaluation of version {version:.0f} failed: {why}", "training continues"
     )
 
 
-def _blocked(stats: BufferStats) -> str:
+def checkpoint_failed(record: Record) -> Finding:
+    step, why = record.count("step"), record.values.get("error")
+    if why is None:
+        return alarm(
+            "checkpoint",
+            f"the checkpoint of step {step} is without the buffer's groups, which does not stop "
+            f"the run: {record.values.get('groups_error')}",
+            "a resume whose Redis has lost them samples their prompts again",
+        )
+    return alarm(
+        "checkpoint",
+        f"there is no checkpoint of step {step}, which does not stop the run: {why}",
+        "free space; the next one, if any is due, tries again",
+    )
+
+
+def _blocked(stats: BufferStats) -> Finding | None:
     # A push is counted when its wait ends: a full buffer is reported before the first one.
     full, times = _full(stats), stats.push_blocked
     pushes = "1 push" if times == 1 else f"{times} pushes"
     waited = f"{pushes} waited {format_duration(stats.push_blocked_s)}"
     if full:
         so_far = f" ({waited} so far)" if times else ""
-        return (
-            f"The buffer is full: {full}{so_far}. The trainer is behind: raise the capacity, or "
-            "train more groups per step."
-        )
-    return f"{waited} for room so far; there is room now." if times else ""
+        advice = "the trainer is behind: raise the capacity, or train more groups per step"
+        return hint("buffer", f"the buffer is full: {full}{so_far}", advice)
+    if not times:
+        return None
+    return hint("buffer", f"{waited} for room so far", "there is room now")
 
 
 def bytes_in_use(stats: BufferStats) -> int:

@@ -6,14 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from buffer.results import BufferStats
+from configs.choices import OnStale
+from configs.rollout_schema import RolloutConfig
 from configs.schema import Config
-from controller.metrics.history import EVAL_FAILED, RESUMED, Record, Waits
+from controller.metrics.history import ATTACHED, EVAL_FAILED, RESUMED, TUNED, Record, Waits
 from controller.metrics.weights import WeightsPace, WeightsView
 from controller.watch.bottleneck import WaitFractions, Window, wait_fractions
-from controller.watch.learning import Alarm, learning_alarms
+from controller.watch.faults import Room
+from controller.watch.finding import Finding
+from controller.watch.learning import learning_alarms
+from controller.watch.length_bias import Lengths, measure_lengths
 
 WAITS_HORIZON_S = 120.0
 RATE_HORIZON_S = 30.0
+LENGTHS_HORIZON_S = 3600.0
+ENGINES_HORIZON_S = 30.0
+"""An engine record that is older says nothing about now."""
+NEW_CONDITIONS = {
+    *(RESUMED, ATTACHED, TUNED, "redis_restarted"),
+    *("engine_lost", "engine_restarted", "engine_joined", "engine_left"),
+}
+"""Kinds of records, and events, after which waits and rates are measured anew."""
 OVERDUE, OVERDUE_AT_LEAST_S = 3.0, 20.0
 """A step is overdue after so many times its usual duration, and not before so many seconds."""
 
@@ -33,29 +46,42 @@ class RunView:
     run: str
     num_steps: int
     started: float
-    num_workers: int = 1
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    num_ranks: int | None = None
+    """None: the launch chose it."""
+    on_stale: OnStale = OnStale.requeue
     steps_per_version: int = 1
     phase: str = "starting"
     now: float = 0.0
     step: int = 0
     """Completed steps."""
     resumed_at: float = 0.0
+    changed_at: float = 0.0
+    """When the run was last resumed, attached to, tuned or scaled, or a part of it restarted."""
     steps: list[Record] = field(default_factory=list)
     evals: list[Record] = field(default_factory=list)
     eval_failure: Record | None = None
     """Record of the last evaluation, if it failed."""
     checkpoint_failure: Record | None = None
     """Record of the last checkpoint, if it failed."""
-    alarms: list[Alarm] = field(default_factory=list)
-    """Alarms after the last step."""
+    checkpoint: Record | None = None
+    """Record of the last checkpoint."""
+    engines: dict[tuple[str, str], Record] = field(default_factory=dict)
+    """The last record of each engine by each worker."""
+    room: Room = field(default_factory=Room)
     stats: BufferStats | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
     """Counters of the rollout workers."""
     waits: Window[tuple[str, str]] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
-    tokens: Window[str] = field(default_factory=lambda: Window(RATE_HORIZON_S))
+    counted: Window[str] = field(default_factory=lambda: Window(RATE_HORIZON_S))
+    """Recent counts of the rollout workers."""
+    answers: Window[str] = field(default_factory=lambda: Window(LENGTHS_HORIZON_S))
+    """Their counts of answers by length."""
     weights: WeightsView = field(default_factory=WeightsView)
     moved_at: float = 0.0
     """When a token or a pushed group was last seen to have come."""
+    _judged: tuple[Record, list[Finding]] | None = None
+    """The last step, and the alarms after it."""
 
     @classmethod
     def of_run(cls, run: str, config: Config, started: float) -> RunView:
@@ -63,7 +89,9 @@ class RunView:
             run=run,
             num_steps=config.trainer.num_steps,
             started=started,
-            num_workers=config.rollout.num_workers,
+            rollout=config.rollout,
+            num_ranks=config.trainer.num_ranks,
+            on_stale=config.buffer.on_stale,
             steps_per_version=config.trainer.gradient_accumulation_steps,
             weights=WeightsView(publish_every=config.trainer.publish_every),
         )
@@ -75,12 +103,9 @@ class RunView:
         elif record.kind == "step":
             self.step = record.count("step")
             self.steps.append(record)
-            self.alarms = learning_alarms(self.steps)
         elif record.kind == RESUMED:
             self.step, self.resumed_at = record.count("step"), record.t
             self.steps = [step for step in self.steps if step.count("step") <= self.step]
-            self.waits.clear()
-            self.tokens.clear()
         elif record.kind == "eval":
             self.evals.append(record)
             self.eval_failure = None
@@ -88,13 +113,29 @@ class RunView:
             self.eval_failure = record
         elif record.kind == "checkpoint":
             self.checkpoint_failure = record if "error" in record.values else None
+            self.checkpoint = record
         elif record.kind == "buffer":
             self._sample(record.t, record.waits, record.counters)
+        elif record.kind == "engine":
+            engine, worker = (str(record.values.get(name)) for name in ("engine", "worker"))
+            self.engines[engine, worker] = record
         else:
             self.weights.apply(record)
+        if NEW_CONDITIONS & {record.kind, record.values.get("event")}:
+            self._measure_anew(record.t)
+
+    def _measure_anew(self, t: float) -> None:
+        self.changed_at = t
+        for window in (self.waits, self.counted, self.answers):
+            window.clear()
 
     def observe(
-        self, now: float, stats: BufferStats, waits: Waits, counters: Mapping[str, float]
+        self,
+        now: float,
+        stats: BufferStats,
+        waits: Waits,
+        counters: Mapping[str, float],
+        room: Room = Room(),  # noqa: B008 (it is frozen)
     ) -> None:
         """Add one sample of Redis; `waits` and `counters` are totals.
 
@@ -105,13 +146,17 @@ class RunView:
         has_moved = any(counters.get(name) != self.counters.get(name) for name in marks)
         if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
             self.moved_at = now
-        self.stats = stats
+        self.stats, self.room = stats, room
         self._sample(now, waits, counters)
 
     def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
+        restarts = "workers_restarted"
+        if counters.get(restarts, 0.0) > self.counters.get(restarts, 0.0):
+            self._measure_anew(t)
         self.counters = counters
         self.waits.add(t, waits)
-        self.tokens.add(t, counters)
+        self.counted.add(t, counters)
+        self.answers.add(t, {n: v for n, v in counters.items() if n.startswith("answer")})
 
     @property
     def last_step(self) -> Record | None:
@@ -145,12 +190,40 @@ class RunView:
     @property
     def tokens_per_s(self) -> float | None:
         """Generated tokens, over the last half minute."""
-        elapsed_s = self.tokens.elapsed_s
-        return self.tokens.growth().get("tokens_generated", 0.0) / elapsed_s if elapsed_s else None
+        elapsed_s = self.counted.elapsed_s
+        return self.counted.growth().get("tokens_generated", 0.0) / elapsed_s if elapsed_s else None
 
     @property
     def wait_fractions(self) -> WaitFractions:
-        return wait_fractions(self.waits.growth(), self.waits.elapsed_s, self.num_workers)
+        return wait_fractions(self.waits.growth(), self.waits.elapsed_s, self.rollout.num_workers)
+
+    @property
+    def learning_alarms(self) -> list[Finding]:
+        """The alarms after the last step, judged once."""
+        if self.last_step is None:
+            return []
+        if self._judged is None or self._judged[0] is not self.last_step:
+            self._judged = self.last_step, learning_alarms(self.steps)
+        return self._judged[1]
+
+    @property
+    def recent_engines(self) -> list[Record]:
+        """The last record of each engine by each worker, if it is recent."""
+        since = max(self.changed_at, self.now - ENGINES_HORIZON_S)
+        return [record for record in self.engines.values() if record.t >= since]
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """Lengths of the answers of the last hour, since the run's conditions changed."""
+        since = self.now - self.answers.elapsed_s
+        steps = [step for step in self.steps if step.t >= since]
+        grown = self.answers.growth()
+        return measure_lengths(grown, steps, self.rollout.max_response_tokens)
+
+    @property
+    def is_measured(self) -> bool:
+        """Two steps have been trained under the present conditions."""
+        return len(self.steps) > 1 and self.steps[-2].t > self.changed_at
 
     @property
     def weights_pace(self) -> WeightsPace:

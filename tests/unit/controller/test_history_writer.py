@@ -19,7 +19,7 @@ from controller import history_writer
 from controller.buffer_access import BufferAddress
 from controller.history_writer import HistoryWriter
 from controller.metrics.history import MetricsLog, Record, read_metrics
-from controller.report.run_view import RunView
+from controller.watch.run_view import RunView
 from tests.support.controller.records import step_record
 
 FOREIGN: list[tuple[str, Mapping[str, Any]]] = [

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,26 +13,31 @@ import pytest
 from rich.console import Console
 
 from buffer.redis.connection import connect
-from buffer.run_state import RunState
+from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from controller.commands.status import print_status
+from controller.main import EXIT_BAD_INPUT
 from controller.metrics.history import Record, read_metrics
 from controller.report.summary import write_summary
 from controller.run_dir import RunDir
 from controller.signals import EXIT_FAILED
-from tests.support.controller.buffers import opened
+from tests.support.controller.buffers import Command, opened
 from tests.support.controller.records import buffer_record, eval_record, record_all, step_record
 
 
 @pytest.fixture
 def trained_run(run_dir: RunDir) -> RunDir:
     """A run that has trained ten steps."""
+    return _trained(run_dir, 1000.0)
+
+
+def _trained(run_dir: RunDir, began: float) -> RunDir:
     records = [
-        Record(t=1000.0, kind="phase", values={"phase": "training"}),
-        eval_record(0, 1000.0, 0.31),
+        Record(t=began, kind="phase", values={"phase": "training"}),
+        eval_record(0, began, 0.31),
     ]
     for step in range(10):
-        waits = {("trainer", "rollout"): 0.6 * step}
-        records += [step_record(step, 1001.0 + step), buffer_record(1001.0 + step, waits=waits)]
+        t, waits = began + 1 + step, {("trainer", "rollout"): 0.6 * step}
+        records += [step_record(step, t), buffer_record(t, waits=waits)]
     record_all(run_dir, records)
     return run_dir
 
@@ -37,7 +45,7 @@ def trained_run(run_dir: RunDir) -> RunDir:
 def status_of(run_dir: RunDir) -> str:
     console = Console(width=100)
     with console.capture() as capture:
-        print_status(run_dir, console)
+        print_status(run_dir, console=console)
     return capture.get()
 
 
@@ -51,14 +59,63 @@ async def _begin_run(url: str, run: str) -> None:
     await state.close()
 
 
-def test_running_run_is_shown_live(trained_run: RunDir, redis_url: str) -> None:
-    asyncio.run(_begin_run(redis_url, trained_run.name))
-    trained_run.write_redis_url(redis_url)
-    text = status_of(trained_run)
+@pytest.fixture
+def going_run(run_dir: RunDir, redis_url: str) -> RunDir:
+    """One that has just trained its tenth step, with its buffer."""
+    _trained(run_dir, time.time() - 10)
+    asyncio.run(_begin_run(redis_url, run_dir.name))
+    run_dir.write_redis_url(redis_url)
+    return run_dir
+
+
+def test_running_run_is_shown_live(going_run: RunDir, redis_url: str) -> None:
+    text = status_of(going_run)
+    first = text.splitlines()[0]
+    assert first.startswith("Rollouts are the bottleneck: the trainer waited ")
+    where = f"RUN={going_run.name} DIR={going_run.path.parent}"
+    assert first.endswith(f" Try `make scale ROLLOUT=2 {where}`.")
     assert "step 10 of 60" in text
     assert "1 running" in text
     assert "1 of 48 groups" in text
     assert redis_url not in text, "the password stays in its file"
+
+
+def test_status_as_json_has_the_verdict_and_its_command(going_run: RunDir, leash: Command) -> None:
+    found = json.loads(leash("status", "--json"))
+    assert found["run"] == going_run.name and found["state"] == "running"
+    assert found["verdict"] == found["findings"][0]
+    assert found["verdict"]["part"] == "rollout" and found["verdict"]["level"] == "hint"
+    assert found["verdict"]["command"].startswith("make scale ROLLOUT=2 RUN=")
+    assert 0.25 < found["waits"]["trainer_for_rollout"] < 0.9
+
+
+@pytest.mark.parametrize(("answer", "number"), [("y\n", ["2"]), ("n\n", []), ("", [])])
+def test_fix_runs_the_command_of_the_verdict_after_a_yes(
+    going_run: RunDir,
+    leash: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: str,
+    number: list[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    text = leash("status", "--fix")
+    assert "make scale ROLLOUT=2" in text and "Run it? [y/N]" in text
+    assert (f"{going_run.name}: rollout.num_engines 1 -> 2" in text) == bool(number)
+    [*entries] = asyncio.run(_metrics(going_run))
+    assert [entry.record["after"] for entry in entries if entry.kind == "tuned"] == number
+
+
+async def _metrics(run_dir: RunDir) -> list[MetricsEntry]:
+    state = RunState(await connect(str(run_dir.read_redis_url())), run_dir.name)
+    entries = await state.read_metrics(STREAM_START, block_s=0)
+    await state.close()
+    return entries
+
+
+def test_fix_refuses_what_takes_a_restart(trained_run: RunDir, leash: Command) -> None:
+    trained_run.end("finished")
+    error = leash("status", "--fix", exit_code=EXIT_BAD_INPUT)
+    assert "FIX=1: the verdict has no command for a running job" in error
 
 
 def test_starting_run_is_reported(run_dir: RunDir) -> None:

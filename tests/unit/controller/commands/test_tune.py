@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import pwd
 import re
 import shlex
+import socket
 from dataclasses import replace
 
 import pytest
 
+from buffer.redis.connection import connect
+from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from configs.load import load_config
 from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
@@ -45,6 +50,22 @@ def test_settings_change_together_and_later_ones_are_checked_against_them(
     assert "_step 4 -> null" in leash("tune", "trainer.min_groups_per_step=null")
     told = leash("tune", "rollout.tail=interrupt_and_resume")
     assert "rollout.tail postpone -> interrupt_and_resume" in told
+
+
+def test_change_is_recorded_with_who_made_it(open_run: RunDir, leash: Command) -> None:
+    leash("tune", "buffer.max_staleness=3", "rollout.oversampling=1.5")
+
+    async def recorded() -> list[MetricsEntry]:
+        state = RunState(await connect(str(open_run.read_redis_url())), open_run.name)
+        entries = await state.read_metrics(STREAM_START, block_s=0)
+        await state.close()
+        return entries
+
+    first, second = asyncio.run(recorded())
+    assert first.kind == second.kind == "tuned"
+    who = f"{pwd.getpwuid(os.getuid()).pw_name}@{socket.gethostname()}"
+    change = {"setting": "buffer.max_staleness", "before": "2", "after": "3", "who": who}
+    assert first.record == change and second.record["setting"] == "rollout.oversampling"
 
 
 def test_suggestion_of_tune_without_a_setting_can_be_pasted(

@@ -12,8 +12,8 @@ from rich.console import Console
 from controller.metrics.history import Record, buffer_values
 from controller.metrics.weights import WeightsView
 from controller.report.panel import Panel, render, sparkline, step_line
-from controller.report.run_view import RunView
-from controller.watch.remarks import buffer_remarks, engine_remarks
+from controller.watch.remarks import buffer_findings, engine_findings
+from controller.watch.run_view import RunView
 from tests.support.controller.records import (
     STATS,
     eval_record,
@@ -86,19 +86,19 @@ def test_panel_shows_progress_buffer_and_waits() -> None:
             {"pushed": 2263, "quarantined": 3},
             [
                 "+ 3 quarantined",
-                "3 groups are in quarantine, kept but not trained: `make quarantine` says why.",
+                "3 groups are in quarantine, kept but not trained. `make quarantine` says why.",
             ],
         ),
         (
             {"engine_versions": {"engine-0": 134}},
             [
-                "engine-0 is 3 versions behind; admission follows the slowest engine.",
-                "engine-1 is lost; restarting or waiting.",
+                "Engine-0 is 3 versions behind. Admission follows the slowest engine.",
+                "Engine-1 is lost. It restarts, or waits for room; logs/engine-1.log may say why.",
             ],
         ),
         (
             {"engine_versions": {}, "engines_gone": True},
-            ["none serves", "No engine serves: nothing is admitted until one is back."],
+            ["none serves", "No engine serves. Nothing is admitted until one is back;"],
         ),
     ],
 )
@@ -124,7 +124,7 @@ def test_state_of_the_buffer_and_the_engines_is_shown(
         ),
         (
             {"capacity_groups": 49, "push_blocked": 1, "push_blocked_s": 2.5},
-            "1 push waited 2.5 s for room so far; there is room now.",
+            "1 push waited 2.5 s for room so far. There is room now.",
         ),
         ({"capacity_groups": 49, "capacity_bytes": 20_001}, ""),
     ],
@@ -132,14 +132,15 @@ def test_state_of_the_buffer_and_the_engines_is_shown(
 def test_pushes_that_wait_for_capacity_are_a_remark(
     change: dict[str, float], expected: str
 ) -> None:
-    remarks = buffer_remarks(replace(STATS, **change))  # type: ignore[arg-type]
-    assert len(remarks) == bool(expected) and expected in "".join(remarks)
+    found = buffer_findings(replace(STATS, **change))  # type: ignore[arg-type]
+    assert len(found) == bool(expected) and expected in "".join(one.sentence for one in found)
 
 
 def test_engine_that_gets_few_versions_is_no_remark_for_those_that_it_skips() -> None:
     late = replace(STATS, trainer_version=STATS.trainer_version + 2)
-    assert "3 versions behind" in "".join(engine_remarks(late, WeightsView()))
-    assert engine_remarks(late, WeightsView(publish_every=3)) == []
+    (found,) = engine_findings(late, WeightsView())
+    assert "3 versions behind" in found.sentence
+    assert engine_findings(late, WeightsView(publish_every=3)) == []
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -240,11 +241,11 @@ def test_buffer_record_keeps_the_waits() -> None:
             {"leased": 0, "ready": 3, "running": 9},
             9_500,
             "No step for 30 s, where one takes 500 ms: 3 of 16 groups are ready, 9 are being "
-            "sampled, and no token has come for 30 s; see the logs of the engines.",
+            "sampled, and no token has come for 30 s. See the logs of the engines.",
         ),
         ({"leased": 0, "ready": 3, "running": 9}, 9_501, "9 are being sampled, and tokens arrive."),
-        ({"leased": 0, "ready": 3}, 9_500, "none is being sampled; see the logs of the workers."),
-        ({"leased": 16}, 9_500, "the trainer has its 16 groups; logs/trainer-0.log may say why."),
+        ({"leased": 0, "ready": 3}, 9_500, "none is being sampled. See the logs of the workers."),
+        ({"leased": 16}, 9_500, "the trainer has its 16 groups. Logs/trainer-0.log may say why."),
     ],
 )
 def test_step_that_is_overdue_says_once_who_keeps_it_waiting(

@@ -24,11 +24,11 @@ from controller.history_writer import HistoryWriter
 from controller.metrics.history import ATTACHED, RESUMED, MetricsLog, Record, read_metrics
 from controller.report.panel import render
 from controller.report.result import summarize
-from controller.report.run_view import RunView
 from controller.run import launch, resume
 from controller.run_dir import RunDir, RunDirError
 from controller.signals import StopRequest
 from controller.start.resume import FIXED, find_resumption
+from controller.watch.run_view import RunView
 from rollout_pool.tasks.registry import build_task, data_of
 from tests.support.controller.buffers import fill
 from tests.support.controller.records import buffer_record, eval_record, record_all, step_record

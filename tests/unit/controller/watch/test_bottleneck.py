@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controller.metrics.weights import WeightsPace
-from controller.watch.bottleneck import WaitFractions, Window, bottleneck_sentence, wait_fractions
+from controller.watch.bottleneck import Sizes, WaitFractions, Window, bottleneck, wait_fractions
 
 
 def waited(
@@ -31,12 +31,12 @@ def waited(
     ],
 )
 def test_largest_wait_is_named(waits: WaitFractions, begins: str) -> None:
-    assert bottleneck_sentence(waits, max_staleness=2).startswith(begins)
+    assert bottleneck(waits, max_staleness=2).sentence.startswith(begins)
 
 
 def test_engine_that_is_late_explains_why_rollouts_wait() -> None:
     late = WeightsPace(convergence_s=4.1, seconds_per_publish=2.0, behind={"engine-1": 3})
-    sentence = bottleneck_sentence(waited(trainer=0.4), 2, weights=late)
+    sentence = bottleneck(waited(trainer=0.4), 2, weights=late).sentence
     assert sentence.startswith("Weights are the bottleneck: rollouts waited 40% so far for room.")
     assert "engine-1 is 3 versions behind" in sentence
     assert (
@@ -44,37 +44,55 @@ def test_engine_that_is_late_explains_why_rollouts_wait() -> None:
         in sentence
     )
     # It explains nothing where it is the trainer that waits.
-    assert bottleneck_sentence(waited(rollout=0.6), 2, weights=late).startswith("Rollouts are")
+    assert bottleneck(waited(rollout=0.6), 2, weights=late).sentence.startswith("Rollouts are")
 
 
 def test_weights_slower_than_steps_are_named_to_the_side_that_waits() -> None:
     slow = WeightsPace(convergence_s=4.1, seconds_per_publish=2.0)
-    assert bottleneck_sentence(waited(trainer=0.4), 2, weights=slow).startswith("Weights are")
-    sentence = bottleneck_sentence(waited(weights=0.4), 2, weights=slow)
+    assert bottleneck(waited(trainer=0.4), 2, weights=slow).sentence.startswith("Weights are")
+    sentence = bottleneck(waited(weights=0.4), 2, weights=slow).sentence
     assert "handing over weights; weights travel slower than they are made" in sentence
     quick = WeightsPace(convergence_s=1.0, seconds_per_publish=2.0)
-    assert bottleneck_sentence(waited(trainer=0.4), 2, weights=quick).startswith("The trainer is")
+    assert bottleneck(waited(trainer=0.4), 2, weights=quick).sentence.startswith("The trainer is")
 
 
 def test_reward_pool_that_is_too_small_is_named() -> None:
-    sentence = bottleneck_sentence(waited(rollout=0.6, rewards=0.4), 2)
+    sentence = bottleneck(waited(rollout=0.6, rewards=0.4), 2).sentence
     assert sentence == (
         "The reward pool is too small: episodes waited 40% so far for a scoring process. "
-        "Raise rollout.reward_processes or rollout.reward_actors."
+        "Raise rollout.reward_processes."
     )
-    synchronous = bottleneck_sentence(waited(rollout=0.5, trainer=0.4, rewards=0.3), 0)
+    synchronous = bottleneck(waited(rollout=0.5, trainer=0.4, rewards=0.3), 0).sentence
     assert synchronous.startswith("The reward pool is too small")
-    assert bottleneck_sentence(waited(rewards=0.3), 2).startswith("The reward pool")
+    assert bottleneck(waited(rewards=0.3), 2).sentence.startswith("The reward pool")
 
 
 def test_rewards_are_no_bottleneck_while_rollouts_wait_for_the_trainer() -> None:
-    assert bottleneck_sentence(waited(trainer=0.7, rewards=0.9), 2).startswith("The trainer is")
-    assert bottleneck_sentence(waited(rollout=0.6, rewards=0.2), 2).startswith("Rollouts are")
+    assert bottleneck(waited(trainer=0.7, rewards=0.9), 2).sentence.startswith("The trainer is")
+    assert bottleneck(waited(rollout=0.6, rewards=0.2), 2).sentence.startswith("Rollouts are")
 
 
 def test_synchronous_run_is_reported_as_taking_turns() -> None:
-    sentence = bottleneck_sentence(waited(rollout=0.5, trainer=0.6), max_staleness=0)
+    sentence = bottleneck(waited(rollout=0.5, trainer=0.6), max_staleness=0).sentence
     assert "take turns, as max_staleness=0 requires" in sentence
+
+
+@pytest.mark.parametrize(
+    ("waits", "leash", "command"),
+    [
+        (waited(rollout=0.6), 2, "make scale ROLLOUT=6"),
+        (waited(rollout=0.3), 2, "make scale ROLLOUT=5"),
+        (waited(rollout=0.4, trainer=0.3), 0, "make tune MAX_STALENESS=1"),
+        (waited(trainer=0.3), 2, 'make stop && make resume ARGS="trainer.num_ranks=3"'),
+        (waited(rewards=0.8), 2, 'make stop && make resume ARGS="rollout.reward_processes=8"'),
+        (waited(rollout=0.1), 2, ""),
+    ],
+)
+def test_command_adds_as_much_as_the_wait_asks_for_and_at_most_doubles(
+    waits: WaitFractions, leash: int, command: str
+) -> None:
+    sizes = Sizes(engines=3, ranks=2, reward_processes=4)
+    assert bottleneck(waits, leash, sizes=sizes).command() == command
 
 
 def test_fractions_are_parts_of_the_time_of_one_process() -> None:

@@ -10,10 +10,10 @@ from configs.load import load_config
 from controller.metrics.history import Record
 from controller.report.panel import step_line
 from controller.report.result import summarize
-from controller.report.run_view import RunView
 from controller.report.summary import summary_markdown
 from controller.watch import learning
 from controller.watch.learning import learning_alarms
+from controller.watch.run_view import RunView
 from tests.support.controller.records import step_record
 from tests.support.repository import ROOT
 
@@ -135,5 +135,5 @@ def test_step_line_and_summary_show_alarms(tmp_path: Path) -> None:
     assert result.steps_without_gradient == 15 and len(result.alarms) == 3
     summary = summary_markdown(tmp_path, result, load_config([]))
     assert "the mean reward is 0.00: the prompts are too hard" in summary
-    assert "**Reward collapsed from 0.60 to 0.00: go back" in summary
+    assert "**Reward collapsed from 0.60 to 0.00. Go back" in summary
     assert "| steps without a gradient, which changed nothing | 15 |" in summary

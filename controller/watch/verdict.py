@@ -1,0 +1,99 @@
+"""Everything that an operator should know about a run, what matters most first (pure).
+
+    alarms   rewards, engines, memory, disk and checkpoints that fail; a step that is overdue; a run
+             that does not learn, or trains short answers only
+    hints    what bounds the run, and what else somebody should look at
+
+The first one is the verdict. What is measured over time is of the last minutes, and never from
+before the run was resumed, attached to, tuned or scaled, or a part of it restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from buffer.results import BufferStats
+from controller.metrics.history import Record, of_kind
+from controller.metrics.weights import WeightsView
+from controller.units import format_duration
+from controller.watch.bottleneck import Sizes, bottleneck, wait_fractions
+from controller.watch.faults import (
+    failed_rewards,
+    full_caches,
+    full_disk,
+    full_memory,
+    low_admission,
+)
+from controller.watch.finding import Finding, Level
+from controller.watch.learning import learning_alarms
+from controller.watch.length_bias import length_bias
+from controller.watch.remarks import (
+    buffer_findings,
+    checkpoint_failed,
+    engine_findings,
+    eval_failed,
+    overdue,
+)
+from controller.watch.run_view import RunView
+
+
+def findings(view: RunView) -> list[Finding]:
+    """Alarms before hints, and a run that is well balanced last."""
+    found = [one for one in _in_order(view) if one is not None]
+    return sorted(found, key=lambda one: (one.level is Level.hint, not one.part))
+
+
+def _in_order(view: RunView) -> Iterator[Finding | None]:
+    """The order among alarms and that among hints."""
+    stats, waited = view.stats, view.wait_fractions.trainer_for_rollout
+    grown, elapsed_s = view.counted.growth(), view.counted.elapsed_s
+    yield full_memory(view.room)
+    yield full_disk(view.room, view.checkpoint)
+    if view.checkpoint_failure is not None:
+        yield checkpoint_failed(view.checkpoint_failure)
+    yield failed_rewards(grown, elapsed_s, view.rollout)
+    yield from full_caches(grown, elapsed_s, view.recent_engines, waited)
+    if stats is not None:
+        if view.is_measured:
+            yield low_admission(stats, waited, view.recent_engines, view.rollout)
+            yield _bottleneck(view, stats)
+        yield from engine_findings(stats, view.weights)
+        since_s, usual_s = view.overdue_s, view.seconds_per_step
+        if since_s is not None and usual_s is not None:
+            yield overdue(stats, since_s, usual_s, view.now - view.moved_at)
+        yield from buffer_findings(stats)
+    yield from view.learning_alarms
+    if view.eval_failure is not None:
+        yield eval_failed(view.eval_failure)
+    if stats is not None and (lengths := view.lengths) is not None:
+        yield length_bias(lengths, stats.max_staleness, view.on_stale)
+
+
+def _bottleneck(view: RunView, stats: BufferStats) -> Finding:
+    sizes = Sizes(
+        engines=len(stats.engine_versions) or view.rollout.num_engines,
+        ranks=view.num_ranks,
+        reward_actors=view.rollout.reward_actors,
+        reward_processes=view.rollout.reward_processes,
+    )
+    when = f"of the last {format_duration(view.waits.elapsed_s)}"
+    return bottleneck(view.wait_fractions, stats.max_staleness, when, view.weights_pace, sizes)
+
+
+def findings_of_ended(records: Sequence[Record], seconds: float) -> list[Finding]:
+    """The alarms at the end of a run that is over, and what bounded it in all its `seconds`."""
+    steps, samples = of_kind(records, "step"), of_kind(records, "buffer")
+    found = learning_alarms(steps)
+    if not samples or len(steps) < 2:
+        return found
+    weights = WeightsView()
+    for record in records:
+        weights.apply(record)
+    # An engine that was late at the end says nothing about the whole run.
+    num_publishes = sum(step.number("snapshot_s") > 0 for step in steps)
+    pace = weights.pace(seconds / max(1, num_publishes), trainer_version=0, engine_versions={})
+    last = samples[-1]
+    fractions = wait_fractions(last.waits, seconds)
+    bound = bottleneck(fractions, last.count("max_staleness"), "of the run", pace)
+    return [*found, replace(bound, changes=())]

@@ -1,0 +1,274 @@
+"""The first line of `make status`, for planted faults and for a healthy run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from buffer.results import BufferStats
+from configs.rollout_schema import RolloutConfig
+from controller.metrics.history import Record
+from controller.watch.faults import Room
+from controller.watch.finding import Finding, Level
+from controller.watch.run_view import NEW_CONDITIONS, RunView
+from controller.watch.verdict import findings
+from tests.support.controller.records import (
+    STATS,
+    commit_record,
+    event_record,
+    step_record,
+    weights_records,
+)
+
+HEALTHY = replace(STATS, leased=0, ready=16, running=12, trainer_version=137)
+IDLE_RATES = {"trainer": 0.05, "rollout": 0.04, "rewards": 0.0}
+
+
+def engine_record(t: float, name: str = "engine-0", **changes: float) -> Record:
+    values: dict[str, float | int | str] = {"engine": name, "worker": 0, "running": 40, "queued": 0}
+    values |= {"kv_usage": 0.4, "limit": 64, "in_flight": 40, **changes}
+    return Record(t=t, kind="engine", values=values)
+
+
+def view_of(
+    *,
+    stats: BufferStats = HEALTHY,
+    waited: Mapping[str, float] = IDLE_RATES,
+    counts: Mapping[str, float] | None = None,
+    engine: Mapping[str, float] | None = None,
+    room: Room = Room(),  # noqa: B008 (it is frozen)
+    num_steps: int = 30,
+    last: float = 0.0,
+    **rollout: Any,
+) -> RunView:
+    """A run that has trained a step a second, and was looked at `last` seconds after the last one.
+    `waited` are fractions of the time, `counts` the workers' per second."""
+    config = RolloutConfig(num_engines=2, **rollout)
+    view = RunView(run="night", num_steps=90, started=0.0, rollout=config)
+    view.apply(Record(t=0.0, kind="phase", values={"phase": "training"}))
+    rates = {"tokens_generated": 500.0, "episodes_ended:stop": 20.0, **(counts or {})}
+    for step in range(num_steps):
+        t = 1.0 + step
+        view.apply(step_record(step, t))
+        for record in (*weights_records(step, t - 1.0), engine_record(t, **(engine or {}))):
+            view.apply(record)
+        _observe(view, t, HEALTHY, waited, rates)
+    _observe(view, num_steps + last, stats, waited, rates, room)
+    return view
+
+
+def _observe(
+    view: RunView,
+    t: float,
+    stats: BufferStats,
+    waited: Mapping[str, float],
+    rates: Mapping[str, float],
+    room: Room = Room(),  # noqa: B008
+) -> None:
+    pairs = {"trainer": ("trainer", "rollout"), "rollout": ("rollout", "trainer")}
+    pairs["rewards"] = ("rollout", "rewards")
+    waits = {pairs[who]: fraction * t for who, fraction in waited.items()}
+    view.observe(t, stats, waits, {name: rate * t for name, rate in rates.items()}, room)
+
+
+def verdict(view: RunView) -> Finding:
+    return findings(view)[0]
+
+
+@pytest.mark.parametrize("last", [0.0, 15.0])
+def test_healthy_run_has_no_alarm_and_nothing_to_change(last: float) -> None:
+    found = findings(view_of(last=last))
+    assert [one.level for one in found] == [Level.hint]
+    assert found[0].words.startswith("well balanced") and found[0].command() == ""
+
+
+MIB = 2**20
+FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
+    (
+        "redis",
+        "Redis holds 95 MiB of its maxmemory of 100 MiB",
+        {"room": Room(memory_used=95 * MIB, memory_limit=100 * MIB)},
+        "",
+    ),
+    (
+        "disk",
+        "the disk of the run's folder has 100 MiB left",
+        {"room": Room(disk_free=100 * MIB)},
+        "",
+    ),
+    (
+        "rewards",
+        "rewards fail or take longer than rollout.reward_timeout_s=30: 145 episodes of the",
+        {"counts": {"rewards_failed": 5.0}},
+        "",
+    ),
+    (
+        "engine-0",
+        "engine-0 is out of KV cache (99% is in use): 87 requests lost theirs",
+        {
+            "counts": {"preemptions:engine-0": 3.0, "requests:engine-0": 20.0},
+            "engine": {"kv_usage": 0.99},
+        },
+        "",
+    ),
+    (
+        "engine-0",
+        "engine-0 is out of KV cache (97% is in use), 9 requests queue, and the trainer waited 60%",
+        {"engine": {"kv_usage": 0.97, "queued": 9}, "waited": {"trainer": 0.6}},
+        "",
+    ),
+    (
+        "workers",
+        "rollout.max_groups_in_flight=12 is the bottleneck: 12 groups run, no engine has a queue",
+        {"waited": {"trainer": 0.6}, "max_groups_in_flight": 12},
+        'make stop && make resume ARGS="rollout.max_groups_in_flight=24"',
+    ),
+    (
+        "rollout",
+        "rollouts are the bottleneck: the trainer waited 60% of the last 29 s",
+        {"waited": {"trainer": 0.6}},
+        "make scale ROLLOUT=4",
+    ),
+    (
+        "rollout",
+        "rollouts are the bottleneck",
+        {"waited": {"trainer": 0.6}, "max_groups_in_flight": 12, "engine": {"queued": 3}},
+        "make scale ROLLOUT=4",
+    ),
+    (
+        "rewards",
+        "the reward pool is too small: episodes waited 50%",
+        {"waited": {"rewards": 0.5}},
+        'make stop && make resume ARGS="rollout.reward_processes=2"',
+    ),
+    (
+        "trainer",
+        "trainer and rollouts take turns",
+        {"waited": {"trainer": 0.5}, "stats": replace(HEALTHY, max_staleness=0)},
+        "make tune MAX_STALENESS=1",
+    ),
+    (
+        "engines",
+        "no engine serves",
+        {"stats": replace(HEALTHY, engine_versions={}, engines_gone=True)},
+        "",
+    ),
+    (
+        "engine-1",
+        "engine-1 is 5 versions behind",
+        {"stats": replace(HEALTHY, engine_versions={"engine-0": 137, "engine-1": 132})},
+        "",
+    ),
+    (
+        "trainer",
+        "no step for 40 s, where one takes 1.0 s: the trainer has its 16 groups",
+        {"stats": replace(HEALTHY, leased=16), "last": 40.0},
+        "",
+    ),
+    (
+        "workers",
+        "no step for 40 s, where one takes 1.0 s: 3 of 16 groups are ready and none",
+        {"stats": replace(HEALTHY, ready=3, running=0), "last": 40.0},
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(("part", "words", "planted", "command"), FAULTS)
+def test_planted_fault_is_the_verdict(
+    part: str, words: str, planted: dict[str, Any], command: str
+) -> None:
+    found = verdict(view_of(**planted))
+    assert found.words.startswith(words) and found.part == part and found.command() == command
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"room": Room(memory_used=80, memory_limit=100, disk_free=2**40)},
+        {"counts": {"rewards_failed": 0.05}},
+        {"counts": {"preemptions:engine-0": 0.3, "requests:engine-0": 20.0}},
+        {"engine": {"kv_usage": 0.97, "queued": 9}},
+    ],
+)
+def test_little_of_a_fault_is_none(planted: dict[str, Any]) -> None:
+    assert verdict(view_of(**planted)).words.startswith("well balanced")
+
+
+def test_checkpoint_that_would_not_fit_is_told_before_it_fails() -> None:
+    view = view_of(room=Room(disk_free=2**30))
+    view.apply(Record(t=31.0, kind="checkpoint", values={"step": 20, "bytes": 2**31}))
+    assert verdict(view).words.endswith("1 GiB left, and a checkpoint takes 2 GiB")
+
+
+def test_alarm_of_learning_comes_before_what_bounds_the_run() -> None:
+    view = view_of(waited={"trainer": 0.6})
+    view.apply(step_record(30, 31.0, num_updates=1, num_empty_updates=1))
+    first, second = findings(view)[:2]
+    assert first.level is Level.alarm and first.words.startswith("no gradient")
+    assert second.level is Level.hint and second.words.startswith("rollouts are the bottleneck")
+
+
+@pytest.mark.parametrize("change", sorted(NEW_CONDITIONS))
+def test_hint_is_not_drawn_from_the_time_before_a_change(change: str) -> None:
+    view = view_of(waited={"trainer": 0.9})
+    values: dict[str, float | int | str] = {"step": 30}
+    if change.startswith("engine_"):
+        view.apply(event_record(change, "engine-7", t=30.5))
+        view.apply(commit_record("engine-7", 30, 30.6))
+    else:
+        view.apply(Record(t=30.5, kind=change, values=values))
+    view.observe(30.6, HEALTHY, {("trainer", "rollout"): 27.1}, {})
+    assert findings(view) == []
+    for step in range(2):  # in which nobody waited
+        view.apply(step_record(30 + step, 31.0 + step))
+        view.observe(31.0 + step, HEALTHY, {("trainer", "rollout"): 27.1}, {})
+    assert verdict(view).words.startswith("well balanced: the trainer waited 0%")
+
+
+def test_worker_that_was_restarted_is_such_a_change() -> None:
+    view = view_of(waited={"trainer": 0.9}, counts={"rewards_failed": 5.0})
+    view.observe(31.0, HEALTHY, {("trainer", "rollout"): 27.9}, {"workers_restarted": 1.0})
+    assert findings(view) == []
+
+
+def test_receiver_without_an_answer_is_named_until_it_is_back() -> None:
+    view = view_of()
+    view.apply(event_record("excluded", "receiver-1", t=30.0))
+    assert verdict(view).words == "receiver-1 does not respond: it was killed"
+    view.apply(event_record("epoch", "receiver-0, receiver-1", t=31.0))
+    assert verdict(view).words.startswith("well balanced")
+
+
+def test_engine_whose_receiver_is_slow_is_named() -> None:
+    view = view_of()
+    for version in range(30, 33):
+        view.apply(commit_record("engine-0", version, 31.0 + version))
+        view.apply(commit_record("engine-1", version, 35.0 + version))
+    words = [one.words for one in findings(view)]
+    assert "engine-1 gets each version 4.0 s after the first engine" in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ((), ""),
+        (("rollout.num_engines=6",), "make scale ROLLOUT=6 RUN=night"),
+        (("buffer.max_staleness=3",), "make tune MAX_STALENESS=3 RUN=night"),
+        (
+            ("buffer.max_staleness=3", "rollout.tail=postpone"),
+            'make tune ARGS="buffer.max_staleness=3 rollout.tail=postpone" RUN=night',
+        ),
+        (
+            ("trainer.num_ranks=4",),
+            'make stop RUN=night && make resume RUN=night ARGS="trainer.num_ranks=4"',
+        ),
+    ],
+)
+def test_command_is_that_of_the_makefile(changes: tuple[str, ...], command: str) -> None:
+    found = Finding(level=Level.hint, part="", words="a", advice="b", changes=changes)
+    assert found.command(" RUN=night") == command
+    assert found.is_live == (changes != ("trainer.num_ranks=4",))
