@@ -27,12 +27,8 @@ class Level(Enum):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Finding:
-    """Example: the first line of `make status`, and what `FIX=1` does.
+    """Example, with changes=("rollout.num_engines=6",):
 
-    found = Finding(
-        level=Level.hint, part="rollout", words="rollouts are the bottleneck: ...",
-        advice="add engines", changes=("rollout.num_engines=6",),
-    )
     found.sentence     # "Rollouts are the bottleneck: .... Add engines."
     found.command()    # "make scale ROLLOUT=6"
     """

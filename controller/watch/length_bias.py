@@ -18,7 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import exp, inf, log
+from operator import itemgetter
 from statistics import NormalDist
+from typing import NamedTuple
 
 from configs.choices import OnStale
 from controller.metrics.history import Record, Scalar, below
@@ -81,50 +83,57 @@ class Lengths:
         }
 
 
+class _Class(NamedTuple):
+    """Answers of about the same length."""
+
+    least: int
+    ended: float
+    cut: float
+    tokens: float
+    """All tokens of those that ended."""
+
+
 def measure_lengths(
     grown: Mapping[str, float], steps: Sequence[Record], most_tokens: int
 ) -> Lengths | None:
     """From what the workers counted in a window and the steps in it; None for too few answers."""
-    names = {*dict(below(grown, ENDED)).values(), *dict(below(grown, CUT)).values()}
-    lengths = sorted(map(int, names))
-    ended, cut, tokens = (
-        [grown.get(f"{prefix}{length}", 0.0) for length in lengths]
-        for prefix in (ENDED, CUT, TOKENS)
-    )
-    num_groups = [
-        sum(step.number(n) for n in step.values if n.endswith("/groups")) for step in steps
+    names = {name for prefix in (ENDED, CUT) for _, name in below(grown, prefix)}
+    classes = [
+        _Class(int(name), *(grown.get(prefix + name, 0.0) for prefix in (ENDED, CUT, TOKENS)))
+        for name in sorted(names, key=int)
     ]
-    if sum(ended) + sum(cut) < FEWEST or not sum(ended) or not sum(num_groups):
+    trained = [
+        (step.number("response_length_mean"), sum(step.number(name) for name in groups))
+        for step in steps
+        if (groups := [name for name in step.values if name.endswith("/groups")])
+    ]
+    num_ended = sum(one.ended for one in classes)
+    if not trained or not num_ended or num_ended + sum(one.cut for one in classes) < FEWEST:
         return None
-    trained = sum(
-        step.number("response_length_mean") * number
-        for step, number in zip(steps, num_groups, strict=True)
-    )
-    cut_above = [*accumulate(reversed(cut))][::-1]
-    all_above = [*accumulate(e + c for e, c in zip(reversed(ended), reversed(cut), strict=True))][
-        ::-1
-    ]
+    num_cut = num_all = 0.0
+    given_up = {}
+    for one in reversed(classes):
+        num_cut, num_all = num_cut + one.cut, num_all + one.cut + one.ended
+        if num_cut:
+            given_up[one.least] = num_cut / num_all
+    # Trained lengths are those of branches, of which an episode may have several.
+    num_episodes = sum(grown[name] for name, _ in below(grown, "episodes_ended:"))
+    branches = grown.get("branches", 0.0) / num_episodes if num_episodes else 1.0
     versions = grown.get(VERSIONS, 0.0)
-    seen = sum(tokens) + sum(
-        MIDDLE * length * of_cut for length, of_cut in zip(lengths, cut, strict=True)
-    )
+    sampled = sum(one.tokens + MIDDLE * one.least * one.cut for one in classes)
     return Lengths(
-        trained_mean=trained / sum(num_groups),
-        sampled=_life_table(lengths, ended, cut, tokens, most_tokens),
-        given_up={
-            length: of_cut / of_all
-            for length, of_cut, of_all in zip(lengths, cut_above, all_above, strict=True)
-            if of_cut
-        },
-        tokens_per_version=seen / versions if versions else inf,
+        trained_mean=_mean(trained) * branches,
+        sampled=_life_table(classes, most_tokens),
+        given_up=given_up,
+        tokens_per_version=sampled / versions if versions else inf,
     )
 
 
 def length_bias(lengths: Lengths, max_staleness: int, on_stale: OnStale) -> Finding | None:
     """A bias by the age of answers; other causes, as a filter, are no part of it."""
-    if lengths.ratio >= BIASED or not lengths.given_up or on_stale is OnStale.wait:
+    if not lengths.ratio < BIASED or not lengths.given_up or on_stale is OnStale.wait:
         return None
-    length, share = max(lengths.given_up.items(), key=lambda item: item[1])
+    length, share = max(lengths.given_up.items(), key=itemgetter(1))
     words = (
         f"long answers are trained too rarely: the mean trained, {lengths.trained_mean:.0f} tokens,"
         f" is {lengths.ratio:.2f} of the mean sampled, {lengths.sampled_mean:.0f}, as {share:.0%} "
@@ -138,26 +147,21 @@ def length_bias(lengths: Lengths, max_staleness: int, on_stale: OnStale) -> Find
     return alarm("length bias", words, advice, f"buffer.max_staleness={enough}")
 
 
-def _life_table(
-    lengths: Sequence[int],
-    ended: Sequence[float],
-    cut: Sequence[float],
-    tokens: Sequence[float],
-    most_tokens: int,
-) -> list[tuple[float, float]]:
-    parts, left, at_risk = list[tuple[float, float]](), 1.0, sum(ended) + sum(cut)
+def _life_table(classes: Sequence[_Class], most_tokens: int) -> list[tuple[float, float]]:
+    parts, left = list[tuple[float, float]](), 1.0
+    at_risk = sum(one.ended + one.cut for one in classes)
     beyond: list[tuple[float, float]] = []
     """Lengths and numbers of the answers that were cut off where none ends any more."""
-    for length, of_ended, of_cut, of_tokens in zip(lengths, ended, cut, tokens, strict=True):
-        if of_ended:
+    for one in classes:
+        if one.ended:
             # Those that were cut off somewhere in this class count half.
-            fraction = left * of_ended / (at_risk - of_cut / 2)
-            parts.append((of_tokens / of_ended, fraction))
+            fraction = left * one.ended / (at_risk - one.cut / 2)
+            parts.append((one.tokens / one.ended, fraction))
             left -= fraction
             beyond.clear()
-        if of_cut:
-            beyond.append((MIDDLE * length, of_cut))
-        at_risk -= of_ended + of_cut
+        if one.cut:
+            beyond.append((MIDDLE * one.least, one.cut))
+        at_risk -= one.ended + one.cut
     if beyond:
         parts += _lognormal(parts, max(parts[-1][0], _mean(beyond)), left, most_tokens)
     total = sum(fraction for _, fraction in parts)
@@ -168,14 +172,10 @@ def _lognormal(
     parts: Sequence[tuple[float, float]], start: float, left: float, most_tokens: int
 ) -> list[tuple[float, float]]:
     """The fraction `left` of the answers, which are longer than `start`."""
-    shape = (
-        0.0  # if more than half of all are beyond: nothing is known, they are as short as can be
-    )
+    shape = 0.0  # if more than half are longer, the median is unknown: as short as they can be
     if left < 0.5:
-        cumulative = accumulate(fraction for _, fraction in parts)
-        median = next(
-            part[0] for part, up_to in zip(parts, cumulative, strict=True) if up_to >= 0.5
-        )
+        so_far = accumulate(fraction for _, fraction in parts)
+        median = next(part[0] for part, up_to in zip(parts, so_far, strict=True) if up_to >= 0.5)
         shape = log(max(start / median, 1.0)) / -_NORMAL.inv_cdf(left)
     found = []
     for number in range(NUM_BEYOND):

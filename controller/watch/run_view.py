@@ -76,7 +76,7 @@ class RunView:
     counted: Window[str] = field(default_factory=lambda: Window(RATE_HORIZON_S))
     """Recent counts of the rollout workers."""
     answers: Window[str] = field(default_factory=lambda: Window(LENGTHS_HORIZON_S))
-    """Their counts of answers by length."""
+    """The same over the time in which answers are counted by length."""
     weights: WeightsView = field(default_factory=WeightsView)
     moved_at: float = 0.0
     """When a token or a pushed group was last seen to have come."""
@@ -156,7 +156,7 @@ class RunView:
         self.counters = counters
         self.waits.add(t, waits)
         self.counted.add(t, counters)
-        self.answers.add(t, {n: v for n, v in counters.items() if n.startswith("answer")})
+        self.answers.add(t, counters)
 
     @property
     def last_step(self) -> Record | None:

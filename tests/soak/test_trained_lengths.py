@@ -3,9 +3,9 @@
 A worker of the house, at an emulated engine, samples answers whose lengths have a heavy tail; a
 trainer takes them as a rank does. When each of the first prompts of the stream is trained or lost,
 their trained lengths are compared with those that were drawn for them first. `mean` is the mean
-trained over the mean sampled, `long` the same for the share of samples above the 95th percentile:
-they show what the statistic, which is blind to tails, does not. `versions` is the most that one
-sample met.
+trained over the mean sampled, `said` what a running job says of it, `long` the same for the share
+of samples above the 95th percentile: they show what the statistic, which is blind to tails, does
+not. `versions` is the most that one sample met.
 
 CI plays a few settings; `make soak-lengths` all of them, and ten resumes:
 LEASH_SOAK_LENGTH_PROMPTS, LEASH_SOAK_ALL_POLICIES, LEASH_SOAK_RESUMES,
@@ -79,9 +79,10 @@ def compare(
     play = Play(scene)
     try:
         checkpoint = play.run(ends)
+        counters = play.counters()
     finally:
         play.close()
-    return Comparison(scene=scene, checkpoint=checkpoint, num_resumes=len(ends))
+    return Comparison(scene=scene, checkpoint=checkpoint, counters=counters, num_resumes=len(ends))
 
 
 def judge(comparisons: Sequence[Comparison]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from controller.metrics.history import Record
+from controller.watch.length_bias import measure_lengths
 from tests.soak.lengths.clients import Checkpoint, Trained
 from tests.soak.lengths.scene import Scene, read_draws
 
@@ -42,6 +45,8 @@ class Comparison:
 
     scene: Scene
     checkpoint: Checkpoint
+    counters: Mapping[str, float]
+    """Counts of the worker."""
     num_resumes: int = 0
 
     @cached_property
@@ -85,6 +90,14 @@ class Comparison:
         return float(np.mean(self.trained) / np.mean(self.sampled))
 
     @property
+    def said_ratio(self) -> float:
+        """The mean ratio as a running job measures it, without the lengths of what is given up."""
+        values = {"response_length_mean": float(np.mean(self.trained)), "task/x/groups": 1.0}
+        step = Record(t=0.0, kind="step", values=values)
+        lengths = measure_lengths(self.counters, [step], self.scene.longest)
+        return math.nan if lengths is None else lengths.ratio
+
+    @property
     def long_ratio(self) -> float:
         """Share of long samples among the trained, over that among the sampled."""
         border = np.quantile(self.sampled, LONG)
@@ -116,8 +129,8 @@ class Comparison:
 
     HEADER = (
         "| max_staleness | on_stale | tail | others | resumes | trained | lost | KS | p | mean "
-        "| long | versions |"
-        "\n|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+        "| said | long | versions |"
+        "\n|---:|---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
     )
 
     def __str__(self) -> str:
@@ -130,6 +143,7 @@ class Comparison:
             f"{distance:.3f}",
             "1" if p > 0.995 else f"{p:.2f}" if p > 0.01 else f"{p:.0e}",
             f"{self.mean_ratio:.2f}",
+            f"{self.said_ratio:.2f}",
             f"{self.long_ratio:.2f}",
             str(max(row.num_versions for row in self.rows)),
         ]

@@ -68,6 +68,15 @@ class Play:
         assert checkpoint is not None and checkpoint.is_last
         return checkpoint
 
+    def counters(self) -> dict[str, float]:
+        """Sums of the worker's counters, over all its lives."""
+        state = BlockingRunState(self._server.url, RUN, self._scene.buffer)
+        try:
+            found: dict[str, float] = state.counters()
+        finally:
+            state.close()
+        return found
+
     def close(self) -> None:
         self._server.stop(END_S)
 
