@@ -85,4 +85,5 @@ def enough(number: int, waited: float) -> int:
 
 
 def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    """A sentence may begin with a setting, a file or the name of a part: those stay as they are."""
+    return text[:1].upper() + text[1:] if text.partition(" ")[0].isalpha() else text

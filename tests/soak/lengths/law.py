@@ -10,12 +10,14 @@ from functools import cached_property
 
 import numpy as np
 
+from configs.choices import TailPolicy
 from controller.metrics.history import Record
 from controller.watch.length_bias import measure_lengths
 from tests.soak.lengths.clients import Checkpoint, Trained
 from tests.soak.lengths.scene import Scene, read_draws
 
 NUM_TERMS = 100
+SAID_WITHIN = 0.15
 LONG = 0.95
 """Samples above this quantile are long."""
 
@@ -118,7 +120,11 @@ class Comparison:
             )
             if row.lengths != last:
                 found.append(f"group {row.group_id} has {row.lengths} tokens, not {last}")
-        if self.scene.policy.is_unbiased:
+        policy = self.scene.policy
+        draws_once = policy.tail is TailPolicy.continue_across_versions and not self.num_resumes
+        if draws_once and not abs(self.said_ratio - self.mean_ratio) < SAID_WITHIN:
+            found.append(f"it says {self.said_ratio:.2f} of a mean ratio of {self.mean_ratio:.2f}")
+        if policy.is_unbiased:
             if self.num_lost:
                 found.append(f"{self.num_lost} prompts were lost")
             if self.num_changed and not self.num_resumes:

@@ -92,8 +92,8 @@ def test_panel_shows_progress_buffer_and_waits() -> None:
         (
             {"engine_versions": {"engine-0": 134}},
             [
-                "Engine-0 is 3 versions behind. Admission follows the slowest engine.",
-                "Engine-1 is lost. It restarts, or waits for room; logs/engine-1.log may say why.",
+                "engine-0 is 3 versions behind. Admission follows the slowest engine.",
+                "engine-1 is lost. It restarts, or waits for room; logs/engine-1.log may say why.",
             ],
         ),
         (
@@ -245,7 +245,7 @@ def test_buffer_record_keeps_the_waits() -> None:
         ),
         ({"leased": 0, "ready": 3, "running": 9}, 9_501, "9 are being sampled, and tokens arrive."),
         ({"leased": 0, "ready": 3}, 9_500, "none is being sampled. See the logs of the workers."),
-        ({"leased": 16}, 9_500, "the trainer has its 16 groups. Logs/trainer-0.log may say why."),
+        ({"leased": 16}, 9_500, "the trainer has its 16 groups. logs/trainer-0.log may say why."),
     ],
 )
 def test_step_that_is_overdue_says_once_who_keeps_it_waiting(
