@@ -102,13 +102,13 @@ def measure_lengths(
         _Class(int(name), *(grown.get(prefix + name, 0.0) for prefix in (ENDED, CUT, TOKENS)))
         for name in sorted(names, key=int)
     ]
-    trained = [
-        (step.number("response_length_mean"), sum(step.number(name) for name in groups))
-        for step in steps
-        if (groups := [name for name in step.values if name.endswith("/groups")])
-    ]
+    trained = [(step.number("response_length_mean"), step.count("num_groups")) for step in steps]
     num_ended = sum(one.ended for one in classes)
-    if not trained or not num_ended or num_ended + sum(one.cut for one in classes) < FEWEST:
+    if (
+        not any(number for _, number in trained)
+        or not num_ended
+        or num_ended + sum(one.cut for one in classes) < FEWEST
+    ):
         return None
     num_cut = num_all = 0.0
     given_up = {}

@@ -94,7 +94,7 @@ class Comparison:
     @property
     def said_ratio(self) -> float:
         """The mean ratio as a running job measures it, without the lengths of what is given up."""
-        values = {"response_length_mean": float(np.mean(self.trained)), "task/x/groups": 1.0}
+        values = {"response_length_mean": float(np.mean(self.trained)), "num_groups": 1.0}
         step = Record(t=0.0, kind="step", values=values)
         lengths = measure_lengths(self.counters, [step], self.scene.longest)
         return math.nan if lengths is None else lengths.ratio

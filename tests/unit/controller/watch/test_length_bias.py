@@ -46,7 +46,7 @@ def answer(session: str, tokens: int, versions: int = 0, *, ended: bool = True) 
 
 
 def measured(counts: Mapping[str, float], trained_mean: float) -> Lengths | None:
-    step = step_record(0, 1.0, response_length_mean=trained_mean, **{"task/x/groups": 16.0})
+    step = step_record(0, 1.0, response_length_mean=trained_mean, num_groups=16)
     return measure_lengths(counts, [step], LONGEST)
 
 
