@@ -391,7 +391,7 @@ class RewardConfig(Section):
     """Factor in the sum that becomes the reward."""
     function: str | None = field(default=None, metadata=CODE)
     """function: `module:name` or `file.py:name`, called with (prompt, episode), returns a number. A
-    parameter named `solution` gets the task's right answer."""
+    parameter named `solution` gets the task's right answer, one named `row` the data's row."""
     url: str | None = field(
         default=None,
         metadata=matching(r"https?://[^\s/]+.*", "an address as http://host:port/path"),
@@ -590,7 +590,8 @@ class TaskSource(Section):
     """custom: `module:name` or `file.py:name`, called with these settings, returns the task."""
     env: str | None = field(default=None, metadata=CODE)
     """The same, called with (these settings, prompt), returns each episode's environment; a
-    parameter named `solution` gets the task's right answer. None is the task's own."""
+    parameter named `solution` gets the task's right answer, one named `row` the data's row. None is
+    the task's own."""
     tools: list[str] = field(default_factory=list, metadata=TOOLS)
     """Tools that the model may call: `python` (in the sandbox), functions as `module:name`, and
     those of MCP servers, as `mcp:https://host/mcp` or `mcp:command of the server`."""

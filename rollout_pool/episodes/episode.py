@@ -237,6 +237,11 @@ class Episode:
         mine = [message for message in self.messages if message.role == "assistant"]
         return mine[-1].content if mine else ""
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the model wrote, each of which is in one branch."""
+        return sum(sum(branch.loss_mask) for branch in self.branches)
+
 
 def check_parts(names: Collection[str]) -> None:
     """Raises ValueError for names of parts that are too many, too long, or no Unicode text."""

@@ -11,7 +11,7 @@ from typing import SupportsFloat
 from configs.rollout_schema import RewardConfig, TaskConfig
 from host.user_code import load_callable
 from rollout_pool.rewards.reward import PartScorer, Reward
-from rollout_pool.tasks.task import Task, load_with_solution
+from rollout_pool.tasks.task import Task, load_user_function
 
 _RUNNER = asyncio.Runner()
 """Runs async functions in one loop for all calls: the clients that they keep belong to it."""
@@ -39,7 +39,7 @@ class FunctionReward(Reward):
         assert name is not None and self.task is not None, self.part  # checked by the schema
         setting = f"task.rewards.{self.part}.function"
         what = f"{setting}={name!r}"
-        function = load_with_solution(name, setting, "(prompt, episode)", self.task)
+        function = load_user_function(name, setting, "(prompt, episode)", self.task)
         _check_returns(load_callable(name, setting), what)
         return lambda request: as_reward(
             function(request.prompt, request.episode, request.prompt), what

@@ -97,6 +97,8 @@ class EpisodeView:
     """The model's last message."""
     num_turns: int
     """Number of the model's messages."""
+    num_tokens: int
+    """Number of tokens that the model wrote."""
     env_reward: float | None
     """Sum of the environment's rewards; None if it gave none."""
     end: str
@@ -117,6 +119,7 @@ def encode_request(part: str, prompt: Prompt, episode: Episode, *, with_messages
         messages=episode.messages if with_messages else (),
         answer=episode.answer,
         num_turns=episode.num_turns,
+        num_tokens=episode.num_tokens,
         env_reward=episode.env_reward,
         end=episode.end,
     )

@@ -6,21 +6,24 @@ of other names are named in `task.params`.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import math
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
+from configs.choices import RewardKind
 from configs.rollout_schema import TaskConfig
 from host.pictures import MARK, source_of
+from rollout_pool.tasks.math_results import is_equal_result
 from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask, check_params
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,11 @@ class Problem(Protocol):
     @property
     def solution(self) -> str | None:
         """A right completion, for the warm start."""
+        ...
+
+    @property
+    def row(self) -> Mapping[str, Any]:
+        """The record that it was read from; empty where nothing asks for it (`keeping_rows`)."""
         ...
 
 
@@ -107,6 +115,11 @@ class ProblemTask(SingleTurnTask, Generic[P]):
             )
         return solution
 
+    def row(self, prompt: Prompt) -> dict[str, Any]:
+        """The record of the file or data set that the prompt was made from, as it was read."""
+        # A copy, as a user's function may change it and is called again for the same prompt.
+        return copy.deepcopy(dict(self.problem(prompt).row))
+
     def problem(self, prompt: Prompt) -> P:
         if prompt.is_held_out:
             return self._held_out[prompt.index]
@@ -146,6 +159,15 @@ def hold_out(
             "problems; hold fewer back, or name another file in task.eval_path"
         )
     return problems[: -config.eval_size], problems[-config.eval_size :]
+
+
+def keeping_rows(config: TaskConfig, read: Read[P]) -> Read[P]:
+    """`read`, with the record kept in each problem if a user's function may ask for it: kept always
+    they would take their memory in every process of a run."""
+    functions = (one.kind is RewardKind.function for one in config.rewards.values())
+    if config.env is None and not any(functions):
+        return read
+    return lambda record, place: replace(cast(Any, read(record, place)), row=record)
 
 
 def read_file(path: Path, setting: str, read: Read[P], form: str) -> list[P]:
@@ -219,6 +241,7 @@ def load_problems(
     """Training and held-out problems of `task.path`, or else of the Hugging Face data set
     `task.name`; without `eval_split` the last training problems are held out. Raises ValueError
     naming the setting, the file and the first bad line, or if the data set does not load."""
+    read = keeping_rows(config, read)
     if config.path is not None:
         problems = read_file(Path(config.path), "task.path", read, form)
         return hold_out(config, problems, f"task.path={config.path}", read, form)
@@ -261,6 +284,7 @@ def _parquet(path: Path, setting: str, read: Read[P]) -> list[P]:
 
 LINE_FORM = 'each line must be {"question": "...", "answer": "..."}'
 LIST = "questions"
+SCORE = "score"
 COLUMNS = {"question": "question", "answer": "answer"}
 """The columns of a file or a data set, with their defaults; task.params names others."""
 
@@ -272,6 +296,7 @@ class Question:
     """All that are right."""
     pictures: tuple[str, ...] = ()
     """Shown by the question; see `Message`."""
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def right(self) -> Hashable:
@@ -286,13 +311,19 @@ class QuestionsTask(ProblemTask[Question]):
     """Reward is 1 if the last line of the completion is a right answer, else 0: its last lines,
     for one of several lines.
 
-    Ignores case, surrounding white space and a final full stop.
+    Ignores case, surrounding white space and a final full stop. With task.params.score=math the
+    completion's result must be mathematically equal to that of an answer instead.
     """
 
     name = "questions"
 
     def __init__(self, config: TaskConfig) -> None:
         super().__init__(config, *_load(config))
+        rules = {"text": _ends_with, "math": is_equal_result}
+        rule = config.params.get(SCORE, "text")
+        if not isinstance(rule, str) or rule not in rules:
+            raise ValueError(f"task.params.{SCORE}={rule!r}: must be {' or '.join(rules)}")
+        self._is_right = rules[rule]
 
     def _prompt(self, problem: Question, index: int, *, is_held_out: bool) -> Prompt:
         prompt = super()._prompt(problem, index, is_held_out=is_held_out)
@@ -305,9 +336,13 @@ class QuestionsTask(ProblemTask[Question]):
         return next((self._prompt(one, 0, is_held_out=False) for one in found), None)
 
     def score(self, prompt: Prompt, completion: str) -> float:
-        given = _plain_lines(completion)
-        right = map(_plain_lines, self.problem(prompt).answers)
-        return float(any(given[-len(lines) :] == lines for lines in right))
+        answers = self.problem(prompt).answers
+        return float(any(self._is_right(answer, completion) for answer in answers))
+
+
+def _ends_with(answer: str, completion: str) -> bool:
+    lines = _plain_lines(answer)
+    return _plain_lines(completion)[-len(lines) :] == lines
 
 
 def _plain_lines(text: str) -> list[str]:
@@ -318,7 +353,7 @@ def _plain_lines(text: str) -> list[str]:
 def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
     params = {LIST: None} | COLUMNS | SOURCE | config.params
     source = SOURCE if config.is_from_hub else ()
-    check_params(config, "questions", [LIST, *COLUMNS, *source])
+    check_params(config, "questions", [LIST, *COLUMNS, SCORE, *source])
     if config.is_from_hub and params[LIST] is not None:
         raise ValueError(
             f"task.name={config.name!r}: names a data set, and task.params.{LIST} lists questions; "
@@ -337,6 +372,7 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
             f"{place}: must be a list of objects with question and answer; or give a JSONL file of "
             "them in task.path, or a Hugging Face data set in task.name"
         )
+    read = keeping_rows(config, read)
     questions = [read(one, f"{place}[{i}]") for i, one in enumerate(listed)]
     return hold_out(config, questions, place, read, LINE_FORM)
 

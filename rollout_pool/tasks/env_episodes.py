@@ -19,7 +19,7 @@ from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.tools import ToolEnv, function_tool, python_tool
 from rollout_pool.tasks.mixture import for_each_member, member_of
 from rollout_pool.tasks.source import EpisodeSource
-from rollout_pool.tasks.task import Prompt, Task, load_with_solution
+from rollout_pool.tasks.task import Prompt, Task, load_user_function
 
 PYTHON = "python"
 CALL_FRACTION = 0.9
@@ -81,7 +81,7 @@ def _factory_of_member(name: str, config: TaskConfig, task: Task) -> Environment
 
 
 def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
-    factory = load_with_solution(name, "task.env", "(config, prompt)", task)
+    factory = load_user_function(name, "task.env", "(config, prompt)", task)
 
     def make(prompt: Prompt) -> Env:
         env: Env = factory(config, prompt, prompt)

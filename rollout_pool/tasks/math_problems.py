@@ -8,17 +8,16 @@ One line of a file of task.kind=gsm8k, and one of task.kind=math:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.datasets import SOURCE, ProblemTask, load_problems, text_of
+from rollout_pool.tasks.math_results import FINAL, is_equal, is_same_number, last_box
 from rollout_pool.tasks.task import Prompt, check_params
 
-FINAL = "####"
-"""Precedes GSM8K's final results."""
 GSM8K_FORM = 'each line must be {"question": "...", "answer": "... #### 42"}'
-BOX = "\\boxed{"
 MATH_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"}'
 
 
@@ -28,6 +27,7 @@ class MathProblem:
     solution: str
     right: str
     """The final result."""
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 class Gsm8kTask(ProblemTask[MathProblem]):
@@ -54,42 +54,6 @@ class MathTask(ProblemTask[MathProblem]):
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(is_equal(self.problem(prompt).right, completion))
-
-
-def is_same_number(final: str, completion: str) -> bool:
-    """Returns whether the last result in `completion` is mathematically equal to `final`.
-
-    A result after the mark #### takes precedence over other numbers.
-    """
-    from math_verify import parse, verify
-
-    _, mark, behind = completion.rpartition(FINAL)
-    given = parse(behind.strip().split("\n")[0] if mark else completion)
-    return bool(given) and bool(verify(parse(final.replace(",", "")), given))
-
-
-def is_equal(final: str, completion: str) -> bool:
-    """Returns whether the last box in `completion`, or else its last result, equals `final`."""
-    from math_verify import parse, verify
-
-    boxed = last_box(completion)
-    if boxed is not None and "".join(boxed.split()) == "".join(final.split()):
-        return True  # also for words, such as a name
-    given = parse(completion if boxed is None else f"{BOX}{boxed}}}")
-    return bool(given) and bool(verify(parse(f"{BOX}{final}}}"), given))
-
-
-def last_box(text: str) -> str | None:
-    """The content of the last complete box of `text`, with nested braces; None without one."""
-    start = text.rfind(BOX)
-    while start >= 0:
-        depth = 1
-        for place in range(start + len(BOX), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[place], 0)
-            if depth == 0:
-                return text[start + len(BOX) : place].strip()
-        start = text.rfind(BOX, 0, start)
-    return None
 
 
 def read_gsm8k(record: dict[str, Any], place: str) -> MathProblem:

@@ -12,8 +12,8 @@ or with statements that run after it, and with a program that passes, for the wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
@@ -43,6 +43,7 @@ class Exercise:
     question: str
     tests: tuple[ProgramTest, ...]
     solution: str | None
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def right(self) -> tuple[ProgramTest, ...]:

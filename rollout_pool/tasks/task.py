@@ -188,35 +188,39 @@ def check_params(config: TaskConfig, task: str, known: Collection[str]) -> None:
             )
 
 
-SOLUTION = "solution"
+ABOUT_PROMPT = ("solution", "row")
+"""Methods of a task, of a prompt: a user's function with a parameter of that name gets its result.
+"""
 UserFunction = Callable[[Any, Any, Prompt], Any]
-"""Called with its two arguments and the prompt whose solution it may want."""
+"""Called with its two arguments and the prompt whose solution or row it may want."""
 
 
-def load_with_solution(name: str, setting: str, arguments: str, task: Task) -> UserFunction:
+def load_user_function(name: str, setting: str, arguments: str, task: Task) -> UserFunction:
     """The user's function that `name` stands for, with two arguments, described by `arguments`. One
-    that has a parameter named `solution` gets the solution of the prompt too.
+    that has a parameter named `solution` or `row` gets that of the prompt too.
 
     Raises ValueError naming the setting if it does not exist or takes other arguments.
     """
     function = load_callable(name, setting)
     what = f"{setting}={name!r}"
     signature = _signature(function)
-    wants_solution = SOLUTION in signature.parameters
+    wanted = [one for one in ABOUT_PROMPT if one in signature.parameters]
     try:
-        signature.bind(None, None, **{SOLUTION: ""} if wants_solution else {})
+        signature.bind(None, None, **dict.fromkeys(wanted))
     except TypeError as error:
         raise ValueError(
-            f"{what}: is called with {arguments}, and with solution if it has a parameter of that "
-            f"name, but takes {signature}; change its parameters"
+            f"{what}: is called with {arguments}, and with solution or row if it has a parameter "
+            f"of that name, but takes {signature}; change its parameters"
         ) from error
-    if not wants_solution:
-        return lambda first, second, prompt: function(first, second)
-    if not hasattr(task, SOLUTION):
-        raise ValueError(
-            f"{what}: wants a solution, but the task {task.name} has none; give it one"
-        )
-    return lambda first, second, prompt: function(first, second, solution=task.solution(prompt))
+    for one in wanted:
+        if not hasattr(task, one):
+            raise ValueError(
+                f"{what}: wants a {one}, but the task {task.name} has none; give it a "
+                f"method of that name, or leave the parameter out"
+            )
+    return lambda first, second, prompt: function(
+        first, second, **{one: getattr(task, one)(prompt) for one in wanted}
+    )
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

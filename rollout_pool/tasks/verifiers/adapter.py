@@ -42,6 +42,10 @@ class Row:
         return json.dumps(content, sort_keys=True)
 
     @property
+    def row(self) -> Mapping[str, Any]:
+        return self.content
+
+    @property
     def solution(self) -> str:
         return str(self.content.get("answer", ""))
 

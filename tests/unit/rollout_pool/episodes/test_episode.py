@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from buffer.types import VersionSpan
 from rollout_pool.episodes.episode import add_turn
-from tests.support.rollout import make_sample
+from tests.support.rollout import ended_episode, make_sample
 
 
 def span(version, start, end):
@@ -45,6 +45,7 @@ def test_two_answers_to_one_prompt_are_two_branches_and_each_can_go_on():
     add(branches, [5, 7, 8], [9])
     add(branches, [5, 6], [10])
     assert [branch.tokens for branch in branches] == [[5, 6, 10], [5, 7, 8, 9]]
+    assert ended_episode("?", "!", branches=branches).num_tokens == 4
 
 
 def test_prompt_extends_the_longest_matching_branch():

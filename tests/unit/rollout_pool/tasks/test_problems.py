@@ -10,7 +10,7 @@ from configs.choices import TaskKind
 from configs.load import load_config
 from configs.rollout_schema import TaskConfig
 from rollout_pool.sandbox.run import run_program
-from rollout_pool.tasks.math_problems import is_equal, is_same_number, last_box
+from rollout_pool.tasks.math_results import is_equal, is_same_number, last_box
 from rollout_pool.tasks.programs import ProgramTest
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt, TaskStream

@@ -1,0 +1,170 @@
+"""Data in the layouts of other systems: a small file of each, brought over by the line of settings
+that docs/data.md shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from configs.choices import RewardKind, TaskKind
+from configs.rollout_schema import RewardConfig, TaskConfig
+from rollout_pool.rewards.function import FunctionReward
+from rollout_pool.rewards.types import decode_request, encode_request
+from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.task import TaskStream
+from tests.support.rollout import ended_episode
+
+PAGE = Path(__file__).parents[4] / "docs/data.md"
+SUMS = [(f"What is {n}/2 + {n}/2?", str(n)) for n in range(1, 5)]
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+LAYOUTS = {
+    "verl": (
+        "train.parquet",
+        lambda question, answer: {
+            "data_source": "openai/gsm8k",
+            "prompt": user(question),
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": answer},
+            "extra_info": {"split": "train", "index": int(answer)},
+        },
+    ),
+    "slime": (
+        "train.jsonl",
+        lambda question, answer: {
+            "prompt": user(question),
+            "label": answer,
+            "metadata": {"rm_type": "math"},
+        },
+    ),
+    "TRL": (
+        "train.jsonl",
+        lambda question, answer: {
+            "prompt": user(question),
+            "solution": rf"Two halves of {answer} are $\boxed{{{answer}}}$.",
+        },
+    ),
+    "NeMo-RL": (
+        "train.jsonl",
+        lambda question, answer: {
+            "problem": question,
+            "expected_answer": answer,
+            "generation_model": "none",
+        },
+    ),
+    "prime-rl": (
+        "train.parquet",
+        lambda question, answer: {"question": question, "answer": answer, "info": {"level": 1}},
+    ),
+}
+
+
+def written(path, rows):
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def params_on_the_page():
+    """By system, `task.params` of its row in the page's table."""
+    cells = [line.split("|") for line in PAGE.read_text().splitlines() if "`task.params=" in line]
+    lines = {row[1].strip(): row[3].strip().strip("`") for row in cells if len(row) == 5}
+    return {name: yaml.safe_load(line.removeprefix("task.params=")) for name, line in lines.items()}
+
+
+@pytest.mark.parametrize("system", LAYOUTS)
+def test_layout_of_another_system_is_read_and_scored_with_the_line_on_the_page(tmp_path, system):
+    name, row_of = LAYOUTS[system]
+    path = written(tmp_path / name, [row_of(*one) for one in SUMS])
+    params = params_on_the_page()
+    assert params.keys() == LAYOUTS.keys()
+    task = build_task(
+        TaskConfig(kind=TaskKind.questions, path=path, eval_size=1, params=params[system])
+    )
+    stream = TaskStream(task, 0, 1)
+    found = {prompt.text: prompt for prompt in (next(stream) for _ in range(3))}
+    assert found.keys() == {question for question, _ in SUMS[:3]}
+    prompt = found[SUMS[2][0]]
+    rights = (r"So it is \boxed{3}.", r"\boxed{\frac{6}{2}}", "The answer is 3.0")
+    assert [task.score(prompt, text) for text in rights] == [1.0, 1.0, 1.0]
+    assert [task.score(prompt, text) for text in (r"\boxed{4}", "no idea", "")] == [0.0, 0.0, 0.0]
+    assert task.score(task.eval_prompts()[0], r"\boxed{4}") == 1.0
+
+
+# Columns for reward functions ---------------------------------------------------------------------
+
+FUNCTIONS = """
+def level(prompt, episode, row):
+    row["extra_info"]["index"] *= 10  # its own copy
+    return row["extra_info"]["index"] + (row["data_source"] == "openai/gsm8k")
+
+def both(prompt, episode, solution, row):
+    return float(solution) + row["extra_info"]["index"] / 10
+"""
+
+
+def scored(tmp_path, name, task_of, **settings):
+    code = tmp_path / "mine.py"
+    code.write_text(FUNCTIONS)
+    reward = RewardConfig(kind=RewardKind.function, function=f"{code}:{name}")
+    config = TaskConfig(eval_size=1, rewards={"mine": reward}, **settings)
+    task = build_task(config)
+    FunctionReward.check("mine", config, task)
+    prompt = task_of(task)
+    score = FunctionReward("mine", reward, task).load(5.0)
+
+    def ask():
+        episode = ended_episode("?", "3")
+        line = encode_request("mine", prompt, episode, with_messages=True).decode()
+        return score(decode_request(line))
+
+    return ask
+
+
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_function_with_a_row_gets_the_record_as_it_was_read(tmp_path, is_held_out):
+    _, row_of = LAYOUTS["verl"]
+    path = written(tmp_path / "a.parquet", [row_of(*one) for one in SUMS])
+    params = {"question": "prompt", "answer": "reward_model.ground_truth"}
+
+    def of(task):
+        if is_held_out:
+            return task.eval_prompts()[0]
+        return next(one for one in TaskStream(task, 0, 1) if one.text == SUMS[1][0])
+
+    n = 4 if is_held_out else 2
+    settings = {"kind": TaskKind.questions, "path": path, "params": params}
+    level = scored(tmp_path, "level", of, **settings)
+    assert [level(), level()] == [10 * n + 1, 10 * n + 1]
+    assert scored(tmp_path, "both", of, **settings)() == n + n / 10
+    task = build_task(TaskConfig(eval_size=1, **settings))
+    assert task.row(of(task)) == {}  # no function asks for it
+
+
+def test_function_with_a_row_is_refused_for_a_task_without_any(tmp_path):
+    with pytest.raises(ValueError) as refused:
+        scored(tmp_path, "level", None, kind=TaskKind.alphabet_sort, max_turns=3)
+    assert str(refused.value) == (
+        f"task.rewards.mine.function='{tmp_path}/mine.py:level': wants a row, but the task "
+        "alphabet_sort has none; give it a method of that name, or leave the parameter out"
+    )
+
+
+def test_rule_of_scores_that_does_not_exist_is_refused():
+    listed = [{"question": f"{n}?", "answer": n} for n in range(2)]
+    for rule in ("maths", None, ["text"]):
+        params = {"questions": listed, "score": rule}
+        with pytest.raises(ValueError) as refused:
+            build_task(TaskConfig(kind=TaskKind.questions, eval_size=1, params=params))
+        assert str(refused.value) == f"task.params.score={rule!r}: must be text or math"
