@@ -668,6 +668,8 @@ class TaskConfig(TaskSource):
     conversations and reads tool calls: docs/environments.md#renderers. `auto`: by model.path, if
     that is a name on the hub that the library knows. None: the tokenizer's chat template and
     tool_parser."""
+    template_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, or of `renderer`, by name, as {enable_thinking: false}."""
     system_prompt: str | None = None
     """First message of every conversation."""
     agent: str | None = field(default=None, metadata=CODE)
@@ -731,6 +733,11 @@ class TaskConfig(TaskSource):
             self.renderer is None or self.tool_parser is ToolParser.hermes,
             "tool_parser",
             "task.renderer reads the calls itself; leave it out",
+        )
+        yield Rule(
+            not self.template_args or self.chat_template,
+            "template_args",
+            "they are arguments of a chat template: set task.chat_template=true",
         )
         is_mixture = self.kind is TaskKind.mixture
         yield Rule(

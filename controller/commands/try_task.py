@@ -55,7 +55,12 @@ from rollout_pool.episodes.conversation import Chat, Completion, Message, ToolCa
 from rollout_pool.episodes.episode import Episode, EpisodeRequest
 from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.runner import EpisodeRunner
-from rollout_pool.episodes.template import as_template_message, as_template_tool, join_arguments
+from rollout_pool.episodes.template import (
+    NO_ARGS,
+    as_template_message,
+    as_template_tool,
+    join_arguments,
+)
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, vocab_size
 from rollout_pool.rewards.pool import RewardPool
 from rollout_pool.rewards.reward import needs_processes
@@ -118,7 +123,9 @@ def try_task(
     logging.getLogger(EpisodeRunner.__module__).setLevel(logging.INFO)
     open_model: Callable[[Path], Opened]
     if url is not None and model is not None:
-        open_model = partial(_behind_url, config, ChatModel(url, model, key))
+        open_model = partial(
+            _behind_url, config, ChatModel(url, model, key, config.task.template_args)
+        )
     else:
         plan = plan_here(config)
         check_model(config)
@@ -299,10 +306,13 @@ class ChatModel:
         follow    [ 0, 1, 2, 3 tool ]
     """
 
-    def __init__(self, url: str, model: str, key: str | None) -> None:
+    def __init__(
+        self, url: str, model: str, key: str | None, template_args: Mapping[str, Any] = NO_ARGS
+    ) -> None:
         # A server without keys takes any; the client insists on one.
         self._client = AsyncOpenAI(base_url=url, api_key=key or "none")
         self._model = model
+        self._template_args = template_args
         self._messages: list[dict[str, Any]] = []
         """By token, in OpenAI's format."""
         self._tools: dict[int, list[Mapping[str, Any]]] = {}
@@ -347,6 +357,8 @@ class ChatModel:
             asked["tools"] = tools
         if sample.max_new_tokens < NO_LIMIT // 2:  # task.max_turn_tokens
             asked["max_tokens"] = sample.max_new_tokens
+        if self._template_args:  # as SGLang and vLLM call them
+            asked["extra_body"] = {"chat_template_kwargs": self._template_args}
         if sample.stop:
             asked["stop"] = list(sample.stop)
         try:

@@ -42,7 +42,7 @@ from rollout_pool.engines.kinds import (
 )
 from rollout_pool.episodes.conversation import Message, ToolSpec, TrainableChat, opening
 from rollout_pool.episodes.environment import Observation
-from rollout_pool.episodes.renderer import chat_format
+from rollout_pool.episodes.renderer import chat_format, check_template_args
 from rollout_pool.episodes.template import QUESTION
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, load_tokenizer
 from rollout_pool.rewards.reward import class_of
@@ -452,6 +452,7 @@ def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
     """Raises ValueError for a chat template that is missing or fails, leaves out what the task
     needs, or has an end that ends no answer, prompts that `rollout.max_prompt_tokens` rejects, and
     demonstrations that cannot be made."""
+    check_template_args(tokenizer, config.task)
     chat = chat_format(tokenizer, config.task, pictures_of(config))
 
     def check(name: str, task_config: TaskConfig, member: Task) -> None:

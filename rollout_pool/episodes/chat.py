@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 from configs.choices import ToolParser
 from rollout_pool.episodes.conversation import Completion, Message, ToolCall, ToolSpec, with_files
-from rollout_pool.episodes.template import ChatTemplate, call_id
+from rollout_pool.episodes.template import NO_ARGS, ChatTemplate, call_id
 from rollout_pool.episodes.tokenizer import TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import parse_tool_calls
 from tensors.pictures import FAMILIES, PictureProcessor
@@ -37,7 +38,7 @@ LONGEST_TEXT_KEPT = 256 * 1024
 
 
 class ChatFormat:
-    """Settings: task.chat_template, task.tool_parser.
+    """Settings: task.chat_template, task.template_args, task.tool_parser.
 
     Without the template texts are concatenated as they are, and there can be no tools.
     """
@@ -49,6 +50,7 @@ class ChatFormat:
         chat_template: bool,
         tool_parser: ToolParser,
         pictures: PictureProcessor | None = None,
+        template_args: Mapping[str, Any] = NO_ARGS,
     ) -> None:
         """`pictures`: that of a model which takes some."""
         self._tokenizer = tokenizer
@@ -59,7 +61,7 @@ class ChatFormat:
         self._num_calls = itertools.count()
         self._known_opening = lru_cache(maxsize=TEXTS_KEPT)(self._encode_opening)
         self._text = TextTokens(tokenizer)
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, template_args)
         self._end_tokens = lru_cache(self._find_end_tokens)
 
     # Tokens of a conversation ---------------------------------------------------------------------

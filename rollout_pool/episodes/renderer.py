@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, get_args
 
 from configs.rollout_schema import TaskConfig
+from host.pictures import MARK
 from rollout_pool.episodes.chat import LONGEST_TEXT_KEPT, TEXTS_KEPT, ChatFormat
 from rollout_pool.episodes.conversation import (
     Completion,
@@ -22,7 +23,15 @@ from rollout_pool.episodes.conversation import (
     ToolSpec,
     TrainableChat,
 )
-from rollout_pool.episodes.template import QUESTION, as_template_message, as_template_tool, call_id
+from rollout_pool.episodes.template import (
+    MARKED_TOOL,
+    NO_ARGS,
+    QUESTION,
+    ChatTemplate,
+    as_template_message,
+    as_template_tool,
+    call_id,
+)
 from rollout_pool.episodes.tokenizer import PlainWords, TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import (
     END_OF_THINK,
@@ -43,23 +52,72 @@ def chat_format(
     """The format of a run's conversations; `pictures`: that of a model which takes some. Raises
     ValueError naming task.renderer."""
     if task.renderer is not None:
-        return RendererFormat(tokenizer, task.renderer)
+        return RendererFormat(tokenizer, task.renderer, task.template_args)
     return ChatFormat(
-        tokenizer, chat_template=task.chat_template, tool_parser=task.tool_parser, pictures=pictures
+        tokenizer,
+        chat_template=task.chat_template,
+        tool_parser=task.tool_parser,
+        pictures=pictures,
+        template_args=task.template_args,
     )
+
+
+def check_template_args(tokenizer: Tokenizer, task: TaskConfig) -> None:
+    """Raises ValueError for an argument in task.template_args without which the template or the
+    renderer writes the same: most templates ignore a name that they do not know."""
+
+    def written(args: Mapping[str, Any]) -> list[object]:
+        if task.renderer is None:
+            write: Callable[..., object] = ChatTemplate(tokenizer, args).opening
+        else:
+            write = RendererFormat(tokenizer, task.renderer, args).first_prompt
+        return [_or_error(write, *one) for one in itertools.product(_TRIED, ((), (MARKED_TOOL,)))]
+
+    whole = written(task.template_args)
+    for name, value in task.template_args.items():
+        if (
+            written({one: task.template_args[one] for one in {*task.template_args} - {name}})
+            == whole
+        ):
+            raise ValueError(
+                f"task.template_args.{name}={value!r}: changes nothing in what "
+                f"{task.renderer or 'the chat template'} writes: it is no argument there, or this "
+                "is its value anyway; correct it, or leave it out"
+            )
+
+
+_THOUGHT = Message(role="assistant", content=f"{THINK}\nHm.\n{END_OF_THINK}\n\nYes.")
+_TRIED = (
+    (QUESTION,),
+    (Message(role="system", content="Be brief."), QUESTION),
+    (QUESTION, _THOUGHT, QUESTION),
+    (Message(role="user", content=f"{MARK}{MARK}", pictures=("a", "b")),),
+)
+"""Conversations that show what an argument does."""
+
+
+def _or_error(write: Callable[..., object], *conversation: object) -> object:
+    """Returns what `write` makes of a conversation, or why it refuses it."""
+    try:
+        return write(*conversation)
+    except ValueError as error:
+        return str(error)
 
 
 class RendererFormat:
     """A `TrainableChat` by a renderer, for families whose calls no parser of ours reads; ChatFormat
-    serves all other models by their templates. Setting: task.renderer.
+    serves all other models by their templates. Settings: task.renderer, task.template_args.
 
     Thoughts are the beginning of a completion's content, between <think> and </think> in every
     family; those of earlier turns keep their tokens. As with a template, only the model ends a
     turn.
     """
 
-    def __init__(self, tokenizer: Tokenizer, setting: str) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, setting: str, args: Mapping[str, Any] = NO_ARGS
+    ) -> None:
         self._tokenizer = tokenizer
+        self._args = args
         self._setting = f"task.renderer={setting!r}"
         self._name, self._renderer = self._make_renderer(setting)
         self._ends = frozenset(self._renderer.get_stop_token_ids())
@@ -89,9 +147,20 @@ class RendererFormat:
             name = MODEL_RENDERER_MAP[model]
         if name not in kinds:
             raise ValueError(f"{self._setting}: there is no such renderer; {names}")
+        known = sorted({*kinds[name].model_fields} - {"name", "thinking_retention"})
+        for one in self._args:
+            if one not in known:
+                raise ValueError(
+                    f"task.template_args.{one}: the renderer {name} has no such argument; it has "
+                    f"{', '.join(known) or 'none'}"
+                )
         try:
             # Turns before the last question keep their thoughts, as they keep all tokens.
-            return name, create_renderer(self._tokenizer, kinds[name](thinking_retention="all"))
+            config = kinds[name](thinking_retention="all", **self._args)
+        except ValueError as error:
+            raise ValueError(f"task.template_args={dict(self._args)!r}: {error}") from error
+        try:
+            return name, create_renderer(self._tokenizer, config)
         except Exception as error:  # an assertion on a token, or what a family's own library raises
             raise ValueError(
                 f"{self._setting}: the renderer {name} does not fit the tokenizer of "

@@ -11,10 +11,12 @@ which each text is a mark:
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -45,6 +47,7 @@ MARKED_TOOL = ToolSpec(
         "required": ["markkey"],
     },
 )
+NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 TOOL_RESULT: Shape = (("tool", True, 0),)
 
 
@@ -55,8 +58,16 @@ class ChatTemplate:
     `tools`: those of the conversation, which some templates need to write calls and results too.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, args: Mapping[str, Any] = NO_ARGS) -> None:
+        """`args`: task.template_args. Raises ValueError for one that has a value in every call."""
         self._tokenizer = tokenizer
+        self._args = args
+        for name in args:
+            if name in ("messages", *inspect.signature(tokenizer.apply_chat_template).parameters):
+                raise ValueError(
+                    f"task.template_args.{name}: has its value from the run in every call of a "
+                    "template; leave it out"
+                )
         self._plain_words = PlainWords(tokenizer)
         self._check_opening = lru_cache(SHAPES_KEPT)(self._check_opening_anew)
         self._check_demonstration = lru_cache(SHAPES_KEPT)(self._check_demonstration_anew)
@@ -207,7 +218,11 @@ class ChatTemplate:
 
     def _apply(self, messages: list[dict[str, Any]], tools: list[Any], *, opens_turn: bool) -> str:
         return self._tokenizer.apply_chat_template(
-            messages, tools=tools or None, add_generation_prompt=opens_turn, tokenize=False
+            messages,
+            tools=tools or None,
+            add_generation_prompt=opens_turn,
+            tokenize=False,
+            **self._args,
         )
 
     def _template_message(self, message: Message, has_tools: bool) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool,
         tokenize: bool,
+        **template_args: Any,
     ) -> str: ...
 
 

@@ -178,7 +178,8 @@ def test_call_that_is_no_json_is_shown_to_the_model_beside_a_good_one(
     server: Server, fruit: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.replies = [calls('{"fruit": "apple"}', "{apple"), {"content": "6", "end": "length"}]
-    assert try_it(server, "--episodes=1", *fruit, "task.max_turn_tokens=64") == 0
+    more = ["task.max_turn_tokens=64", "task.template_args={enable_thinking: false}"]
+    assert try_it(server, "--episodes=1", *fruit, "task.chat_template=true", *more) == 0
     shown = capsys.readouterr().out
     assert "price({apple" in shown and "reward 1 (tool_calls 1, tool_errors 1" in shown
     assert "ended by done, turns: 2, its last answer cut" in shown
@@ -187,6 +188,7 @@ def test_call_that_is_no_json_is_shown_to_the_model_beside_a_good_one(
     assert (result["tool_call_id"], error["role"]) == ("c0", "user")
     assert error["content"].startswith("error: invalid tool call: price: Expecting property name")
     assert server.asked[0]["max_tokens"] == 64
+    assert server.asked[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 def test_error_of_an_environment_is_shown_with_its_traceback(

@@ -141,6 +141,10 @@ def test_chat_template_whose_end_of_turn_ends_no_answer_is_refused(tmp_path: Pat
     file = tmp_path / "base" / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": [258, 260]}))
     assert check_plan(load_config(short)) == []
+    with pytest.raises(ValueError, match=r"^task\.template_args\.thinking=False: changes nothing"):
+        check_plan(load_config([*short, "task.template_args={thinking: false}"]))
+    with pytest.raises(ValueError, match=r"task\.template_args.*: set task\.chat_template=true"):
+        load_config(["task.template_args={thinking: false}"])
 
 
 NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
