@@ -573,15 +573,15 @@ class TaskSource(Section):
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; free for a custom task."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """questions, gsm8k, math, code: a JSONL file, whose lines docs/data.md describes, or a Parquet
-    file of such rows. verifiers: a folder with the environment's package, if that is not installed.
-    """
+    """questions, gsm8k, math, code: a file in JSONL, JSON, CSV, Parquet or Arrow, or a folder;
+    docs/data.md describes their rows. verifiers: a folder with the environment's package, if that
+    is not installed."""
     python: str | None = field(default=None, metadata=NOT_EMPTY)
     """verifiers: the interpreter of an environment, as env/bin/python, that has the library and the
     packages of its environments; None: that of .venv-verifiers, which `make install-verifiers`
     makes beside .venv."""
     eval_path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """The same of held-out prompts; None holds out the last `eval_size` lines of `path`."""
+    """A file of held-out prompts; None holds out the last `eval_size` lines of `path`."""
     prompt_pattern: str | None = None
     """A regular expression; its match in the question (group 1 if there is one) is the prompt."""
     instruction: str = ""

@@ -57,9 +57,8 @@ from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.episodes.template import (
     NO_ARGS,
-    as_template_message,
+    as_openai_message,
     as_template_tool,
-    join_arguments,
 )
 from rollout_pool.episodes.tokenizer import Tokenizer, end_tokens, vocab_size
 from rollout_pool.rewards.pool import RewardPool
@@ -385,14 +384,12 @@ class ChatModel:
 
     def _added(self, messages: Sequence[Message]) -> list[int]:
         begin = len(self._messages)
-        self._messages += [as_openai_message(message) for message in messages]
+        self._messages += [as_request_message(message) for message in messages]
         return list(range(begin, len(self._messages)))
 
 
-def as_openai_message(message: Message) -> dict[str, Any]:
-    """In the format of OpenAI's requests, where arguments are text."""
-    written = as_template_message(message)
-    join_arguments(written)
+def as_request_message(message: Message) -> dict[str, Any]:
+    written = as_openai_message(message)
     if message.role == "tool" and message.tool_call_id is None:
         written["role"] = "user"  # to a call that could not be read, and so has no id
     return written

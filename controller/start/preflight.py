@@ -40,7 +40,7 @@ from rollout_pool.engines.kinds import (
     context_length,
     shared_memory_bytes,
 )
-from rollout_pool.episodes.conversation import Message, ToolSpec, TrainableChat, opening
+from rollout_pool.episodes.conversation import Message, ToolSpec, TrainableChat
 from rollout_pool.episodes.environment import Observation
 from rollout_pool.episodes.renderer import chat_format, check_template_args
 from rollout_pool.episodes.template import QUESTION
@@ -51,6 +51,7 @@ from rollout_pool.sampling.sample import Constraint
 from rollout_pool.sampling.stop import first_stop
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.tasks.agent import find_agent
+from rollout_pool.tasks.datasets import QuestionsTask
 from rollout_pool.tasks.env_episodes import environment_factory, load_tools
 from rollout_pool.tasks.mixture import for_each_member
 from rollout_pool.tasks.registry import build_task
@@ -470,8 +471,8 @@ def _check_words(config: Config, task: Task, tokenizer: Tokenizer, chat: Trainab
     if config.task.chat_template:
         _check_end(config, tokenizer, chat)
     if config.trainer.warm_start.num_steps:
-        for _, messages in demonstrations(task, NUM_DEMONSTRATIONS):
-            imitate(chat, messages, tools)
+        for prompt, messages in demonstrations(task, NUM_DEMONSTRATIONS):
+            imitate(chat, messages, tools, num_given=len(prompt.conversation))
 
 
 def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
@@ -482,6 +483,8 @@ def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
             if prompt.pictures:  # a missing file is an error here, and not one of an episode
                 reader.opening(prompt)
         check_shown(config, shown, has_agent=find_agent(config.task, task) is not None)
+    for prompt in task.shapes if isinstance(task, QuestionsTask) else ():
+        reader.opening(prompt)  # raises if the template refuses such roles, which may come late
     for prompt in first:
         reader.accepts(prompt)  # raises
     if not any(map(reader.accepts, itertools.islice(TaskStream(task, 0, 1), NUM_PROBE_PROMPTS))):
@@ -503,9 +506,7 @@ def _check_opening(
     """Check the first prompt as an episode begins, with its tools, and that it can go on."""
     prompt = task.example(0)
     # A user's own environment may do anything at its start, so it is not run here.
-    first = Observation(
-        messages=opening(prompt.text, config.task.system_prompt), tools=tuple(tools)
-    )
+    first = Observation(messages=prompt.opening(config.task.system_prompt), tools=tuple(tools))
     if config.task.env is None:
         first = asyncio.run(environment_factory(config.task, task)(prompt).reset())
     tokens, most = chat.first_prompt(first.messages, first.tools), config.rollout.max_prompt_tokens

@@ -33,7 +33,8 @@ def supervised_examples(config: Config, model_path: str) -> list[SupervisedExamp
     for prompt, messages in demonstrations(task, warm_start.num_steps * warm_start.batch_size):
         if draw.random() < warm_start.echo_fraction:
             messages = echo(messages)
-        examples.append(imitate(chat, messages, tools[member_of(task, prompt)[0]]))
+        own = tools[member_of(task, prompt)[0]]
+        examples.append(imitate(chat, messages, own, num_given=len(prompt.conversation)))
     return examples
 
 
@@ -46,9 +47,14 @@ def echo(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def imitate(
-    chat: TrainableChat, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()
+    chat: TrainableChat,
+    messages: Sequence[Message],
+    tools: Sequence[ToolSpec] = (),
+    *,
+    num_given: int = 0,
 ) -> SupervisedExample:
-    """Tokens of a conversation as an episode would produce them; the assistant's are learnt.
+    """Tokens of a conversation as an episode would produce them; the assistant's are learnt, but
+    for those of the first `num_given` messages, which the episode begins with.
 
     Example: "ab =" "ba" "+ c =" "cba" gives, with e for the token that ends an answer,
 
@@ -66,8 +72,8 @@ def imitate(
     prompt: list[int] = []
     answer: list[int] = []
     loss_mask: list[int] = []
-    pending: list[Message] = []
-    for message in messages:
+    pending: list[Message] = [*messages[:num_given]]
+    for message in messages[num_given:]:
         if message.role != "assistant":
             pending.append(message)
             continue

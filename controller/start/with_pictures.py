@@ -35,8 +35,8 @@ def check_pictures(config: Config, model: Any) -> None:
 
 def shown_by(task: Task, prompts: Sequence[Prompt]) -> Prompt | None:
     """A prompt of `task` with pictures, if one is known: of its `prompts`, or any question."""
-    found = next((prompt for prompt in prompts if prompt.pictures), None)
-    return task.shown if found is None and isinstance(task, QuestionsTask) else found
+    known = [*prompts, *(task.shapes if isinstance(task, QuestionsTask) else ())]
+    return next((prompt for prompt in known if prompt.pictures), None)
 
 
 def check_shown(config: Config, prompt: Prompt, *, has_agent: bool) -> None:

@@ -23,8 +23,8 @@ from rollout_pool.cancelling import unless_gone
 from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.endpoint.sessions import NUM_REMEMBERED, Session, SessionLost, Sessions
 from rollout_pool.endpoint.stream import EventStream, event_of, is_set_within
-from rollout_pool.episodes.conversation import opening
 from rollout_pool.episodes.episode import Episode, EpisodeRequest
+from rollout_pool.episodes.template import as_openai_message
 from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt
 
@@ -130,13 +130,13 @@ class ExternalGroup(EpisodeSource):
         if self.end is not None:
             raise self._no_group()
         assert self._prompt is not None
-        opened = opening(self._prompt.text, self._sessions.serving.task.system_prompt)
+        opened = self._prompt.opening(self._sessions.serving.task.system_prompt)
         return {
             "group_id": self.group_id,
             "prompt": {
                 "index": self._prompt.index,
                 "text": self._prompt.text,
-                "messages": [{"role": one.role, "content": one.content} for one in opened],
+                "messages": list(map(as_openai_message, opened)),
             },
             "sessions": [
                 {"id": session.session_id, **session.address(url)} for session in self._members

@@ -71,14 +71,18 @@ class SingleTurn(Env):
     """A question and one completion, which the reward functions score."""
 
     def __init__(
-        self, text: str, system_prompt: str | None = None, pictures: tuple[str, ...] = ()
+        self,
+        text: str,
+        system_prompt: str | None = None,
+        pictures: tuple[str, ...] = (),
+        *,
+        messages: tuple[Message, ...] = (),
     ) -> None:
-        self._text = text
-        self._system_prompt = system_prompt
-        self._pictures = pictures
+        """`messages`: the whole opening, if it is not just the others."""
+        self._messages = messages or opening(text, system_prompt, pictures)
 
     async def reset(self) -> Observation:
-        return Observation.user(self._text, self._system_prompt, self._pictures)
+        return Observation(messages=self._messages)
 
     async def step(self, completion: Completion) -> Step:
         return Step()

@@ -353,6 +353,13 @@ def join_arguments(written: dict[str, Any]) -> None:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
 
 
+def as_openai_message(message: Message) -> dict[str, Any]:
+    """In the format of OpenAI's requests, where arguments are text."""
+    written = as_template_message(message)
+    join_arguments(written)
+    return written
+
+
 def as_template_tool(tool: ToolSpec) -> Mapping[str, Any]:
     """In the format of OpenAI's function tools."""
     return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import math
 import random
@@ -22,14 +21,13 @@ import numpy as np
 
 from configs.choices import RewardKind
 from configs.rollout_schema import TaskConfig
-from host.pictures import MARK, source_of
+from rollout_pool.episodes.conversation import Message, opening
+from rollout_pool.tasks.data.files import has_no_splits, records_of, split_of, text_of
+from rollout_pool.tasks.data.messages import read_messages
 from rollout_pool.tasks.math_results import is_equal_result
 from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask, check_params
 
 log = logging.getLogger(__name__)
-
-BYTE_ORDER_MARK = "\ufeff"
-PARQUET = ".parquet"
 
 
 class Problem(Protocol):
@@ -151,8 +149,8 @@ def hold_out(
     """Training and held-out problems: the latter from `task.eval_path`, or else the last
     `task.eval_size` problems. Raises ValueError if none is left, or for a bad line."""
     if config.eval_path is not None:
-        held_out = read_file(Path(config.eval_path), "task.eval_path", read, form)
-        return problems, held_out[: config.eval_size]
+        records = records_of(Path(config.eval_path), "task.eval_path", form)
+        return problems, [read(*one) for one in records][: config.eval_size]
     if config.eval_size >= len(problems):
         raise ValueError(
             f"task.eval_size={config.eval_size}: {source} has only {len(problems)} "
@@ -170,65 +168,6 @@ def keeping_rows(config: TaskConfig, read: Read[P]) -> Read[P]:
     return lambda record, place: replace(cast(Any, read(record, place)), row=record)
 
 
-def read_file(path: Path, setting: str, read: Read[P], form: str) -> list[P]:
-    """The problems of a JSONL file, whose blank lines are skipped, or of a Parquet file. `form`
-    says what a line must be.
-
-    Raises ValueError naming `setting`, the file and the first bad line's or row's number.
-    """
-    if path.suffix == PARQUET and path.is_file():
-        return _parquet(path, setting, read)
-    try:
-        # Not splitlines: a string of JSON may hold other separators, such as U+2028, as they are.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{setting}={path}: there is no such file; give the path of a JSONL file"
-        ) from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{setting}={path}: not a text file in UTF-8 ({error}); write it as JSONL in UTF-8"
-        ) from error
-    except OSError as error:
-        raise ValueError(f"{setting}={path}: not a readable file: {error}") from error
-    problems = []
-    for number, marked in enumerate(lines, start=1):
-        if (line := marked.removeprefix(BYTE_ORDER_MARK)).strip():
-            place = f"{setting}={path}, line {number}"
-            problems.append(read(_record(line, place, form), place))
-    if not problems:
-        raise ValueError(f"{setting}={path}: the file is empty; {form}")
-    return problems
-
-
-def _record(line: str, place: str, form: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{place}: not JSON: {error.msg} at column {error.colno}; {form}"
-        ) from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place}: not an object; {form}")
-    return record
-
-
-def text_of(record: dict[str, Any], key: str, place: str, *, may_be_empty: bool = False) -> str:
-    """The text at `key`. Raises ValueError if it is missing, is empty or is no Unicode text."""
-    text = record.get(key)
-    if not isinstance(text, str) or not (may_be_empty or text.strip()):
-        empty = "a string" if may_be_empty else "a non-empty string"
-        raise ValueError(f'{place}: "{key}" must be {empty}')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f'{place}: "{key}" has half of a surrogate pair, {text[error.start]!r} at character '
-            f"{error.start}, which no tokenizer takes; remove it, or write the whole character"
-        ) from error
-    return text
-
-
 def load_problems(
     config: TaskConfig,
     read: Read[P],
@@ -242,44 +181,16 @@ def load_problems(
     `task.name`; without `eval_split` the last training problems are held out. Raises ValueError
     naming the setting, the file and the first bad line, or if the data set does not load."""
     read = keeping_rows(config, read)
-    if config.path is not None:
-        problems = read_file(Path(config.path), "task.path", read, form)
-        return hold_out(config, problems, f"task.path={config.path}", read, form)
-    training = _download(config, train_split, read, subset)
-    if eval_split is None or config.eval_path is not None:
-        return hold_out(config, training, f"task.name={config.name}", read, form)
-    return training, _download(config, eval_split, read, subset)[: config.eval_size]
-
-
-def _download(config: TaskConfig, split: str, read: Read[P], subset: str | None) -> list[P]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(config.name, subset, split=split)
-    except Exception as error:  # the library raises dozens of types
-        raise ValueError(
-            f"task.name={config.name!r}: its split {split!r} did not load ({error}); check the "
-            "name, the splits and the network, or give a file in task.path"
-        ) from error
-    place = f"task.name={config.name}, {split}"
-    return [read(dict(row), f"{place} {n}") for n, row in enumerate(rows)]
-
-
-def _parquet(path: Path, setting: str, read: Read[P]) -> list[P]:
-    import datasets
-
-    try:
-        # Streaming, as else the library would write a copy below the home folder.
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        records = [dict(row) for row in rows]
-    except Exception as error:  # the library raises dozens of types
-        raise ValueError(
-            f"{setting}={path}: not a Parquet file that can be read ({error}); write it anew, or "
-            "give a JSONL file"
-        ) from error
-    if not records:
-        raise ValueError(f"{setting}={path}: the file has no rows")
-    return [read(record, f"{setting}={path}, row {n}") for n, record in enumerate(records)]
+    setting = "task.name" if config.path is None else "task.path"
+    source = config.path or config.name
+    if config.path is None or Path(source).is_dir():
+        split = partial(split_of, source, setting, subset=subset)
+        training = [read(*one) for one in split(train_split)]
+        if eval_split is not None and config.eval_path is None and not has_no_splits(Path(source)):
+            return training, [read(*one) for one in split(eval_split)][: config.eval_size]
+    else:
+        training = [read(*one) for one in records_of(Path(source), setting, form)]
+    return hold_out(config, training, f"{setting}={source}", read, form)
 
 
 LINE_FORM = 'each line must be {"question": "...", "answer": "..."}'
@@ -296,11 +207,15 @@ class Question:
     """All that are right."""
     pictures: tuple[str, ...] = ()
     """Shown by the question; see `Message`."""
+    conversation: tuple[Message, ...] = ()
+    """See `Prompt.conversation`; the last message of the user is the question."""
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def right(self) -> Hashable:
-        return (self.answers, self.pictures) if self.pictures else self.answers
+        # As text: calls of tools have no hash. Without any, as in data of earlier runs.
+        more = (self.pictures, *map(repr, self.conversation))
+        return (self.answers, *more) if any(more) else self.answers
 
     @property
     def solution(self) -> str:
@@ -327,13 +242,23 @@ class QuestionsTask(ProblemTask[Question]):
 
     def _prompt(self, problem: Question, index: int, *, is_held_out: bool) -> Prompt:
         prompt = super()._prompt(problem, index, is_held_out=is_held_out)
-        return replace(prompt, pictures=problem.pictures) if problem.pictures else prompt
+        if not problem.pictures and not problem.conversation:
+            return prompt
+        messages = list(problem.conversation)
+        asked = [place for place, one in enumerate(messages) if one.role == "user"]
+        for place in asked[-1:]:
+            messages[place] = replace(messages[place], content=prompt.text)
+        return replace(prompt, pictures=problem.pictures, conversation=tuple(messages))
 
     @property
-    def shown(self) -> Prompt | None:
-        """A training question with pictures, if there is one, as its first prompt."""
-        found = (one for one in self._training if one.pictures)
-        return next((self._prompt(one, 0, is_held_out=False) for one in found), None)
+    def shapes(self) -> list[Prompt]:
+        """A training question of each sequence of roles, calls and pictures that there is."""
+        found = {
+            tuple((m.role, len(m.tool_calls), len(m.pictures)) for m in one.conversation)
+            or bool(one.pictures): one
+            for one in self._training
+        }
+        return [self._prompt(one, 0, is_held_out=False) for one in found.values()]
 
     def score(self, prompt: Prompt, completion: str) -> float:
         answers = self.problem(prompt).answers
@@ -352,7 +277,8 @@ def _plain_lines(text: str) -> list[str]:
 
 def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
     params = {LIST: None} | COLUMNS | SOURCE | config.params
-    source = SOURCE if config.is_from_hub else ()
+    is_folder = config.path is not None and Path(config.path).is_dir()
+    source = SOURCE if config.is_from_hub or is_folder else ()
     check_params(config, "questions", [LIST, *COLUMNS, SCORE, *source])
     if config.is_from_hub and params[LIST] is not None:
         raise ValueError(
@@ -360,10 +286,9 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
             f"set task.params.{LIST}=null, or leave task.name out"
         )
     columns = {role: params[role] for role in COLUMNS}
-    folder = Path(config.path or config.eval_path or "x").parent.absolute()
-    read = partial(
-        read_question, columns=columns, system_prompt=config.system_prompt, folder=folder
-    )
+    path = Path(config.path or config.eval_path or "x").absolute()
+    folder = path if path.is_dir() else path.parent
+    read: Read[Question] = partial(read_question, columns=columns, config=config, folder=folder)
     if config.path is not None or config.is_from_hub:
         return load_problems(config, read, LINE_FORM, **{name: params[name] for name in SOURCE})
     place, listed = f"task.params.{LIST}", params[LIST]
@@ -381,11 +306,11 @@ def read_question(
     record: dict[str, Any],
     place: str,
     columns: Mapping[str, str],
-    system_prompt: str | None,
+    config: TaskConfig,
     folder: Path = Path("/"),
 ) -> Question:
-    """`columns`: where question and answer stand. `system_prompt`: that of the task, with which
-    questions that are conversations may begin. `folder`: where their pictures are."""
+    """`columns`: where question and answer stand. `folder`: where pictures of questions that are
+    conversations are."""
     of_question, of_answer = columns["question"], columns["answer"]
     question = _at(record, of_question, "question", place)
     answer = _at(record, of_answer, "answer", place)
@@ -395,17 +320,40 @@ def read_question(
             f'{place}: "{of_answer}" must be text, a finite number or a list of these, not '
             f"{answer!r:.100}; leave the row out, or give it its answer"
         )
-    pictures: tuple[str, ...] = ()
+    conversation: tuple[Message, ...] = ()
     if isinstance(question, list):
         what = f'{place}: "{of_question}"'
-        question = _asked(question, what, system_prompt)
-        if isinstance(question, list):
-            question, pictures = _shown(question, what, folder)
+        conversation = _with_system(read_messages(question, what, folder), what, config)
+        question = next(one.content for one in reversed(conversation) if one.role == "user")
+    pictures = tuple(picture for one in conversation for picture in one.pictures)
+    is_usual = conversation == opening(str(question), config.system_prompt, pictures)
     return Question(
         question=text_of({of_question: question}, of_question, place),
         answers=tuple(text_of({of_answer: text}, of_answer, place) for text in texts),
         pictures=pictures,
+        conversation=() if is_usual else conversation,
     )
+
+
+def _with_system(
+    messages: tuple[Message, ...], what: str, config: TaskConfig
+) -> tuple[Message, ...]:
+    """The conversation with the task's system prompt, unless it brings its own."""
+    first, ours = messages[0], config.system_prompt
+    if first.role != "system":
+        messages = messages if ours is None else (Message(role="system", content=ours), *messages)
+    elif ours is not None and first.content != ours:
+        raise ValueError(
+            f"{what} begins with the system message {first.content!r:.100}, and "
+            f"task.system_prompt is {ours!r:.100}; leave one of them out"
+        )
+    if not config.chat_template and sum(one.role != "system" for one in messages) > 1:
+        roles = ", ".join(one.role for one in messages)
+        raise ValueError(
+            f"task.chat_template=false: {what} is a conversation of {roles}, whose turns only a "
+            "template sets apart; set task.chat_template=true"
+        )
+    return messages
 
 
 def _at(record: dict[str, Any], column: str, role: str, place: str) -> Any:
@@ -424,39 +372,6 @@ def _at(record: dict[str, Any], column: str, role: str, place: str) -> Any:
             )
         found = found[part]
     return found
-
-
-def _asked(messages: list[Any], what: str, system_prompt: str | None) -> object:
-    """The user's message of a conversation that has no other but the system prompt."""
-    given = [one if isinstance(one, dict) else {} for one in messages]
-    roles = [one.get("role") for one in given]
-    if roles not in (["user"], ["system", "user"]):
-        raise ValueError(
-            f"{what} must be text, or a conversation of one message of the user, which a system "
-            f"message may precede, not of the roles {roles!r:.100}; other openings need a task of "
-            "your own: docs/environments.md#your-own-task"
-        )
-    if len(given) == 2 and given[0].get("content") != system_prompt:
-        raise ValueError(
-            f"{what} begins with the system message {given[0].get('content')!r}; set "
-            "task.system_prompt to it, which is that of all questions, or write a task of your "
-            "own: docs/environments.md#your-own-task"
-        )
-    return given[-1].get("content")
-
-
-def _shown(parts: list[Any], what: str, folder: Path) -> tuple[str, tuple[str, ...]]:
-    """The text of a message's parts with a mark for each picture, and the pictures. Raises
-    ValueError for one that is unusable."""
-    text, pictures = "", list[str]()
-    for part in parts:
-        given = part if isinstance(part, dict) else {}
-        if given.get("type") == "text" and isinstance(given.get("text"), str):
-            text += given["text"].replace(MARK, " ")
-        else:
-            pictures.append(source_of(given, folder, what))
-            text += MARK
-    return text, tuple(pictures)
 
 
 def _as_answer(given: object) -> str:

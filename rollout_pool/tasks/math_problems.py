@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.datasets import SOURCE, ProblemTask, load_problems, text_of
+from rollout_pool.tasks.data.files import text_of
+from rollout_pool.tasks.datasets import SOURCE, ProblemTask, load_problems
 from rollout_pool.tasks.math_results import FINAL, is_equal, is_same_number, last_box
 from rollout_pool.tasks.task import Prompt, check_params
 
@@ -36,7 +37,8 @@ class Gsm8kTask(ProblemTask[MathProblem]):
     name = "gsm8k"
 
     def __init__(self, config: TaskConfig) -> None:
-        super().__init__(config, *load_problems(config, read_gsm8k, GSM8K_FORM, subset="main"))
+        subset = "main" if config.path is None else None  # of openai/gsm8k
+        super().__init__(config, *load_problems(config, read_gsm8k, GSM8K_FORM, subset=subset))
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(is_same_number(self.problem(prompt).right, completion))

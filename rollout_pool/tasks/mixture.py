@@ -58,9 +58,7 @@ class Mixture:
         # Two tasks may draw from the same questions. Their own each task knows itself: it may tell
         # prompts of the same text apart.
         self._held_out_by_others = {
-            name: {
-                (prompt.text, prompt.pictures) for other, prompt in self._held_out if other != name
-            }
+            name: {_shown(prompt) for other, prompt in self._held_out if other != name}
             for name in self.members
         }
         self._find = lru_cache(maxsize=_REMEMBERED)(self._find_anew)
@@ -109,13 +107,18 @@ class Mixture:
         others = self._held_out_by_others[name]
         for own in range(first, first + MAX_SKIPS * _FAR, _FAR):
             prompt = member.example(own)
-            if (prompt.text, prompt.pictures) not in others and not member.is_held_out(prompt):
+            if _shown(prompt) not in others and not member.is_held_out(prompt):
                 return name, own
         raise ValueError(
             f"task.tasks.{name}.eval_size: the held-out prompts of all tasks are all the prompts "
             f"that it has, such as {prompt.text!r:.100}; nothing is left to train on; hold fewer "
             "back (of a file, or others: eval_path)"
         )
+
+
+def _shown(prompt: Prompt) -> tuple[object, ...]:
+    # As text: calls of tools have no hash.
+    return prompt.text, prompt.pictures, repr(prompt.conversation)
 
 
 class AgentMixture(Mixture):

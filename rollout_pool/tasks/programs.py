@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
-from rollout_pool.tasks.datasets import ProblemTask, load_problems, text_of
+from rollout_pool.tasks.data.files import text_of
+from rollout_pool.tasks.datasets import ProblemTask, load_problems
 from rollout_pool.tasks.task import Prompt
 
 LINE_FORM = (

@@ -40,6 +40,13 @@ class Prompt:
     """Name of the mixture's task that it is from; empty without a mixture."""
     pictures: tuple[str, ...] = ()
     """Absolute paths or data URLs of what `text` shows; see `Message`."""
+    conversation: tuple[Message, ...] = ()
+    """All that the model is shown, where that is more than `task.system_prompt` and `text`, the
+    last message of the user."""
+
+    def opening(self, system_prompt: str | None) -> tuple[Message, ...]:
+        """The messages that an episode begins with."""
+        return self.conversation or opening(self.text, system_prompt, self.pictures)
 
 
 class Task(Protocol):
@@ -172,11 +179,13 @@ class SingleTurnTask(ABC):
     def solution(self, prompt: Prompt) -> str: ...
 
     def environment(self, prompt: Prompt) -> Env:
-        return SingleTurn(prompt.text, self._system_prompt, prompt.pictures)
+        return SingleTurn(
+            prompt.text, self._system_prompt, prompt.pictures, messages=prompt.conversation
+        )
 
     def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
         message = Message(role="assistant", content=self.solution(prompt))
-        return (*opening(prompt.text, self._system_prompt, prompt.pictures), message)
+        return (*prompt.opening(self._system_prompt), message)
 
 
 def check_params(config: TaskConfig, task: str, known: Collection[str]) -> None:

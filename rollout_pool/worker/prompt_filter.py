@@ -7,7 +7,7 @@ import logging
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from host.pictures import UnreadablePicture
-from rollout_pool.episodes.conversation import Chat, opening
+from rollout_pool.episodes.conversation import Chat
 from rollout_pool.tasks.task import Prompt
 
 log = logging.getLogger(__name__)
@@ -58,5 +58,4 @@ class PromptFilter:
         return False
 
     def opening(self, prompt: Prompt) -> list[int]:
-        messages = opening(prompt.text, self._system_prompt, prompt.pictures)
-        return self._chat.first_prompt(messages)
+        return self._chat.first_prompt(prompt.opening(self._system_prompt))

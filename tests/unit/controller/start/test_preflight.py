@@ -147,6 +147,27 @@ def test_chat_template_whose_end_of_turn_ends_no_answer_is_refused(tmp_path: Pat
         load_config(["task.template_args={thinking: false}"])
 
 
+def test_conversation_that_the_template_refuses_is_found_in_any_row(tmp_path: Path) -> None:
+    late = "{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('not here') }}"
+    late += "{%- endif -%}"
+    template = CHATML.replace("-%}<|unused0|>", f"-%}}{late}<|unused0|>", 1)
+    model = save_model(tmp_path / "model", chat_template=template)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.split_special_tokens = template, False
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"question": f"{n}?", "answer": "a"} for n in range(60)]
+    roles = ("user", "system", "user")
+    settings = [model, "model=pretrained", "task.chat_template=true", "task.stop=['<|unused1|>']"]
+    settings += ["rollout.max_prompt_tokens=48", "rollout.max_response_tokens=16"]
+    settings += ["task.kind=questions", f"task.path={tmp_path}/a.jsonl", "task.eval_size=1"]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert check_plan(load_config(settings)) == []
+    rows[55]["question"] = [{"role": one, "content": "a"} for one in roles]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"refuses a conversation of user, system, user: not here"):
+        check_plan(load_config(settings))
+
+
 NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 
 

@@ -133,6 +133,10 @@ def test_chat_template_examples_learn_the_assistant_and_describe_tools() -> None
     )
     learnt = tokenizer.decode(example.tokens[example.loss_mask == 1])
     assert learnt == "ba<|eos|>cba<|eos|>"
+    given = imitate(chat, conversation, tools, num_given=4)  # the data's turns, not the model's
+    assert tokenizer.decode(given.tokens[given.loss_mask == 1]) == "cba<|eos|>"
+    opened = chat.first_prompt(conversation[:4], tools)
+    assert given.tokens.tolist()[: len(opened)] == opened
 
 
 @pytest.mark.parametrize(

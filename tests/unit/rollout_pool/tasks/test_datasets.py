@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
+from dataclasses import replace
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -209,17 +212,241 @@ def test_conversations_and_fields_of_columns_are_read_from_files_of_each_kind(tm
             ]
 
 
+CALL_ID = "c00000001"
+
+
+def called(arguments):
+    function = {"name": "add", "arguments": arguments}
+    call = {"id": CALL_ID, "type": "function", "function": function}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        ([{"role": "system", "content": "Be long."}], "begins with the system message 'Be l"),
-        ([{"role": "user", "content": "a"}], r"not of the roles \['user', 'user'\]; "),
-        (["a"], r"not of the roles \[None, 'user'\]; other openings need a task of your own"),
+        (
+            [{"role": "system", "content": "Be long."}],
+            "begins with the system message 'Be long.', and task.system_prompt is 'Be short.'; le",
+        ),
+        (
+            ["a"],
+            "message 1: 'a' must be an object with a \"role\", which is one of system, user, as",
+        ),
+        ([{"role": "human", "content": "a"}], "message 1: {'role': 'human', 'content': 'a'} must "),
+        ([{"role": "user", "content": 7}], 'message 1: "content" must be a non-empty string'),
+        ([{"role": "user", "content": " "}], 'message 1: "content" must be a non-empty string'),
+        (
+            [{"role": "user", "content": "a", "weight": 1}],
+            'message 1: "weight" is no field of a message of the user, which has role, content; l',
+        ),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": "add"}],
+            "message 1: \"tool_calls\" must be a list, not 'add'",
+        ),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}],
+            "message 1, call 1: {'name': 'add'} must be {\"id\": ",
+        ),
+        ([called("{1")], 'message 1, call 1: "arguments" are not JSON: Expecting property name'),
+        ([called("[1]")], 'message 1, call 1: "arguments" must be a JSON object, not [1]'),
+        (
+            [{"role": "tool", "content": "3", "tool_call_id": 7}],
+            'message 1: "tool_call_id" must be a non-empty string',
+        ),
     ],
 )
-def test_other_conversations_are_refused_with_what_to_do(tmp_path, before, message):
-    with pytest.raises(ValueError, match=r'a\.jsonl, line 1: "prompt" .*' + message):
-        of_rows(tmp_path / "a.jsonl", nested(4, *before), params=NESTED)
+def test_message_of_a_wrong_kind_is_refused_with_its_place(tmp_path, before, message):
+    settings = {"params": NESTED, "system_prompt": "Be short.", "chat_template": True}
+    with pytest.raises(ValueError) as refused:
+        of_rows(tmp_path / "a.jsonl", nested(4, *before), **settings)
+    place = f'task.path={tmp_path}/a.jsonl, line 1: "prompt"'
+    assert str(refused.value).startswith(f"{place} {message}") or str(refused.value).startswith(
+        f"{place}, {message}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("roles", "shown"),
+    [((), "none"), (("system",), "system"), (("user", "assistant"), "user, assistant")],
+)
+def test_conversation_without_a_question_at_its_end_is_refused(tmp_path, roles, shown):
+    row = {"question": [{"role": one, "content": "a"} for one in roles], "answer": "b"}
+    with pytest.raises(ValueError, match=rf'line 1: "question": the roles {shown} leave the mod'):
+        of_rows(tmp_path / "a.jsonl", [row, row], chat_template=True)
+
+
+SEVERAL = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "1+1?"},
+    called('{"a": 1, "b": 1}'),
+    {"role": "tool", "content": "2", "tool_call_id": CALL_ID},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "And one more"},
+]
+
+
+def several(count):
+    """Rows of one last question whose earlier turns differ."""
+    rows = [{"prompt": [dict(one) for one in SEVERAL], "label": n + 2} for n in range(count)]
+    for n, row in enumerate(rows):
+        row["prompt"][1]["content"] = f"{n}+1?"
+    return rows
+
+
+async def test_conversation_of_several_turns_is_what_an_episode_opens_with(tmp_path):
+    settings = {
+        "params": {"question": "prompt", "answer": "label"},
+        "chat_template": True,
+        "instruction": "!",
+    }
+    parquet = tmp_path / "rows" / "train.parquet"
+    for task in (
+        of_rows(tmp_path / "a.jsonl", several(4), **settings),
+        of_parquet(parquet.parent, several(4), **settings),
+        questions(path=str(parquet), **settings),
+    ):
+        prompts = list(itertools.islice(TaskStream(task, 0, 1), 3))
+        assert {task.solution(prompt) for prompt in prompts} == {"2", "3", "4"}
+        prompt = next(one for one in prompts if task.solution(one) == "3")
+        first = (await task.environment(prompt).reset()).messages
+        assert first == task.demonstration(prompt)[:-1] == prompt.opening("ignored")
+        assert prompt.text == "And one more!" == first[-1].content
+        assert [one.content for one in first[:5]] == ["Be short.", "1+1?", "", "2", "Two."]
+        assert [one.role for one in first] == [one["role"] for one in SEVERAL]
+        [call] = first[2].tool_calls
+        assert (call.name, call.arguments, call.call_id) == ("add", {"a": 1, "b": 1}, CALL_ID)
+        assert (first[3].tool_call_id, first[3].name) == (CALL_ID, "add")
+        [shape] = task.shapes
+        assert [one.role for one in shape.conversation] == [one.role for one in first]
+
+
+PART = {"type": "text", "text": "?"}
+
+
+def test_result_of_a_tool_may_be_what_the_model_is_to_answer(tmp_path):
+    asked = {"role": "user", "content": [{"type": "text", "text": "1+1"}, PART]}
+    rows = [{"question": [asked, *SEVERAL[2:4]], "answer": n} for n in range(2)]
+    settings = {"chat_template": True, "system_prompt": "Add."}
+    task = of_rows(tmp_path / "a.jsonl", rows, **settings)
+    [prompt] = task.eval_prompts()
+    opened = prompt.opening(None)
+    assert [one.role for one in opened] == ["system", "user", "assistant", "tool"]
+    assert (opened[0].content, prompt.text) == ("Add.", "1+1?")
+
+
+def test_turns_without_a_template_that_sets_them_apart_are_refused(tmp_path):
+    params = {"question": "prompt", "answer": "label"}
+    with pytest.raises(
+        ValueError, match=r"^task\.chat_template=false: task\.path=.*line 1: \"prom"
+    ):
+        of_rows(tmp_path / "a.jsonl", several(2), params=params)
+    own = [{"role": "system", "content": "Be odd. "}, {"role": "user", "content": "1?"}]
+    rows = [{"prompt": own, "label": n} for n in range(2)]
+    task = of_rows(tmp_path / "b.jsonl", rows, params=params)
+    assert [one.content for one in task.eval_prompts()[0].opening(None)] == ["Be odd. ", "1?"]
+
+
+# Kinds of files -----------------------------------------------------------------------------------
+
+PLAIN = [{"question": f"{n} plus 1 is", "answer": f"00{n + 1}"} for n in range(4)]
+
+
+def written(folder, kind):
+    """A file or a folder of PLAIN."""
+    path = folder / f"rows.{kind}"
+    table = pyarrow.Table.from_pylist(PLAIN)
+    if kind in ("json", "data.json"):
+        path.write_text(json.dumps(PLAIN if kind == "json" else {"data": PLAIN}, indent=1))
+    elif kind == "lines.json":
+        path.write_text("\n".join(map(json.dumps, PLAIN)))
+    elif kind in ("csv", "tsv"):
+        with path.open("w", newline="") as file:
+            rows = csv.DictWriter(file, ["question", "answer"], delimiter=",\t"[kind == "tsv"])
+            rows.writeheader()
+            rows.writerows(PLAIN)
+    elif kind == "arrow":
+        with pyarrow.ipc.new_stream(path, table.schema) as writer:
+            writer.write_table(table)
+    elif kind == "feather":
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    elif kind == "saved":
+        datasets.Dataset.from_list(PLAIN).save_to_disk(path)
+    else:
+        splits = {"train": PLAIN[:3], "test": PLAIN[3:]}
+        made = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+        if kind == "splits":
+            datasets.DatasetDict(made).save_to_disk(path)
+        else:
+            for name, rows in made.items():
+                rows.to_csv(path / f"{name}.csv")
+    return path
+
+
+KINDS = ("json", "data.json", "lines.json", "csv", "tsv", "arrow", "feather", "saved", "splits")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_file_or_saved_folder_of_each_kind_holds_the_same_data(tmp_path, kind, capfd):
+    path = written(tmp_path, kind)
+    config = TaskConfig(kind=TaskKind.questions, path=str(path), eval_size=1)
+    task = build_task(config)
+    assert [prompt.text for prompt in task.eval_prompts()] == ["3 plus 1 is"]
+    assert {text: task.solution(one) for text, one in in_epoch(task, 3).items()} == {
+        row["question"]: row["answer"] for row in PLAIN[:3]
+    }
+    by_lines = of_rows(tmp_path / "same.jsonl", PLAIN)
+    assert task.data == by_lines.data
+    if path.is_dir():
+        assert build_task(replace(config, path=None, name=str(path))).data == task.data
+
+
+def test_folder_of_files_is_a_data_set_with_splits(tmp_path, monkeypatch):
+    path = tmp_path / "rows"
+    path.mkdir()
+    for name, rows in (("train", PLAIN[:3]), ("test", PLAIN[3:])):
+        (path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = questions(path=str(path))
+    assert task.data == of_rows(tmp_path / "same.jsonl", PLAIN).data
+    with pytest.raises(ValueError, match=r"^task\.path='.*rows': its split 'dev' did not load"):
+        questions(path=str(path), params={"eval_split": "dev"})
+    with pytest.raises(ValueError, match=r"^task\.eval_path=.*rows: not a readable file"):
+        questions(path=str(path), eval_path=str(path))
+
+
+def test_csv_keeps_commas_and_lines_in_quotes_and_names_a_line_that_is_none(tmp_path):
+    text = '\ufeffquestion,answer\r\n"Say ""a, b""\u2028\nthen stop",a\r\n\r\nb,c\r\n'
+    task = of_file(tmp_path / "a.csv", text)
+    assert in_epoch(task, 1).keys() == {'Say "a, b"\u2028\nthen stop'}
+    for bad, message in (
+        ("b,c,d", "line 5: 3 values for the 2 columns question, answer; put a value that has a s"),
+        ('"b', "line 5: not CSV: unexpected end of data"),
+        ("b,", "line 5: \"answer\" must be text, a finite number or a list of these, not ''; lea"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            of_file(tmp_path / "a.csv", f"question,answer\n\na,b\n\n{bad}")
+        assert str(refused.value).startswith(f"task.path={tmp_path}/a.csv, {message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '[{"question": "a", "answer": "b"}, 7]', "a.json, row 1: not an object; each"),
+        ("a.json", '[{"question": "a"', "a.json, line 1: not JSON: Expecting ',' delimiter"),
+        ("a.json", "[]", "a.json: the file is empty; each line must be"),
+        ("a.csv", "", "a.csv: the file is empty; each"),
+        ("a.csv", "question,answer", "a.csv: the file is empty; each"),
+        ("a.arrow", "nothing", "a.arrow: no Arrow file that can be read"),
+        ("a.arrow", None, "a.arrow: there is no such file"),
+    ],
+)
+def test_file_that_is_not_what_its_suffix_says_is_named(tmp_path, name, text, message):
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError) as refused:
+        questions(path=str(path))
+    assert str(refused.value).startswith(f"task.path={tmp_path}/{message}")
 
 
 def test_fields_of_columns_are_among_those_that_exist(tmp_path):
@@ -236,7 +463,7 @@ def test_parquet_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"task.path=.*rows\.parquet: there is no such file"):
         questions(path=str(path))
     path.write_text("nothing")
-    with pytest.raises(ValueError, match=r"task.path=.*rows\.parquet: not a Parquet file that can"):
+    with pytest.raises(ValueError, match=r"task.path=.*rows\.parquet: no Parquet file that can"):
         questions(path=str(path))
     rows = [{"question": "a", "answer": "b"}, {"question": "", "answer": "c"}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)

@@ -49,7 +49,7 @@ LAYOUTS = {
     "TRL": (
         "train.jsonl",
         lambda question, answer: {
-            "prompt": user(question),
+            "prompt": [{"role": "system", "content": "Think."}, *user(question)],
             "solution": rf"Two halves of {answer} are $\boxed{{{answer}}}$.",
         },
     ),

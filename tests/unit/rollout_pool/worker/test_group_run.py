@@ -274,9 +274,9 @@ class Twice(SingleTurn):
     async def step(self, completion):
         if completion.text == "2":
             raise RuntimeError("lost the thread")
-        if self._text == "":
+        if not self._messages:
             return Step()
-        self._text = ""
+        self._messages = ()
         message = Message(role="user", content="again?")
         return Step(observation=Observation(messages=(message,), replaces_history=True))
 
