@@ -172,6 +172,13 @@ class ToolParser(Enum):
 
 
 # Each kind has a module of its name in rollout_pool/rewards.
+class RewardScope(Enum):
+    """The episodes that a call of a reward function is about."""
+
+    episode = "episode"
+    group = "group"  # all of a prompt, which it may compare
+
+
 class RewardKind(Enum):
     """The score of an episode."""
 

@@ -28,7 +28,15 @@ from configs.checks import (
     matching,
     within,
 )
-from configs.choices import Dtype, OnLongPrompt, RewardKind, TailPolicy, TaskKind, ToolParser
+from configs.choices import (
+    Dtype,
+    OnLongPrompt,
+    RewardKind,
+    RewardScope,
+    TailPolicy,
+    TaskKind,
+    ToolParser,
+)
 
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
 ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
@@ -392,6 +400,9 @@ class RewardConfig(Section):
     function: str | None = field(default=None, metadata=CODE)
     """function: `module:name` or `file.py:name`, called with (prompt, episode), returns a number. A
     parameter named `solution` gets the task's right answer, one named `row` the data's row."""
+    of: RewardScope = RewardScope.episode
+    """function: `group` calls it once for all episodes of a prompt, with (prompt, episodes); it
+    returns a number or None for each. Evaluations leave such a part out."""
     url: str | None = field(
         default=None,
         metadata=matching(r"https?://[^\s/]+.*", "an address as http://host:port/path"),
@@ -476,6 +487,11 @@ class RewardConfig(Section):
         )
         has_function = bool(self.function) or kind is not RewardKind.function
         yield Rule(has_function, "function", f"{name} needs module:name or file.py:name")
+        yield Rule(
+            self.of is RewardScope.episode or kind is RewardKind.function,
+            "of",
+            f"{name} scores single episodes; only kind: function scores groups",
+        )
         yield Rule(bool(self.model) or not needs_model, "model", f"{name} needs the model's name")
         yield Rule(
             self.weight == 1.0 or not is_teacher,

@@ -33,6 +33,7 @@ from typing import Any
 from openai import AsyncOpenAI, OpenAIError
 
 from buffer.types import SamplingParams, VersionSpan
+from configs.choices import RewardScope
 from configs.load import load_config
 from configs.schema import Config
 from controller.ray_environment import LOOPBACK
@@ -209,6 +210,12 @@ def _refuse_what_needs_a_run(config: Config, task: Task) -> None:
         raise ValueError(
             f"{setting}: an agent calls the model by itself; run it against a URL without make try"
         )
+    for name, reward in config.task.rewards.items():
+        if reward.of is RewardScope.group:
+            raise ValueError(
+                f"task.rewards.{name}.of=group: scores all episodes of a prompt together, and here "
+                "each is alone; leave it out"
+            )
     for name in config.task.teachers:
         raise ValueError(
             f"task.rewards.{name}.kind=teacher: gives no score but a column for the trainer, "

@@ -1,4 +1,5 @@
-"""A reward from a user's own function, called as function(prompt, episode) -> number."""
+"""A reward from a user's own function, called as function(prompt, episode) -> number, or for a
+whole group as function(prompt, episodes) -> [number, ...]."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable
-from typing import SupportsFloat
+from typing import Any, SupportsFloat
 
+from configs.choices import RewardScope
 from configs.rollout_schema import RewardConfig, TaskConfig
 from host.user_code import load_callable
 from rollout_pool.rewards.reward import PartScorer, Reward
@@ -39,8 +41,16 @@ class FunctionReward(Reward):
         assert name is not None and self.task is not None, self.part  # checked by the schema
         setting = f"task.rewards.{self.part}.function"
         what = f"{setting}={name!r}"
-        function = load_user_function(name, setting, "(prompt, episode)", self.task)
+        is_of_group = self.config.of is RewardScope.group
+        arguments = "(prompt, episodes)" if is_of_group else "(prompt, episode)"
+        function = load_user_function(name, setting, arguments, self.task)
         _check_returns(load_callable(name, setting), what)
+        if is_of_group:
+            return lambda request: as_rewards(
+                function(request.prompt, list(request.episodes), request.prompt),
+                len(request.episodes),
+                what,
+            )
         return lambda request: as_reward(
             function(request.prompt, request.episode, request.prompt), what
         )
@@ -79,6 +89,19 @@ def as_reward(given: object, what: str) -> float | None:
             "a float or a bool, or None for an answer that cannot be judged"
         )
     return reward
+
+
+def as_rewards(given: Any, num_episodes: int, what: str) -> list[float | None]:
+    """The same for the rewards of a group: a list, tuple or array with one for each episode."""
+    if inspect.isawaitable(given):
+        given = _RUNNER.run(_awaited(given))
+    is_list = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    if not is_list or isinstance(given, str | bytes | dict) or len(given) != num_episodes:
+        raise BadReward(
+            f"{what}: returned {given!r:.200}, which is no list of {num_episodes} rewards; let it "
+            "return one for each episode, in their order"
+        )
+    return [as_reward(one, f"{what}, episode {place}") for place, one in enumerate(given)]
 
 
 async def _awaited(given: Awaitable[object]) -> object:

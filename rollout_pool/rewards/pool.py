@@ -129,6 +129,8 @@ class RewardPool:
             return PartScore(failure=str(reply["error"]), waited_s=waited_s)
         if reply["reward"] is None:
             return PartScore(is_left_open=True, waited_s=waited_s)
+        if isinstance(reply["reward"], list):
+            return PartScore(of_group=tuple(reply["reward"]), waited_s=waited_s)
         return PartScore(value=float(reply["reward"]), waited_s=waited_s)
 
     async def _replace(self, process: _ScoringProcess) -> None:

@@ -4,7 +4,8 @@ It reads one line of JSON with the task's config and the time limit for a part, 
 loads the parts that are scored here and reports that it is ready. Then it replies to each line of
 JSON (see `types`) with one line of JSON:
 
-    {"part": "brevity", "prompt": {...}, "episode": {...}}  ->  {"reward": 1.0}
+    {"part": "brevity", "prompt": {...}, "episodes": [...]} ->  {"reward": 1.0}
+                               a whole group                ->  {"reward": [1.0, null]}
                                cannot be judged             ->  {"reward": null}
                                cannot be scored             ->  {"error": "reason"}
 

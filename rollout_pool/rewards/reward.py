@@ -20,8 +20,9 @@ from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.rewards.types import PartRequest, PartScore
 from rollout_pool.tasks.task import Prompt, Task
 
-PartScorer = Callable[[PartRequest], float | None]
-"""Scores one part in a scoring process; None if the completion cannot be judged."""
+PartScorer = Callable[[PartRequest], float | list[float | None] | None]
+"""Scores one part in a scoring process; None if the completion cannot be judged. A list of these is
+for the episodes of a group."""
 
 
 class Reward:

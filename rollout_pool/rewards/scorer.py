@@ -11,7 +11,10 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
+from configs.choices import RewardScope
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.reward import Reward, class_of, parts_of
@@ -49,6 +52,12 @@ class EpisodeScorer:
         name, own = member_of(self._task, prompt)
         return await self._members[name].score(own, episode)
 
+    async def score_group(
+        self, prompt: Prompt, episodes: Sequence[Episode], scores: Sequence[Score]
+    ) -> Sequence[Score]:
+        name, own = member_of(self._task, prompt)
+        return await self._members[name].score_group(own, episodes, scores)
+
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self._members.values()))
 
@@ -59,9 +68,11 @@ class _MemberScorer:
     def __init__(
         self, member: str, config: TaskConfig, task: Task, *, pool: ScoringPool, queue: WaitMeter
     ) -> None:
-        self._rewards = {
+        every = {
             name: class_of(reward)(name, reward, task) for name, reward in parts_of(config).items()
         }
+        self._of_groups = {n: r for n, r in every.items() if r.config.of is RewardScope.group}
+        self._rewards = {n: r for n, r in every.items() if n not in self._of_groups}
         self._chooses = not config.rewards and "task" in self._rewards  # see parts_of
         self._pool = pool
         self._prefix = f"{member}/" if member else ""
@@ -101,23 +112,53 @@ class _MemberScorer:
             columns=columns,
         )
 
+    async def score_group(
+        self, prompt: Prompt, episodes: Sequence[Episode], scores: Sequence[Score]
+    ) -> Sequence[Score]:
+        works = [self._part(name, one, prompt, *episodes) for name, one in self._of_groups.items()]
+        for (name, reward), part in zip(
+            self._of_groups.items(), await asyncio.gather(*works), strict=True
+        ):
+            if part.failure is not None:
+                self._log_failure(prompt, name, part.failure)
+                failed = {name: part.failure}
+                # 0 for each would say that they are equally good.
+                scores = [
+                    replace(one, failures={**one.failures, **failed}, is_unscored=True)
+                    for one in scores
+                ]
+                continue
+            scores = [
+                replace(one, left_open=one.left_open or name)
+                if value is None
+                else replace(
+                    one,
+                    reward=one.reward + reward.config.weight * value,
+                    parts={**one.parts, name: value},
+                )
+                for one, value in zip(scores, part.of_group, strict=True)
+            ]
+        return scores
+
     def _log_failure(self, prompt: Prompt, part: str, why: str) -> None:
         # The first one is a warning: a function with a bug fails for every episode.
         level = logging.INFO if part in self._failed_before else logging.WARNING
         self._failed_before.add(part)
         log.log(level, "prompt %d: no %s: %s", prompt.index, part, why)
 
-    async def _part(self, name: str, reward: Reward, prompt: Prompt, episode: Episode) -> PartScore:
+    async def _part(
+        self, name: str, reward: Reward, prompt: Prompt, *episodes: Episode
+    ) -> PartScore:
         if reward.is_in_process(reward.config):
             request = encode_request(
-                self._prefix + name, prompt, episode, with_messages=reward.reads_messages
+                self._prefix + name, prompt, *episodes, with_messages=reward.reads_messages
             )
             came = time.monotonic()
             score = await self._pool.score(request)
             self._queue.add(came, came + score.waited_s)
             return score
         try:
-            return await reward.score(prompt, episode, secrets.token_hex(16))
+            return await reward.score(prompt, episodes[0], secrets.token_hex(16))
         except RemoteFailure as error:
             return PartScore(failure=str(error), is_unscored=True)
         except Exception as error:  # must not fail other episodes

@@ -7,7 +7,7 @@ that scores it; everything between passes on the bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,10 +47,17 @@ class Score:
 
 
 class Scorer(Protocol):
-    """Scores single episodes as they end. Implementation: EpisodeScorer (scorer.py)."""
+    """Scores single episodes as they end, and groups. Implementation: EpisodeScorer (scorer.py)."""
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
         """Never raises for an error of an episode or a service: see `Score.failures`."""
+        ...
+
+    async def score_group(
+        self, prompt: Prompt, episodes: Sequence[Episode], scores: Sequence[Score]
+    ) -> Sequence[Score]:
+        """Adds the parts that score all episodes of a group together to the `scores` that the
+        episodes have. If such a part fails, each of them is unscored."""
         ...
 
 
@@ -66,6 +73,8 @@ class PartScore:
     """The completion cannot be judged."""
     waited_s: float = 0.0
     """Time until a scoring process was free."""
+    of_group: tuple[float | None, ...] = ()
+    """The values of all episodes, of a part that scores whole groups; None for one left open."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further named numbers from a service."""
     columns: Columns = ()
@@ -110,12 +119,22 @@ class PartRequest:
     part: str
     """Its name in task.rewards, in a mixture after that of its task and a slash."""
     prompt: Prompt
-    episode: EpisodeView
+    episodes: tuple[EpisodeView, ...]
+    """One, or all of a group."""
+
+    @property
+    def episode(self) -> EpisodeView:
+        return self.episodes[0]
 
 
-def encode_request(part: str, prompt: Prompt, episode: Episode, *, with_messages: bool) -> bytes:
+def encode_request(part: str, prompt: Prompt, *episodes: Episode, with_messages: bool) -> bytes:
     """One line of JSON. Without messages the scorer sees only the model's last one."""
-    view = EpisodeView(
+    views = tuple(_view(episode, with_messages=with_messages) for episode in episodes)
+    return _encode(PartRequest(part=part, prompt=prompt, episodes=views))
+
+
+def _view(episode: Episode, *, with_messages: bool) -> EpisodeView:
+    return EpisodeView(
         messages=episode.messages if with_messages else (),
         answer=episode.answer,
         num_turns=episode.num_turns,
@@ -123,7 +142,6 @@ def encode_request(part: str, prompt: Prompt, episode: Episode, *, with_messages
         env_reward=episode.env_reward,
         end=episode.end,
     )
-    return _encode(PartRequest(part=part, prompt=prompt, episode=view))
 
 
 def decode_request(line: str) -> PartRequest:

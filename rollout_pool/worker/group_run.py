@@ -332,10 +332,11 @@ class GroupFailed(RuntimeError):
 async def generate_group(
     run: GroupRun, scorer: Scorer, sampling: SamplingParams, group_size: int
 ) -> TrajectoryGroup:
-    """Generates a group of `group_size` episodes, each scored as soon as it ends.
+    """Generates a group of `group_size` episodes, each scored as soon as it ends, and then together
+    by the rewards that compare them.
 
         source ──┬─ episode 3 ended ─► scorer ─┐
-                 ├─ episode 0 ended ─► scorer ─┼─► group, when all n are there
+                 ├─ episode 0 ended ─► scorer ─┼─► when all n are there: scorer ─► group
                  └─ ...                        ┘
 
     A group has all its n episodes but those that no reward judges, or it fails with GroupFailed.
@@ -346,7 +347,14 @@ async def generate_group(
         asyncio.create_task(_member(run, place, scorer, sampling)) for place in range(group_size)
     ]
     try:
-        trajectories = await asyncio.gather(*members)
+        ended = await asyncio.gather(*members)
+        episodes, scores = [one for one, _ in ended], [score for _, score in ended]
+        scores = [*await scorer.score_group(run.prompt, episodes, scores)]
+        trajectories = [
+            one
+            for place, (episode, score) in enumerate(zip(episodes, scores, strict=True))
+            for one in _trajectories(run, place, episode, score, sampling)
+        ]
     except (SampleFailed, EpisodeFailed, GroupFailed) as error:
         run.give_up(str(error))
         if isinstance(error, GroupFailed):
@@ -362,7 +370,7 @@ async def generate_group(
     return TrajectoryGroup(
         group_id=run.group_id,
         prompt=run.ref,
-        trajectories=tuple(one for of_member in trajectories for one in of_member),
+        trajectories=tuple(trajectories),
         sampling=sampling,
         pictures=run.pictures,
     )
@@ -370,7 +378,7 @@ async def generate_group(
 
 async def _member(
     run: GroupRun, place: int, scorer: Scorer, sampling: SamplingParams
-) -> list[Trajectory]:
+) -> tuple[Episode, Score]:
     with open_span("episode") as span:
         span.set_attributes({"group": run.group_id, "episode": place, "prompt": run.ref.index})
         request = EpisodeRequest(
@@ -384,15 +392,29 @@ async def _member(
     run.num_turns += episode.num_turns
     run.num_branches += len(episode.branches)
     score = await scorer.score(run.prompt, episode)
-    if score.left_open is not None and not score.is_unscored:
-        run.num_left_open += 1
-        return []
-    run.num_unscored += bool(score.failures)
+    _check_scored(run, place, score)
+    return episode, score
+
+
+def _check_scored(run: GroupRun, place: int, score: Score) -> None:
+    if score.left_open is None or score.is_unscored:
+        run.num_unscored += bool(score.failures)
     if score.is_unscored:
         raise GroupFailed(
             f"group {run.group_id} of prompt {run.ref.index}: episode {place} could not "
             f"be scored: {score.reasons}"
         )
+
+
+def _trajectories(
+    run: GroupRun, place: int, episode: Episode, score: Score, sampling: SamplingParams
+) -> list[Trajectory]:
+    """Returns those of an ended episode: none if no reward judges it."""
+    if score.is_unscored:  # by a reward of the whole group
+        _check_scored(run, place, score)
+    if score.left_open is not None:
+        run.num_left_open += 1
+        return []
     for branch in episode.branches:
         run.pictures.update((digest_of(picture), picture) for picture in branch.pictures)
     return make_trajectories(episode, score, place, sampling.temperature)

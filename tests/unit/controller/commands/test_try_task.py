@@ -238,6 +238,10 @@ def test_prompts_are_those_of_a_launch_and_the_key_is_of_the_environment(
         (["task=capitals", "--key-env=NO_SUCH_KEY_HERE"], "--key-env='NO_SUCH_KEY_HERE': there is"),
         (["task=capitals", "task.agent=asyncio:sleep"], "task.agent='asyncio:sleep': an agent"),
         (["task=verifiers", "task.eval_size=1"], "task.kind=verifiers: an agent calls the model"),
+        (
+            ["task=capitals", "task.rewards={r: {kind: function, function: 'F:rank', of: group}}"],
+            "task.rewards.r.of=group: scores all episodes of a prompt together, and here each is",
+        ),
         (["--experiment=distill-quickstart"], "task.rewards.teacher.kind=teacher: gives no score"),
     ],
 )
@@ -247,9 +251,12 @@ def test_what_cannot_be_tried_is_bad_input(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     row = {"opening": [{"role": "user", "content": "1 + 1 ="}], "task": {"answer": "2"}}
     monkeypatch.setattr("rollout_pool.tasks.verifiers.adapter.load_rows", lambda _: [row, row])
+    (tmp_path / "mine.py").write_text("def rank(prompt, episodes): ...")
+    arguments = [one.replace("F:", f"{tmp_path}/mine.py:") for one in arguments]
     assert try_it(server, *arguments) == EXIT_BAD_INPUT
     assert message in capsys.readouterr().err and not server.asked
 

@@ -66,6 +66,14 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
             r"takes \(p\); change",
         ),
         (
+            ["task.rewards={r: {kind: task, of: group}}"],
+            r"task\.rewards\.\*\.of='group': task\.rewards\.\*\.kind=task scores single episodes",
+        ),
+        (
+            ["task.rewards={r: {kind: function, function: 'os.path:basename', of: group}}"],
+            r"task\.rewards\.r\.function=.*: is called with \(prompt, episodes\), and with sol",
+        ),
+        (
             ["task.env=copy:copy"],
             r"task\.env='copy:copy': is called with \(config, prompt\), .*takes \(x\); change",
         ),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
 
-from configs.choices import RewardKind, TaskKind
+from configs.choices import RewardKind, RewardScope, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.rewards.function import FunctionReward
 from rollout_pool.rewards.pool import RewardError, RewardPool
@@ -138,6 +139,14 @@ class Later:
 
 each_made, later = Each(), Later()
 
+def rank(prompt, episodes):
+    lengths = sorted(len(one.answer) for one in episodes)
+    return [lengths.index(len(one.answer)) + len(one.messages) / 10 for one in episodes]
+
+async def rank_slowly(prompt, episodes):
+    await asyncio.sleep(0)
+    return eval(episodes[0].answer)
+
 def fork_and_die(prompt, episode):
     if pid := os.fork():
         note(pid)
@@ -147,6 +156,7 @@ def fork_and_die(prompt, episode):
 """
 NO_NUMBER = "which is not a finite number; let it return an int, a float or a bool, "
 NO_NUMBER += "or None for an answer that cannot be judged"
+NO_LIST = "which is no list of 3 rewards; let it return one for each episode, in their order"
 FUNCTIONS = (
     *("brevity", "ask", "start", "leave", "leave_and_die", "leave_and_hang"),
     *("fork", "fork_and_die", "give", "leave_process", "slowly", "later"),
@@ -188,7 +198,10 @@ def make_pool(mine):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(make_pool, mine):
-    pool = make_pool(rewards={name: function(f"{mine}:{name}") for name in FUNCTIONS})
+    rewards = {name: function(f"{mine}:{name}") for name in FUNCTIONS}
+    for name in ("rank", "rank_slowly"):
+        rewards[name] = replace(function(f"{mine}:{name}"), of=RewardScope.group)
+    pool = make_pool(rewards=rewards)
     await pool.start()
     yield pool
     await pool.close()
@@ -308,6 +321,42 @@ async def test_async_functions_are_awaited_in_one_loop(pool):
     assert scores[2].failure.endswith(f":slowly': returned [], {NO_NUMBER}")
     assert scores[3].failure == "ZeroDivisionError: division by zero"
     assert (await pool.score(asked("", "later"))).value == 0.25
+
+
+def asked_of_group(part: str, *answers: str) -> bytes:
+    episodes = [ended_episode("?", answer) for answer in answers]
+    return encode_request(part, PROMPT, *episodes, with_messages=True)
+
+
+async def test_function_of_a_group_gets_all_its_episodes_and_scores_each(pool):
+    score = await pool.score(asked_of_group("rank", "aaa", "a", "aa"))
+    assert (score.of_group, score.failure) == ((2.2, 0.2, 1.2), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        ("(1, None, True)", None),
+        ("[1.0, 2.0]", f"returned [1.0, 2.0], {NO_LIST}"),
+        ("'abc'", f"returned 'abc', {NO_LIST}"),
+        ("{0: 1, 1: 2, 2: 3}", f"returned {{0: 1, 1: 2, 2: 3}}, {NO_LIST}"),
+        ("7", f"returned 7, {NO_LIST}"),
+        ("None", f"returned None, {NO_LIST}"),
+    ],
+)
+async def test_function_of_a_group_that_returns_no_list_of_rewards_is_named(
+    pool, mine, given, failure
+):
+    score = await pool.score(asked_of_group("rank_slowly", given, "b", "c"))
+    setting = f"task.rewards.rank_slowly.function='{mine}:rank_slowly'"
+    assert score.failure == (failure and f"{setting}: {failure}")
+    assert score.of_group == (() if failure else (1.0, None, 1.0))
+
+
+async def test_episode_for_which_a_function_of_a_group_returned_no_number_is_named(pool, mine):
+    score = await pool.score(asked_of_group("rank_slowly", "[1, 'b', 3]", "b", "c"))
+    setting = f"task.rewards.rank_slowly.function='{mine}:rank_slowly'"
+    assert score.failure == f"{setting}, episode 1: returned 'b', {NO_NUMBER}"
 
 
 @pytest.mark.parametrize(

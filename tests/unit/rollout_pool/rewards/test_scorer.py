@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from configs.choices import RewardKind, TaskKind
+from configs.choices import RewardKind, RewardScope, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.conversation import Message, ToolCall
 from rollout_pool.episodes.episode import Episode
@@ -64,6 +64,8 @@ class Pool:
         value = self.values[asked.part]
         if isinstance(value, str):
             return PartScore(value=0.0, failure=value, waited_s=0.5)
+        if isinstance(value, tuple):
+            return PartScore(of_group=value, waited_s=0.5)
         if value is None:
             return PartScore(is_left_open=True, waited_s=0.5)
         return PartScore(value=value, waited_s=0.5)
@@ -106,6 +108,36 @@ async def test_reward_is_the_weighted_sum_of_parts_scored_concurrently(scorer_of
     assert pool.most_open == 2
     transcripts = {asked.part: len(asked.episode.messages) for asked in pool.requests}
     assert transcripts == {"right": 0, "short": 2}  # only a function is sent all of it
+
+
+RANK = RewardConfig(kind=RewardKind.function, function="a:b", weight=2.0, of=RewardScope.group)
+
+
+async def test_part_of_a_group_is_added_to_the_scores_of_its_episodes(scorer_of):
+    pool = Pool(right=1.0, rank=(0.5, None, -1.0), style=(1.0, 1.0, None))
+    style = RewardConfig(kind=RewardKind.function, function="a:c", of=RewardScope.group)
+    scorer = scorer_of(pool, right=TASK, rank=RANK, style=style)
+    episodes = [episode(str(n)) for n in range(3)]
+    scores = [await scorer.score(PROMPT, one) for one in episodes]
+    assert [dict(one.parts) for one in scores] == 3 * [{"right": 1.0}]
+    first, second, third = await scorer.score_group(PROMPT, episodes, scores)
+    assert first.reward == 1.0 + 2.0 * 0.5 + 1.0 and first.left_open is None
+    assert dict(first.parts) == {"right": 1.0, "rank": 0.5, "style": 1.0}
+    assert (second.left_open, third.left_open) == ("rank", "style")
+    seen = {one.part: [view.answer for view in one.episodes] for one in pool.requests}
+    assert seen["rank"] == seen["style"] == ["0", "1", "2"]
+    assert [len(view.messages) for view in pool.requests[-1].episodes] == [2, 2, 2]
+
+
+async def test_part_of_a_group_that_fails_leaves_every_episode_unscored(scorer_of):
+    scorer = scorer_of(Pool(rank="no reward within 5 s"), steps=ENV, rank=RANK)
+    episodes = [episode(env_reward=1.0), episode(env_reward=2.0)]
+    scores = [await scorer.score(PROMPT, one) for one in episodes]
+    scores = await scorer.score_group(PROMPT, episodes, scores)
+    assert [one.is_unscored for one in scores] == [True, True]
+    assert {one.reasons for one in scores} == {"rank: no reward within 5 s"}
+    alone = scorer_of(Pool(task=1.0), right=TASK)
+    assert await alone.score_group(PROMPT, episodes, scores) is scores
 
 
 @pytest.mark.parametrize("kind", [RewardKind.http, RewardKind.judge, RewardKind.teacher])

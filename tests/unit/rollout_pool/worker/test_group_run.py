@@ -11,6 +11,7 @@ import pytest
 
 from buffer.results import PushResult
 from buffer.types import PromptRef, SamplingParams, VersionSpan
+from configs.advantages import AdvantageConfig
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.environment import Observation, SingleTurn, Step
@@ -29,7 +30,8 @@ from rollout_pool.worker.group_run import (
     make_trajectories,
 )
 from rollout_pool.worker.variance import Verdict
-from tests.support.rollout import FakeCompleter, place_of, plain_chat
+from tests.support.rollout import FakeCompleter, place_of, plain_chat, until
+from trainer_pool.algorithms.advantages import AdvantageInputs, dr_grpo
 
 SAMPLING = SamplingParams(temperature=0.8)
 
@@ -49,6 +51,8 @@ class NumberScorer:
         self.failures = {}
         self.unscored = set()
         self.left_open = set()
+        self.of_group = lambda scores: scores
+        self.groups = []
         self.num_cancelled = 0
 
     async def score(self, prompt, episode):
@@ -68,6 +72,10 @@ class NumberScorer:
             is_unscored=episode.answer in self.unscored,
             left_open="half" if episode.answer in self.left_open else None,
         )
+
+    async def score_group(self, prompt, episodes, scores):
+        self.groups.append([episode.answer for episode in episodes])
+        return self.of_group(scores)
 
 
 class Ledger(Counter):
@@ -355,3 +363,53 @@ async def test_episode_that_no_reward_judges_is_left_out_of_its_group(model, sco
     scorer.left_open = set("0123")
     with pytest.raises(GroupFailed, match="prompt 3: a reward function returned None for each of"):
         await generate(new_run(), model, scorer)
+
+
+async def test_group_is_scored_together_once_its_slowest_episode_has_ended(model, scorer):
+    model.gates = {2: asyncio.Event()}
+    scorer.of_group = lambda scores: [
+        replace(one, reward=one.reward + 10, parts={**one.parts, "rank": 10.0}) for one in scores
+    ]
+    current = new_run()
+    running = asyncio.create_task(generate(current, model, scorer))
+    async with asyncio.timeout(60):
+        await until(lambda: len(scorer.scored) == 3)
+        assert scorer.groups == [] and current.group is None
+        model.gates[2].set()
+        group = await running
+    assert scorer.groups == [["0", "1", "2", "3"]]
+    assert group.rewards_by_episode == {0: 10.0, 1: 11.0, 2: 12.0, 3: 13.0}
+    assert dict(group.trajectories[1].reward_parts) == {"half": 0.5, "rank": 10.0}
+
+
+async def test_group_that_could_not_be_scored_together_fails(model, scorer):
+    why = {"rank": "no reward within 5 s"}
+    scorer.of_group = lambda scores: [
+        replace(one, failures=why, is_unscored=True) for one in scores
+    ]
+    current = new_run()
+    message = "group g of prompt 3: episode 0 could not be scored: rank: no reward within 5 s"
+    with pytest.raises(GroupFailed, match=message):
+        await generate(current, model, scorer)
+    assert current.num_unscored == 1 and current.given_up_because.endswith("within 5 s")
+
+
+async def test_episode_that_a_reward_of_the_group_leaves_open_is_in_no_baseline(model, scorer):
+    scorer.left_open = {"0"}
+    scorer.of_group = lambda scores: [
+        *scores[:2],
+        replace(scores[2], left_open="rank"),
+        replace(scores[3], reward=5.0),
+    ]
+    current = new_run()
+    group = await generate(current, model, scorer)
+    assert group.rewards_by_episode == {1: 1.0, 3: 5.0} and current.num_left_open == 2
+    inputs = AdvantageInputs(
+        rewards_E=np.array([*group.rewards_by_episode.values()]),
+        groups_E=np.zeros(2, np.int64),
+        num_tokens_E=np.ones(2),
+        trajectories=group.trajectories,
+        episodes=range(2),
+    )
+    # The mean of 1 and 5 is 3, and not that of four episodes.
+    assert [row[0] for row in dr_grpo(inputs, AdvantageConfig(kind="dr_grpo"))] == [-2.0, 2.0]

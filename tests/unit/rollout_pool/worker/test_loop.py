@@ -124,6 +124,9 @@ class Scorer:
     async def score(self, prompt, episode):
         return Score(reward=float(episode.answer), failures=self.failures)
 
+    async def score_group(self, prompt, episodes, scores):
+        return scores
+
 
 @pytest.fixture
 async def state(redis_url, run_name):
