@@ -1,35 +1,49 @@
 """One scoring process: `python -m rollout_pool.rewards.process <descriptor of its socket>`.
 
 It reads one line of JSON with the task's config and the time limit for a part, builds the task,
-loads the parts that are scored here and reports that it is ready. Then it replies to each line of
-JSON (see `types`) with one line of JSON:
+loads the parts that are scored here and reports that it is ready. Then it replies to each line, a
+number and JSON (see `types`), with one line of JSON, which also has that number as `id`:
 
     {"part": "brevity", "prompt": {...}, "episodes": [...]} ->  {"reward": 1.0}
                                a whole group                ->  {"reward": [1.0, null]}
                                cannot be judged             ->  {"reward": null}
                                cannot be scored             ->  {"error": "reason"}
 
+The reply of an async function comes later, in any order; {"later": true} comes at once. Its loop,
+with all of them, runs between two lines:
+
+    ──► line ─► scorer ─► reply        ──► line ─► async function begins ─► later
+          loop: async functions go on            loop: ─► reply
+
 It is a process because a scorer may run what a model wrote, and hang or crash. Scorers run in its
-main thread, as libraries that limit their own time with signals require.
+main thread, as libraries that limit their own time with signals require, and outside of the loop,
+as those that run a loop of their own do.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import logging
 import os
 import signal
+import socket
 import sys
-from typing import TextIO
+from collections.abc import Awaitable, Coroutine
+from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.function import BadReward
 from rollout_pool.rewards.reward import PartScorer, class_of, parts_of
-from rollout_pool.rewards.types import Setup, decode_request
+from rollout_pool.rewards.types import Scored, Setup, decode_request
 from rollout_pool.tasks.mixture import for_each_member
 from rollout_pool.tasks.registry import build_task, check_data
 from rollout_pool.tasks.task import Task
+
+_LONGEST = 2**31
+"""More bytes than a request has."""
 
 
 def load_parts(config: TaskConfig, task: Task, timeout_s: float) -> dict[str, PartScorer]:
@@ -49,35 +63,74 @@ def load_parts(config: TaskConfig, task: Task, timeout_s: float) -> dict[str, Pa
     return {name: scorer for parts in found.values() for name, scorer in parts.items()}
 
 
-def reply_to(line: str, parts: dict[str, PartScorer]) -> dict[str, object]:
+Reply = dict[str, object]
+
+
+def reply_to(line: str, parts: dict[str, PartScorer]) -> Reply | Coroutine[Any, Any, Reply]:
     """Scores one request; an error of a scorer fails only this part."""
     try:
         request = decode_request(line)
-        return {"reward": parts[request.part](request)}
-    except BadReward as error:
-        return {"error": str(error)}
+        reward = parts[request.part](request)
     except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}
+        return _failure(error)
+    return _reply_of(reward) if inspect.isawaitable(reward) else {"reward": reward}
+
+
+async def _reply_of(reward: Awaitable[Scored]) -> Reply:
+    try:
+        return {"reward": await reward}
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Reply:
+    if isinstance(error, BadReward):
+        return {"error": str(error)}
+    return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def main(number: int) -> None:
     die_with_parent(signal.SIGKILL)  # SIGKILL, since a scorer may ignore SIGTERM
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    requests, replies = _open_socket(number)
+    loop, own_pid = asyncio.new_event_loop(), os.getpid()
+    reader, writer = loop.run_until_complete(_open_socket(number))
+
+    def write(reply: Reply) -> None:
+        if os.getpid() != own_pid:  # a scorer has forked, and its child goes on in our code
+            os._exit(0)
+        writer.write(json.dumps(reply).encode() + b"\n")
+
     try:
-        setup = Setup.decode(requests.readline())
+        setup = Setup.decode(loop.run_until_complete(reader.readline()).decode())
         task = build_task(setup.config)
         check_data(setup.config, task, setup.data)
         parts = load_parts(setup.config, task, setup.timeout_s)
     except (ValueError, RuntimeError) as error:
-        _write(replies, {"error": str(error)})
+        write({"error": str(error)})
+        loop.run_until_complete(writer.drain())
         return
-    _write(replies, {"ready": task.name})
-    for line in requests:
-        _write(replies, reply_to(line, parts))
+
+    async def reply_later(number: int, work: Coroutine[Any, Any, Reply]) -> None:
+        scoring = asyncio.create_task(work)
+        done, _ = await asyncio.wait([scoring], timeout=setup.timeout_s)
+        late: Reply = {"error": f"no reward within {setup.timeout_s:g} s"}
+        write({"id": number, **(scoring.result() if done else late)})
+        scoring.cancel()  # may be ignored, but the request has its reply
+
+    write({"ready": task.name})
+    working = set[asyncio.Task[None]]()
+    while line := loop.run_until_complete(reader.readline()):
+        name, _, request = line.decode().partition(" ")
+        reply = reply_to(request, parts)
+        if isinstance(reply, dict):
+            write({"id": int(name)} | reply)
+            continue
+        write({"id": int(name), "later": True})
+        working.add(task_of := loop.create_task(reply_later(int(name), reply)))
+        task_of.add_done_callback(working.discard)
 
 
-def _open_socket(number: int) -> tuple[TextIO, TextIO]:
+async def _open_socket(number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Streams for requests and replies, not inherited by processes that a scorer starts."""
     os.set_inheritable(number, False)
 
@@ -86,14 +139,7 @@ def _open_socket(number: int) -> tuple[TextIO, TextIO]:
         os.dup2(nothing, number, inheritable=False)
 
     os.register_at_fork(after_in_child=give_up)
-    return os.fdopen(number, encoding="utf-8"), os.fdopen(
-        number, "w", encoding="utf-8", closefd=False
-    )
-
-
-def _write(replies: TextIO, reply: dict[str, object]) -> None:
-    replies.write(json.dumps(reply) + "\n")
-    replies.flush()
+    return await asyncio.open_connection(sock=socket.socket(fileno=number), limit=_LONGEST)
 
 
 if __name__ == "__main__":
