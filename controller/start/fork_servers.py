@@ -42,7 +42,6 @@ KINDS = (
     Kind(
         programs=["default_worker.py", "weight_sync.receiver.app", "controller.main"],
         imports=[
-            "deepspeed.runtime.zero.muon.muon_optimizer",  # torch's compiler: else each rank does
             "trainer_pool.rank",
             "rollout_pool.worker.build",
             "weight_sync.receiver.app",

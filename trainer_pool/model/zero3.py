@@ -20,6 +20,7 @@ from typing import Any
 
 import deepspeed
 import deepspeed.ops
+import deepspeed.runtime.compiler
 import torch
 import torch.distributed as dist
 import transformers
@@ -381,6 +382,8 @@ def _prepare(address: RankAddress) -> None:
     # deepspeed would try which of its operators can be compiled here, with nvcc for a GPU, and on a
     # CPU compile a shared-memory transport, which takes minutes.
     deepspeed.ops.__compatible_ops__ = {}
+    # For an optimizer that is not ours, it would load torch's compiler: seconds of a core.
+    deepspeed.runtime.compiler.compile = lambda: deepspeed.runtime.compiler.dummy_decorator
     # It uses the existing group.
     deepspeed.init_distributed(
         dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import deepspeed
@@ -56,6 +57,7 @@ def optimizer(scene: Scene) -> None:
         mine = scene.policy.named_tensors()
         errors.append(max(float((t - whole[n]).abs().max()) for n, t in mine))
     scene.results |= {"errors": errors, "clipped": clipped, "forwards": len(forwards)}
+    scene.results["loads_compiler"] = "torch._inductor.compile_fx" in sys.modules
 
 
 def masters(scene: Scene) -> None:

@@ -726,6 +726,7 @@ def test_adam_and_recomputed_layers_are_as_the_settings_say(ranks: Ranks) -> Non
     assert max(results["errors"]) < 1e-6
     assert all(0.01 < fraction < 0.99 for fraction in results["clipped"])
     assert results["forwards"] == 4, "in each of two passes, once forward and once backward"
+    assert not results["loads_compiler"], "seconds of a core, in each rank that is executed"
 
 
 def test_ranks_go_on_from_the_copy_on_the_next_machine_if_one_is_lost(ranks: Ranks) -> None:
