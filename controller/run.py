@@ -1,8 +1,8 @@
 """The life of one run, from an empty folder to its summary.
 
-    redis ── ray ── model ──┬── receivers, engines ──┬── warm start ── version 0 ── eval
-                            └── trainer ranks ───────┘                               │
-      ┌──────────────────────────────────────────────────────────────────────────────┘
+    redis ── ray ── model ──┬── receivers, engines, workers ──┬── version 0 ── eval
+                            └── trainer ranks ── warm start ──┘                 │
+      ┌─────────────────────────────────────────────────────────────────────────┘
       └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval
                     │
                     ├── a process dies: RunFailed with its name and the end of its log
@@ -69,7 +69,7 @@ from trainer_pool.model.lora import adapted_layers, last_names
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import GROUPS_FILE
-from trainer_pool.types import TrainerSpec
+from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
 from weight_sync.types import MergeSpec
 
 
@@ -251,8 +251,7 @@ class Run:
             with self._progress("model from scratch"):
                 build_scratch_model(scratch, self.dir.model, self.config.run.seed)
         pools = self._place(cluster, cleanup)
-        self._start_pools(pools)
-        self._give_first_weights(pools)
+        self._give_first_weights(pools, self._start_pools(pools))
         return cluster, pools
 
     def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
@@ -487,13 +486,19 @@ class Run:
             num_slots=self.config.buffer.max_staleness + 2,
         )
 
-    def _start_pools(self, pools: Pools) -> None:
+    def _start_pools(self, pools: Pools) -> Mapping[str, Pending[WarmStartReport]]:
+        """Returns the warm start, if there is one: it begins once all ranks are there."""
+        config, warming = self.config, dict[str, Pending[WarmStartReport]]()
         with self._progress("receivers, engines, workers, trainer ranks") as say:
-            began, ready = time.monotonic(), list[str]()
+            began, ready, missing = time.monotonic(), list[str](), set[str]()
+            examples: list[SupervisedExample] | None = None
 
             def on_ready(name: str) -> None:
                 ready.append(f"{name} {time.monotonic() - began:.1f} s")
                 say(", ".join(ready))
+                missing.discard(name)
+                if examples is not None and not missing and not warming:
+                    warming.update(pools.trainer.warm_start(examples))
 
             rollout = pools.rollout.start()
             if self._is_gpu_shared:
@@ -502,15 +507,19 @@ class Run:
                 rollout = {}
             opened_at = self._wait(pools.trainer.open_rendezvous(), "opening the rendezvous")
             (rendezvous,) = opened_at.values()
-            self._wait(rollout | pools.trainer.start(rendezvous), "starting", on_ready)
-
-    def _give_first_weights(self, pools: Pools) -> None:
-        config = self.config
-        if config.trainer.warm_start.num_steps and self.resumption is None:
-            with self._progress("warm start") as say:
+            ranks = pools.trainer.start(rendezvous)
+            missing.update(ranks)
+            if config.trainer.warm_start.num_steps and self.resumption is None:
                 examples = supervised_examples(config, self._model_path)
-                reports = self._wait(pools.trainer.warm_start(examples), "warming up")
-                report = next(iter(reports.values()))
+            self._wait(rollout | ranks, "starting", on_ready)
+        return warming
+
+    def _give_first_weights(
+        self, pools: Pools, warming: Mapping[str, Pending[WarmStartReport]]
+    ) -> None:
+        if warming:
+            with self._progress("warm start") as say:
+                report = next(iter(self._wait(warming, "warming up").values()))
                 say(f"supervised loss {report.loss_first:.2f} to {report.loss_last:.2f}")
         with self._progress("checkpoint engine"):
             self._wait(pools.trainer.connect(), "connecting")
