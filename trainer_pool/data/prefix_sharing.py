@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_SHARED = 16
-"""A shorter common prefix is computed again: without variable-length attention, each span costs a
-call of its own."""
+"""A shorter common prefix is computed again, behind 96 tokens or more: each span has copies of all
+keys that it sees, and without variable-length attention each length costs a call of its own."""
 
 Tokens = NDArray[np.int32]
 
@@ -86,7 +86,8 @@ def separate(sequences: Sequence[Tokens]) -> Forest:
 def share_prefixes(sequences: Sequence[Tokens], min_shared: int = MIN_SHARED) -> Forest:
     """The tree of all prefixes that several sequences share.
 
-    A span that is shared, at the root or below another span, has at least `min_shared` tokens.
+    A span that is shared, at the root or below another span, has at least `min_shared` tokens, or
+    an eighth of the tokens before it and 4 more.
     """
     # Big-endian bytes of token ids sort as the ids do, so common prefixes become neighbours.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].astype(">u4").tobytes())
@@ -102,7 +103,8 @@ def share_prefixes(sequences: Sequence[Tokens], min_shared: int = MIN_SHARED) ->
         if first == last:
             continue
         end = first + 1
-        while end < last and common[end - 1] >= start + min_shared:
+        least = start + min(min_shared, 4 + start // 8)
+        while end < last and common[end - 1] >= least:
             end += 1
         own = order[first]
         stop = min(common[first : end - 1], default=len(sequences[own]))

@@ -73,6 +73,18 @@ def test_tree_of_a_prompt_with_a_shared_turn_is_that_worked_out_by_hand() -> Non
     assert list(forest.pieces(8)) == [[2], [0, 3], [1]]  # 5 tokens; 3 + 2 + 2 + 1; 2
 
 
+def test_shorter_beginnings_are_shared_where_few_tokens_are_before_them() -> None:
+    def num_spans(length: int, num_common: int) -> int:
+        """Of three answers to a prompt of that length, of which two begin alike."""
+        answers = [[1] * (num_common + 1), [*[1] * num_common, 2], [3]]
+        sequences = [np.array([0] * length + answer, np.int32) for answer in answers]
+        return len(share_prefixes(sequences).spans)
+
+    assert [num_spans(3, 0), num_spans(4, 0)] == [3, 4]
+    assert [num_spans(4, 3), num_spans(4, 4)] == [4, 5]
+    assert [num_spans(200, 15), num_spans(200, 16)] == [4, 5]
+
+
 @given(families(), st.integers(50, 120))
 def test_pieces_have_every_sequence_once_and_are_within_the_budget(
     sequences: list[Tokens], budget: int
