@@ -274,7 +274,7 @@ class _Run:
         self._numbers = itertools.count()
         self._planned = [math.inf] * setting.num_engines
         """When each engine's next look is planned."""
-        self._looks = [partial(self._look, number) for number in engines]
+        self._looks: list[Callable[[float], None]] = [partial(self._look, n) for n in engines]
         self._scored: set[Group] = set()
         """Groups whose reward is awaited."""
         self._ready: list[tuple[int, int, Group]] = []

@@ -41,7 +41,7 @@ LOAD_TIMEOUT_S = 5.0
 STEPS_TO_END = 2
 """Steps of the scheduler until an abort has taken effect: the one under way, and the next."""
 MAX_FLUSHES = 20
-_ALL = {"abort_all": True}
+_ALL: dict[str, object] = {"abort_all": True}
 _OF_THE_CALL = (400, 413, 422)
 """Statuses of a call that any server would refuse."""
 
@@ -145,7 +145,8 @@ class SGLangClient(BatchingClient):
 
     async def _post_abort(self, request_ids: Collection[str] | None) -> None:
         """Best effort: a dead engine needs no abort."""
-        bodies = iter([_ALL] if request_ids is None else [{"rid": rid} for rid in request_ids])
+        each: list[dict[str, object]] = [{"rid": rid} for rid in request_ids or ()]
+        bodies = iter([_ALL] if request_ids is None else each)
 
         async def send() -> None:
             with suppress(EngineError):
