@@ -269,7 +269,7 @@ class _Run:
         self._served = {0: setting.num_engines}
         """Engines by version."""
         self._limit: int | None = None
-        """Of admission; worked out again after a step, and when other versions are served."""
+        """Limit of admission; worked out again after a step, and when other versions are served."""
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._planned = [math.inf] * setting.num_engines
@@ -370,7 +370,7 @@ class _Run:
         when = self._engines[number].next_end()
         if when < self._planned[number]:
             self._planned[number] = when
-            heapq.heappush(self._events, (when, next(self._numbers), self._looks[number]))
+            self._at(when, self._looks[number])
 
     def _look(self, number: int, now: float) -> None:
         """At an engine in which an answer may have ended."""
