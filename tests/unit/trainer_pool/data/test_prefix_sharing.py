@@ -75,7 +75,7 @@ def test_tree_of_a_prompt_with_a_shared_turn_is_that_worked_out_by_hand() -> Non
 
 def test_shorter_beginnings_are_shared_where_few_tokens_are_before_them() -> None:
     def num_spans(length: int, num_common: int) -> int:
-        """Of three answers to a prompt of that length, of which two begin alike."""
+        """Spans of three answers to a prompt of that length, two of which begin alike."""
         answers = [[1] * (num_common + 1), [*[1] * num_common, 2], [3]]
         sequences = [np.array([0] * length + answer, np.int32) for answer in answers]
         return len(share_prefixes(sequences).spans)
