@@ -190,7 +190,7 @@ class _ScoringProcess:
     @property
     def is_alive(self) -> bool:
         is_read = self._following is not None and not self._following.done()
-        return is_read and self._child is not None and self._child.wait(0) is None
+        return is_read and self._child is not None and not self._ending.done()
 
     @property
     def num_open(self) -> int:

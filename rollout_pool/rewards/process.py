@@ -28,7 +28,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Coroutine
 from typing import Any
@@ -42,8 +41,7 @@ from rollout_pool.tasks.mixture import for_each_member
 from rollout_pool.tasks.registry import build_task, check_data
 from rollout_pool.tasks.task import Task
 
-_LONGEST = 2**31
-"""More bytes than a request has."""
+_CHUNK = 2**20
 
 
 def load_parts(config: TaskConfig, task: Task, timeout_s: float) -> dict[str, PartScorer]:
@@ -92,54 +90,83 @@ def _failure(error: BaseException) -> Reply:
 def main(number: int) -> None:
     die_with_parent(signal.SIGKILL)  # SIGKILL, since a scorer may ignore SIGTERM
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    loop, own_pid = asyncio.new_event_loop(), os.getpid()
-    reader, writer = loop.run_until_complete(_open_socket(number))
-
-    def write(reply: Reply) -> None:
-        if os.getpid() != own_pid:  # a scorer has forked, and its child goes on in our code
-            os._exit(0)
-        writer.write(json.dumps(reply).encode() + b"\n")
-
+    wire = _Wire(number)
     try:
-        setup = Setup.decode(loop.run_until_complete(reader.readline()).decode())
+        setup = Setup.decode(wire.read_line().decode())
         task = build_task(setup.config)
         check_data(setup.config, task, setup.data)
         parts = load_parts(setup.config, task, setup.timeout_s)
     except (ValueError, RuntimeError) as error:
-        write({"error": str(error)})
-        loop.run_until_complete(writer.drain())
+        wire.write({"error": str(error)})
         return
 
     async def reply_later(number: int, work: Coroutine[Any, Any, Reply]) -> None:
         scoring = asyncio.create_task(work)
         done, _ = await asyncio.wait([scoring], timeout=setup.timeout_s)
         late: Reply = {"error": f"no reward within {setup.timeout_s:g} s"}
-        write({"id": number, **(scoring.result() if done else late)})
+        wire.write({"id": number, **(scoring.result() if done else late)})
         scoring.cancel()  # may be ignored, but the request has its reply
 
-    write({"ready": task.name})
-    working = set[asyncio.Task[None]]()
-    while line := loop.run_until_complete(reader.readline()):
+    wire.write({"ready": task.name})
+    loop, working = asyncio.new_event_loop(), set[asyncio.Task[None]]()
+    while True:
+        if working and not wire.has_line:
+            loop.run_until_complete(wire.wait_readable())
+        if not (line := wire.read_line()):
+            return
         name, _, request = line.decode().partition(" ")
         reply = reply_to(request, parts)
         if isinstance(reply, dict):
-            write({"id": int(name)} | reply)
+            wire.write({"id": int(name)} | reply)
             continue
-        write({"id": int(name), "later": True})
+        wire.write({"id": int(name), "later": True})
         working.add(task_of := loop.create_task(reply_later(int(name), reply)))
         task_of.add_done_callback(working.discard)
 
 
-async def _open_socket(number: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams for requests and replies, not inherited by processes that a scorer starts."""
-    os.set_inheritable(number, False)
+class _Wire:
+    """Lines of requests and replies over a socket that processes which a scorer starts do not have.
+    Reads without a loop: a turn of one takes longer than most rewards."""
 
-    def give_up() -> None:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, number, inheritable=False)
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._received = bytearray()
+        self._num_seen = 0
+        """Bytes in which no line ends."""
+        os.set_inheritable(number, False)
+        os.register_at_fork(after_in_child=self._give_up)
 
-    os.register_at_fork(after_in_child=give_up)
-    return await asyncio.open_connection(sock=socket.socket(fileno=number), limit=_LONGEST)
+    def _give_up(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_RDWR), self._number, inheritable=False)
+
+    @property
+    def has_line(self) -> bool:
+        return b"\n" in self._received[self._num_seen :]
+
+    def read_line(self) -> bytes:
+        """Empty at the end."""
+        while (end := self._received.find(b"\n", self._num_seen)) < 0:
+            self._num_seen = len(self._received)
+            if not (data := os.read(self._number, _CHUNK)):
+                return b""
+            self._received += data
+        line = bytes(self._received[:end])
+        del self._received[: end + 1]
+        self._num_seen = 0
+        return line
+
+    async def wait_readable(self) -> None:
+        loop, ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._number, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(self._number)
+
+    def write(self, reply: Reply) -> None:
+        data = memoryview(json.dumps(reply).encode() + b"\n")
+        while data:
+            data = data[os.write(self._number, data) :]
 
 
 if __name__ == "__main__":
