@@ -201,7 +201,7 @@ class PlainBuffer:
 
     # The rollout side's verbs ----------------------------------------------------------------
 
-    def admit(self, group_id: str, prompt: PromptRef) -> tuple[str, int]:
+    def admit(self, group_id: str, prompt: PromptRef) -> tuple[str, int, bool]:
         lag = engine_lag(self.version, self.engines.values(), self.max_staleness)
         num_shards = self.settings.shards
         limit = admission_limit(
@@ -216,7 +216,7 @@ class PlainBuffer:
             if in_use < quota(limit, shard, num_shards):
                 name = id_in_shard(group_id, shard, num_shards)
                 self.groups[name] = Group(prompt, oldest_possible=self.version - lag)
-                return name, self.version
+                return name, self.version, bool(self.retries[shard])
         raise TimeoutError("no room")
 
     def begin(self, name: str, prompt: PromptRef, worker: int, position: int) -> bool:
