@@ -73,6 +73,8 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._tasks = BackgroundTasks()
         self._is_closed = False
+        self._worked_s = 0.0
+        """Seconds that the processes spent on requests, over their number."""
         self.num_restarts = 0
         """Number of processes replaced."""
 
@@ -84,13 +86,22 @@ class RewardPool:
 
     async def score(self, request: bytes) -> PartScore:
         """Scores one request; waits for a free process, then at most `timeout_s`."""
-        came = time.monotonic()
-        process = await self._idle.get()
+        process, waited_s = await self._take_idle()
         if self._is_closed:
             self._idle.put_nowait(process)  # wakes the next waiting request
             return PartScore(failure="the reward pool was closed")
         # If the caller is cancelled the process finishes its work; killing it would cost more.
-        return await asyncio.shield(self._tasks.spawn(self._score(process, request, came)))
+        return await asyncio.shield(self._tasks.spawn(self._score(process, request, waited_s)))
+
+    async def _take_idle(self) -> tuple[_ScoringProcess, float]:
+        """A process, and how long others kept it from this request.
+
+        At a busy worker a reply may lie for longer than its request took: more processes would not
+        help, so that time is no wait for one.
+        """
+        came, worked_s = time.monotonic(), self._worked_s
+        process = await self._idle.get()
+        return process, min(time.monotonic() - came, self._worked_s - worked_s)
 
     async def close(self) -> None:
         """Open requests get no score."""
@@ -100,13 +111,11 @@ class RewardPool:
         if self._processes and self._idle.empty():
             self._idle.put_nowait(self._processes[0])
 
-    async def _score(self, process: _ScoringProcess, request: bytes, came: float) -> PartScore:
-        waited_s = time.monotonic() - came
+    async def _score(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
-                waiting = time.monotonic()
-                process = await self._idle.get()
-                waited_s += time.monotonic() - waiting
+                process, again_s = await self._take_idle()
+                waited_s += again_s
             try:
                 return await self._ask(process, request, waited_s, alone=attempt > 0)
             except ConnectionError:
@@ -137,9 +146,11 @@ class RewardPool:
                     reply = await replies.get()
             if "died" in reply:
                 raise ConnectionError(reply["died"])
+            self._worked_s += reply.get("took_s", 0.0) / len(self._processes)
             has_replied = True
         except TimeoutError:
             has_others = process.num_open > 1
+            self._worked_s += self._timeout_s / len(self._processes)
             process.stop()
             if has_others:
                 raise ConnectionError("it hung with several requests") from None

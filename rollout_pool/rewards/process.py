@@ -2,7 +2,8 @@
 
 It reads one line of JSON with the task's config and the time limit for a part, builds the task,
 loads the parts that are scored here and reports that it is ready. Then it replies to each line, a
-number and JSON (see `types`), with one line of JSON, which also has that number as `id`:
+number and JSON (see `types`), with one line of JSON, which also has that number as `id`, and the
+seconds that it took as `took_s`:
 
     {"part": "brevity", "prompt": {...}, "episodes": [...]} ->  {"reward": 1.0}
                                a whole group                ->  {"reward": [1.0, null]}
@@ -29,6 +30,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
@@ -114,10 +116,11 @@ def main(number: int) -> None:
             loop.run_until_complete(wire.wait_readable())
         if not (line := wire.read_line()):
             return
+        began = time.perf_counter()
         name, _, request = line.decode().partition(" ")
         reply = reply_to(request, parts)
         if isinstance(reply, dict):
-            wire.write({"id": int(name)} | reply)
+            wire.write({"id": int(name), "took_s": time.perf_counter() - began, **reply})
             continue
         wire.write({"id": int(name), "later": True})
         working.add(task_of := loop.create_task(reply_later(int(name), reply)))

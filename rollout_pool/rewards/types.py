@@ -74,7 +74,7 @@ class PartScore:
     is_left_open: bool = False
     """The completion cannot be judged."""
     waited_s: float = 0.0
-    """Time until a scoring process was free."""
+    """Time for which requests of others kept all scoring processes busy."""
     of_group: tuple[float | None, ...] = ()
     """The values of all episodes, of a part that scores whole groups; None for one left open."""
     parts: Mapping[str, float] = field(default_factory=dict)

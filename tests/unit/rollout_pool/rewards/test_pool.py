@@ -314,6 +314,15 @@ async def test_wait_for_a_free_process_is_reported(pool):
     assert 0.3 <= second.waited_s <= took_s and first.waited_s <= took_s - 0.3
 
 
+async def test_time_in_which_a_reply_lies_at_a_busy_worker_is_no_wait_for_a_process(pool):
+    asking = [asyncio.create_task(pool.score(asked("ok"))) for _ in range(2)]
+    while not pool._processes[0].num_open:
+        await asyncio.sleep(0)
+    time.sleep(0.5)  # the worker does something else
+    first, second = await asyncio.gather(*asking)
+    assert first.waited_s + second.waited_s < 0.25
+
+
 async def test_cancelled_caller_does_not_cost_a_process(pool, mine):
     await pool.score(asked("ok"))
     before = children()
