@@ -33,7 +33,9 @@ def measure_missing(
     def run(cell: Cell) -> None:
         path = path_of(folder, cell)
         if not path.exists():
-            path.write_text(json.dumps(measure(cell)))
+            half = path.with_suffix(".half")  # a benchmark may be killed while it writes
+            half.write_text(json.dumps(measure(cell)))
+            half.rename(path)
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run, cells))

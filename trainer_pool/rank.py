@@ -153,7 +153,8 @@ class TrainerRank:
 
     def warm_start(self, examples: Sequence[SupervisedExample]) -> WarmStartReport:
         """Learn from examples before RL; see `trainer_pool.warm_start`."""
-        return warm_start(self._policy, self._parts, examples, self._spec.config)
+        with self._working():
+            return warm_start(self._policy, self._parts, examples, self._spec.config)
 
     def connect(self) -> None:
         """Create the checkpoint engine. Receivers may register before or after."""

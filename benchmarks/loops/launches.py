@@ -49,6 +49,7 @@ def train(work: Work, folder: Path, seed: int, settings: Sequence[str]) -> Path:
 
 
 def launch(work: Work, folder: Path, name: str, settings: Sequence[str]) -> None:
+    shutil.rmtree(folder / name, ignore_errors=True)  # that of a benchmark which was stopped
     command = [sys.executable, "-m", "controller.main", "launch", "--experiment", work.experiment]
     command += [*settings, f"run.dir={folder}", f"run.name={name}", "run.panel=false"]
     run_to_its_end(command, folder / f"{name}.log")

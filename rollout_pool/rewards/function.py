@@ -3,6 +3,7 @@ whole group as function(prompt, episodes) -> [number, ...]."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Awaitable, Callable
@@ -12,8 +13,10 @@ from configs.choices import RewardScope
 from configs.rollout_schema import RewardConfig, TaskConfig
 from host.user_code import load_callable
 from rollout_pool.rewards.reward import PartScorer, Reward
-from rollout_pool.rewards.types import Scored
 from rollout_pool.tasks.task import Task, load_user_function
+
+_RUNNER = asyncio.Runner()
+"""Runs async functions in one loop for all calls: the clients that they keep belong to it."""
 
 
 class BadReward(ValueError):
@@ -43,13 +46,13 @@ class FunctionReward(Reward):
         function = load_user_function(name, setting, arguments, self.task)
         _check_returns(load_callable(name, setting), what)
         if is_of_group:
-            return lambda request: when_known(
+            return lambda request: as_rewards(
                 function(request.prompt, list(request.episodes), request.prompt),
-                lambda given: as_rewards(given, len(request.episodes), what),
+                len(request.episodes),
+                what,
             )
-        return lambda request: when_known(
-            function(request.prompt, request.episode, request.prompt),
-            lambda given: as_reward(given, what),
+        return lambda request: as_reward(
+            function(request.prompt, request.episode, request.prompt), what
         )
 
 
@@ -68,18 +71,11 @@ def _check_returns(function: Callable[..., object], what: str) -> None:
     raise ValueError(f"{what}: is {is_what}, but a reward is the number that a call returns; {fix}")
 
 
-def when_known(given: object, read: Callable[[Any], Scored]) -> Scored | Awaitable[Scored]:
-    """`read` of what a user's function returned, which an async one has yet to be awaited for."""
-    return _awaited(given, read) if inspect.isawaitable(given) else read(given)
-
-
-async def _awaited(given: Awaitable[Any], read: Callable[[Any], Scored]) -> Scored:
-    return read(await given)
-
-
 def as_reward(given: object, what: str) -> float | None:
-    """Reads `given`, which `what` returned, as a reward. None stays None. Raises BadReward if it is
-    no finite number."""
+    """Reads `given`, which `what` returned, as a reward; awaits it first if it is awaitable. None
+    stays None. Raises BadReward if it is no finite number."""
+    if inspect.isawaitable(given):
+        given = _RUNNER.run(_awaited(given))
     if given is None:
         return None
     # Text that spells a number is not one: `float` would take it.
@@ -97,6 +93,8 @@ def as_reward(given: object, what: str) -> float | None:
 
 def as_rewards(given: Any, num_episodes: int, what: str) -> list[float | None]:
     """The same for the rewards of a group: a list, tuple or array with one for each episode."""
+    if inspect.isawaitable(given):
+        given = _RUNNER.run(_awaited(given))
     is_list = hasattr(given, "__getitem__") and hasattr(given, "__len__")
     if not is_list or isinstance(given, str | bytes | dict) or len(given) != num_episodes:
         raise BadReward(
@@ -104,3 +102,7 @@ def as_rewards(given: Any, num_episodes: int, what: str) -> list[float | None]:
             "return one for each episode, in their order"
         )
     return [as_reward(one, f"{what}, episode {place}") for place, one in enumerate(given)]
+
+
+async def _awaited(given: Awaitable[object]) -> object:
+    return await given

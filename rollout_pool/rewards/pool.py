@@ -1,9 +1,7 @@
 """Scores reward parts in separate processes as episodes end.
 
-A process scores one request at a time; async functions, of which it has accepted many, run side by
-side in it. A request whose process hangs gets no reward; one whose process dies is retried once in
-another, alone. Either way the process is replaced; other requests only have one process less for a
-moment.
+A request whose process hangs gets no reward; one whose process dies is retried once in another.
+Either way the process is replaced; other requests only have one process less for a moment.
 """
 
 from __future__ import annotations
@@ -33,12 +31,6 @@ MAX_STARTS = 3
 """How often a process may die during its start."""
 MAX_ATTEMPTS = 2
 """How often a request may kill its process."""
-CONCURRENT = 64
-"""Async requests that one process runs at a time."""
-GRACE_S = 5.0
-"""A process itself ends an async request in time; if it is this late, the process is stuck."""
-Replies = asyncio.Queue[dict[str, Any]]
-"""Replies to one request."""
 _REPLY_LIMIT = 2**20  # bytes; the process is broken if it writes a longer line
 
 
@@ -117,51 +109,32 @@ class RewardPool:
                 process, again_s = await self._take_idle()
                 waited_s += again_s
             try:
-                return await self._ask(process, request, waited_s, alone=attempt > 0)
+                return await self._ask(process, request, waited_s)
             except ConnectionError:
                 log.warning("a scoring process died during a request, attempt %d", attempt + 1)
         return PartScore(failure="the scoring process died", waited_s=waited_s)
 
-    async def _ask(
-        self, process: _ScoringProcess, request: bytes, waited_s: float, *, alone: bool
-    ) -> PartScore:
-        """Returns the process to the pool or replaces it: for an async request as soon as that is
-        accepted, unless it is to be `alone`. Raises ConnectionError if the process died, or hung
-        while it had other requests, any of which may be at fault."""
-        has_replied, is_ours = False, True
+    async def _ask(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
+        """Returns the process to the pool or replaces it. Raises ConnectionError if it died."""
+        has_replied = False
         try:
-            if alone:
-                await process.is_quiet.wait()
             if not process.is_alive:  # killed while idle, or its start failed
                 self.num_restarts += 1
                 await process.start()
-            async with asyncio.timeout(self._timeout_s) as limit:
-                replies = process.send(request)
-                if "later" in (reply := await replies.get()):
-                    late_s = self._timeout_s + GRACE_S
-                    limit.reschedule(asyncio.get_running_loop().time() + late_s)
-                    if not alone and process.num_open < CONCURRENT:
-                        is_ours = False
-                        self._idle.put_nowait(process)
-                    reply = await replies.get()
-            if "died" in reply:
-                raise ConnectionError(reply["died"])
-            self._worked_s += reply.get("took_s", 0.0) / len(self._processes)
+            async with asyncio.timeout(self._timeout_s):
+                reply = await process.ask(request)
             has_replied = True
+            self._worked_s += reply["took_s"] / len(self._processes)
         except TimeoutError:
-            has_others = process.num_open > 1
             self._worked_s += self._timeout_s / len(self._processes)
-            process.stop()
-            if has_others:
-                raise ConnectionError("it hung with several requests") from None
             failure = f"no reward within {self._timeout_s:g} s"
             return PartScore(failure=failure, waited_s=waited_s)
         except (RewardError, ValueError) as error:
             return PartScore(failure=str(error), waited_s=waited_s)
         finally:
-            if has_replied and is_ours:
+            if has_replied:
                 self._idle.put_nowait(process)
-            elif is_ours and not self._is_closed:
+            elif not self._is_closed:
                 self._tasks.spawn(self._replace(process))
         if "error" in reply:
             return PartScore(failure=str(reply["error"]), waited_s=waited_s)
@@ -190,22 +163,10 @@ class _ScoringProcess:
         self._setup = setup
         self._log_path = log_path
         self._child: Child | None = None
-        self._calls: dict[int, Replies] = {}
-        self._num_calls = 0
-        self._following: asyncio.Task[None] | None = None
-        """Reads its replies."""
-        self.is_quiet = asyncio.Event()
-        """It has no open request."""
-        self.is_quiet.set()
 
     @property
     def is_alive(self) -> bool:
-        is_read = self._following is not None and not self._following.done()
-        return is_read and self._child is not None and not self._ending.done()
-
-    @property
-    def num_open(self) -> int:
-        return len(self._calls)
+        return self._child is not None and not self._ending.done()
 
     async def start(self) -> None:
         """Kills the old process and starts a new one. Raises RewardError if it does not start,
@@ -215,7 +176,7 @@ class _ScoringProcess:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await self._begin()
-                    greeting = await self._greeting()
+                    greeting = await self.ask(self._setup)
                 break
             except ConnectionError:  # it died; the next one may not
                 continue
@@ -233,7 +194,6 @@ class _ScoringProcess:
         if "error" in greeting:
             await self.kill()
             raise ValueError(str(greeting["error"]))
-        self._following = asyncio.create_task(self._follow())
 
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
@@ -245,13 +205,10 @@ class _ScoringProcess:
         self._ending = asyncio.create_task(self._child.exit())
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
 
-    async def _greeting(self) -> dict[str, Any]:
+    async def ask(self, request: bytes) -> dict[str, Any]:
         """Raises ConnectionError if the process dies."""
-        self._writer.write(self._setup + b"\n")
+        self._writer.write(request + b"\n")
         await self._writer.drain()
-        return await self._read()
-
-    async def _read(self) -> dict[str, Any]:
         try:
             line = await self._reader.readline()
             if not line.endswith(b"\n"):
@@ -260,51 +217,12 @@ class _ScoringProcess:
         except ValueError as error:  # too long, or not JSON
             raise ConnectionError(f"the scoring process gave an invalid reply: {error}") from error
 
-    def send(self, request: bytes) -> Replies:
-        """The last one is {"died": why} if the process dies."""
-        replies = self._calls[self._num_calls] = asyncio.Queue()
-        self.is_quiet.clear()
-        self._writer.write(b"%d %b\n" % (self._num_calls, request))
-        self._num_calls += 1
-        if not self.is_alive:  # nobody would read a reply
-            self._give_up("it has ended")
-        return replies
-
-    async def _follow(self) -> None:
-        """Hands each reply to its call until the process ends."""
-        why = "it was replaced"
-        try:
-            while True:
-                reply = await self._read()
-                self._calls[reply["id"]].put_nowait(reply)
-                if "later" not in reply:
-                    del self._calls[reply["id"]]
-                if not self._calls:
-                    self.is_quiet.set()
-        except (OSError, KeyError) as error:
-            why = str(error)
-        finally:
-            self._give_up(why)
-
-    def _give_up(self, why: str) -> None:
-        for replies in self._calls.values():
-            replies.put_nowait({"died": why})
-        self._calls.clear()
-        self.is_quiet.set()
-
-    def stop(self) -> None:
-        """Kills the process and what it started."""
-        if self._child is not None and not self._ending.done():  # else its pid may be reused
-            kill_group(self._child.pid)
-
     async def kill(self) -> None:
-        """The same, and waits for its end."""
+        """Kills the process and what it started, if there is one."""
         if self._child is None:
             return
-        self.stop()
+        if not self._ending.done():  # else its pid may have been reused
+            kill_group(self._child.pid)
         self._writer.close()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.wait([self._following])  # it gives up the calls of this process only
         # asyncio.wait does not cancel it, so a cancelled caller does not leave it half done.
         await asyncio.wait([self._ending], timeout=END_TIMEOUT_S)

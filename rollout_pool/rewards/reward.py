@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib import import_module
 from typing import ClassVar
 
@@ -17,12 +17,12 @@ from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.episodes.tokenizer import Tokenizer
-from rollout_pool.rewards.types import PartRequest, PartScore, Scored
+from rollout_pool.rewards.types import PartRequest, PartScore
 from rollout_pool.tasks.task import Prompt, Task
 
-PartScorer = Callable[[PartRequest], Scored | Awaitable[Scored]]
-"""Scores one part in a scoring process. It is outside of the process's loop; what it returns may be
-awaited there, beside others."""
+PartScorer = Callable[[PartRequest], float | list[float | None] | None]
+"""Scores one part in a scoring process; None if the completion cannot be judged. A list of these is
+for the episodes of a group."""
 
 
 class Reward:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from configs.rollout_schema import RewardConfig
-from rollout_pool.rewards.function import as_reward, when_known
+from rollout_pool.rewards.function import as_reward
 from rollout_pool.rewards.reward import PartScorer, Reward
 
 
@@ -15,9 +15,7 @@ class TaskScore(Reward):
     def load(self, timeout_s: float) -> PartScorer:
         assert self.task is not None, self.part
         score, what = self.task.score, f"task.factory: score of {self.task.name}"
-        return lambda request: when_known(
-            score(request.prompt, request.episode.answer), lambda given: as_reward(given, what)
-        )
+        return lambda request: as_reward(score(request.prompt, request.episode.answer), what)
 
 
 KIND = TaskScore

@@ -19,8 +19,6 @@ from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
 
-Scored = float | list[float | None] | None
-"""A reward, None for what cannot be judged, or a list of these for the episodes of a group."""
 Columns = tuple[Mapping[str, FloatArray], ...]
 
 

@@ -72,7 +72,7 @@ CALL_GAP_S = 0.005
 it, samples that start one by one as others end would each have their own call."""
 LONGEST_GAP_S = 0.05
 FEW_CALLS = 16
-"""Above this the gap grows with the open calls: for each the HTTP client scans all connections."""
+"""Above this the gap grows with the open calls, so that few samples do not make many."""
 LONG_PREFIX = 128
 """Fewest tokens of a prompt for which one sample of a group goes ahead. Sent together, the engine
 would compute the prompt for each of them; a shorter prompt costs less than the wait."""
@@ -154,7 +154,7 @@ class _Request:
         Versions only grow. So tokens with the same label as the arrival before are of that version.
         With another label they may be of both, and all count as the older one: staleness is then
         overestimated, which is safe, and log-probabilities are exact either way. The first token is
-        sent by itself; if more come at once the server was slow to send, and the same holds.
+        sent by itself; if more come at once, as those of a short sample do, the same holds.
         """
         sample = self.sample
         if self._label is None:
@@ -638,7 +638,7 @@ class BatchingClient(ABC):
 
 
 def interval_of(sample: Sample, stream_interval: int, *, is_leader: bool = False) -> int:
-    """A sample of at most so many tokens comes in one part (generate_route.py)."""
+    """A sample of at most so many tokens comes in one part, two from 51 on (generate_route.py)."""
     if sample.stop or sample.constraint is not None:
         stream_interval = min(stream_interval, STOP_STREAM_INTERVAL)
     if is_leader or sample.on_tokens is not None:  # its first token is waited for

@@ -66,6 +66,9 @@ class RewardOfTheProgram:
     async def score(self, prompt, episode):
         return Score(reward=episode.env_reward or 0.0, failures={})
 
+    async def score_group(self, prompt, episodes, scores):
+        return scores
+
 
 @pytest.fixture
 async def state(redis_url, run_name):
