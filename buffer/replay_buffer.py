@@ -84,8 +84,8 @@ class Credit(Reply):
     is_given: bool
     version: int
     """The trainer's current version."""
-    num_retries: int
-    """Prompts of the shard that wait to run again."""
+    has_retries: bool
+    """Prompts of the shard wait to run again."""
     seen: Wake = ("", "")
     """If not, what to wait for, and how full the shard is."""
     in_use: int = 0
@@ -185,7 +185,7 @@ class ReplayBuffer(Leasing):
             for shard, own in self._places(group_id):
                 credit = await shard.try_admit(own)
                 if credit.is_given:
-                    return Admission(own, credit.version, credit.num_retries > 0)
+                    return Admission(own, credit.version, credit.has_retries)
                 refused.append(credit)
             if not deadline.left_s:
                 raise TimeoutError(
