@@ -341,9 +341,14 @@ class RunDir:
 
     def command(self, verb: str) -> str:
         """`make VERB` for this run, to be typed in the current folder."""
+        return f"make {verb}{self.named}"
+
+    @property
+    def named(self) -> str:
+        """The end of a command on this run."""
         root = self.path.parent
         folder = "" if root == Path("runs").absolute() else f" DIR={root}"
-        return f"make {verb} RUN={self.name}{folder}"
+        return f" RUN={self.name}{folder}"
 
     @property
     def gone_words(self) -> str:

@@ -145,7 +145,7 @@ class Training:
         buffer = await cleanup.enter_async_context(opened(self.address))
         self._state = await cleanup.enter_async_context(opened_state(self.address))
         started = self.run_dir.read_record().started
-        view = RunView.of_run(self.run_dir.name, self.config, started)
+        view = RunView.of_run(self.run_dir.name, self.config, started, self.run_dir.named)
         history = read_metrics(self.run_dir.metrics)
         last = max((record.count("step") for record in of_kind(history, "step")), default=0)
         hand_on = [

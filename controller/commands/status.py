@@ -18,7 +18,7 @@ from controller.commands.tune import tune
 from controller.metrics.history import Record, Waits, of_kind, read_metrics
 from controller.report.panel import render
 from controller.report.result import training_seconds
-from controller.run_dir import RunDir
+from controller.run_dir import RunDir, RunRecord
 from controller.watch.faults import Room
 from controller.watch.finding import Finding
 from controller.watch.run_view import RunView
@@ -37,15 +37,17 @@ def print_status(
     ValueError if the folder is not a run's or there is nothing to run, and ConnectionError or
     TimeoutError if the Redis of a running run does not answer.
     """
+    if as_json and fix:
+        raise ValueError("JSON=1 FIX=1: one prints an object, the other asks; choose one of them")
     console = console or Console()
     record, url = run_dir.read_record(), run_dir.read_redis_url()
     is_over = record.state != "running" or not record.is_alive
     is_gone = is_over and record.state == "running"
-    view = None if is_over or url is None else _live_view(run_dir, record.started, url)
+    view = None if is_over or url is None else _live_view(run_dir, record, url)
     history = read_metrics(run_dir.metrics) if is_over else []
     seconds = training_seconds(of_kind(history, "step"))
     found = findings_of_ended(history, seconds) if view is None else findings(view)
-    run = run_dir.command("").removeprefix("make ")
+    run = run_dir.named
     if as_json:
         print(_as_json(run_dir, "gone" if is_gone else record.state, view, found, run))
         return
@@ -107,12 +109,13 @@ def _as_json(
     return msgspec.json.encode({**whole, "findings": listed}).decode()
 
 
-def _live_view(run_dir: RunDir, started: float, url: str) -> RunView:
+def _live_view(run_dir: RunDir, run: RunRecord, url: str) -> RunView:
     """The past from `metrics.jsonl`, the present from Redis."""
     config = run_dir.read_config()
-    view = RunView.of_run(run_dir.name, config, started)
+    view = RunView.of_run(run_dir.name, config, run.started, run_dir.named)
     for record in read_metrics(run_dir.metrics):
         view.apply(record)
+    view.note_resumed(run.resumed or 0.0)
     address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
     try:
         stats, waits, counters, memory = asyncio.run(_sample(address))

@@ -18,7 +18,7 @@ from buffer.results import BufferStats
 from buffer.run_state import MetricsEntry
 from controller.metrics.catalogue import METRICS, RECORDED, Kind, Metric
 from controller.metrics.counters import Counters, Distribution, times
-from controller.metrics.history import Record, finite_only
+from controller.metrics.history import LENGTHS, Record, finite_only
 
 # Otherwise each counter comes with a second one that says since when it counts.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -130,6 +130,8 @@ class RecordTotals:
         """Add one record; other kinds are ignored."""
         record = Record(t=0.0, kind=entry.kind, values=finite_only(entry.record))
         for metric, instrument in self._instruments.get(record.kind, ()):
+            if record.kind == LENGTHS and metric.label:
+                instrument.clear()  # each record has its own lengths
             if metric.when is None or record.values.get(metric.when[0]) == metric.when[1]:
                 for labels, number in _samples(metric, record):
                     _apply(instrument.labels(self._run, *labels), number)

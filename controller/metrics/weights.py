@@ -29,6 +29,8 @@ MUCH_LATER_S = 2.0
 """An engine is named that gets a version so much later than the first one does."""
 ENGINE_JOINED, ENGINE_LEFT = "engine_joined", "engine_left"
 """Events of an engine that was added to the run, and of one that is gone for good."""
+RECEIVER_LEFT = "receiver_left"
+"""Event of a receiver that is gone for good."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -163,7 +163,9 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
 
 def _findings(view: RunView) -> list[Text]:
     styles = {Level.alarm: "bold red", Level.hint: "italic"}
-    found = [Text(printable(one.line()), style=styles[one.level]) for one in findings(view)]
+    found = [
+        Text(printable(one.line(view.named)), style=styles[one.level]) for one in findings(view)
+    ]
     return found if view.is_measured else [*found, Text("Measuring waits...", style="dim")]
 
 

@@ -13,7 +13,7 @@ Admission follows the slowest engine, so weights that arrive late show up as wai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -56,7 +56,10 @@ class Sizes:
 
     engines: int = 1
     ranks: int | None = None
-    """None: unknown."""
+    """None: unknown, or nobody here knows whether there is room for more."""
+    rank_step: int = 1
+    """The number of ranks is a multiple of it."""
+    most_ranks: int = 2**31
     reward_actors: int = 0
     reward_processes: int = 1
 
@@ -114,7 +117,7 @@ def bottleneck(
             f"the trainer is the bottleneck: rollouts waited {rollout:.0%} {when} for room within "
             "the leash",
             "add ranks (trainer.num_ranks); more engines would not help",
-            *(f"trainer.num_ranks={enough(n, rollout)}" for n in (sizes.ranks,) if n),
+            *_more_ranks(sizes, rollout),
         )
     return hint(
         "",
@@ -122,6 +125,15 @@ def bottleneck(
         f"{rollout:.0%} for the trainer",
         "there is nothing to change",
     )
+
+
+def _more_ranks(sizes: Sizes, waited: float) -> Iterator[str]:
+    """The change, if more of them are possible."""
+    if sizes.ranks is not None:
+        step = sizes.rank_step
+        more = min(sizes.most_ranks, step * enough(sizes.ranks // step, waited))
+        if more > sizes.ranks:
+            yield f"trainer.num_ranks={more}"
 
 
 def _late_weights(weights: WeightsPace) -> str:

@@ -109,13 +109,20 @@ _CACHE_ADVICE = "give the engine more memory (rollout.engine.mem_fraction), or a
 
 
 def low_admission(
-    stats: BufferStats, trainer_waited: float, engines: Sequence[Record], rollout: RolloutConfig
+    stats: BufferStats,
+    trainer_waited: float,
+    rewards_waited: float,
+    engines: Sequence[Record],
+    rollout: RolloutConfig,
 ) -> Finding | None:
-    """The engines could take more groups than the workers may have in flight."""
+    """The engines could take more groups than the workers may have in flight. Groups that wait for
+    their rewards are in flight too."""
     most, workers = rollout.max_groups_in_flight, rollout.num_workers
     # A group that has just ended is not replaced yet.
     is_full = stats.running + workers >= most * workers and stats.running < stats.limit()
-    if not is_full or not engines or trainer_waited < MUCH:
+    if not is_full or not stats.running or not engines:
+        return None
+    if trainer_waited < MUCH or rewards_waited >= MUCH:
         return None
     if any(e.number("queued") > 0 or e.number("in_flight") >= e.number("limit") for e in engines):
         return None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from math import ceil
 
 from configs.introspection import setting_named
+
+log = logging.getLogger(__name__)
 
 _SHORT = {
     "rollout.num_engines": "make scale ROLLOUT",
@@ -82,6 +86,12 @@ def enough(number: int, waited: float) -> int:
     """How many of a part nobody would wait for, if others waited for this fraction of the time with
     `number` of them; at most twice as many."""
     return min(2 * number, max(number + 1, ceil(number / max(0.5, 1 - waited))))
+
+
+@cache
+def log_once(what: str) -> None:
+    """The error that is being handled, which costs the run no more than `what`."""
+    log.warning("%s failed, and the run goes on without", what, exc_info=True)
 
 
 def _capital(text: str) -> str:

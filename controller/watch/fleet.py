@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 from buffer.run_state import RunState
 from configs.checks import with_live
 from configs.schema import Config
-from controller.metrics.weights import ENGINE_JOINED, ENGINE_LEFT
+from controller.metrics.weights import ENGINE_JOINED, ENGINE_LEFT, RECEIVER_LEFT
 from controller.units import format_number_of
 from controller.watch.supervise import RunFailed, cause_of, death, failure, lost_node
 from processes.pending import value
@@ -292,6 +292,7 @@ class Fleet:
             # Its node is gone, and its engines with it. Ray may say that it could not start it
             # again anywhere else.
             await self.state.forget_receiver(name)
+            await self._note(RECEIVER_LEFT, name, "its node is gone")
             return
         if not self._end.done():
             self._end.set_result(failure(name, what, self.log_of(name)))

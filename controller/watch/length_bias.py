@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import exp, inf, log
+from math import exp, inf, isfinite, log
 from operator import itemgetter
 from statistics import NormalDist
 from typing import NamedTuple
@@ -46,6 +46,8 @@ class Lengths:
     """Tokens of the answers of a window."""
 
     trained_mean: float
+    ended_mean: float
+    """The mean of the answers that were not given up."""
     sampled: Sequence[tuple[float, float]]
     """Length and fraction of the answers, in ascending order; the fractions add up to 1."""
     given_up: Mapping[int, float]
@@ -97,7 +99,9 @@ def measure_lengths(
     grown: Mapping[str, float], steps: Sequence[Record], most_tokens: int
 ) -> Lengths | None:
     """From what the workers counted in a window and the steps in it; None for too few answers."""
-    names = {name for prefix in (ENDED, CUT) for _, name in below(grown, prefix)}
+    names = {
+        name for prefix in (ENDED, CUT) for _, name in below(grown, prefix) if name.isdecimal()
+    }
     classes = [
         _Class(int(name), *(grown.get(prefix + name, 0.0) for prefix in (ENDED, CUT, TOKENS)))
         for name in sorted(names, key=int)
@@ -121,17 +125,21 @@ def measure_lengths(
     branches = grown.get("branches", 0.0) / num_episodes if num_episodes else 1.0
     versions = grown.get(VERSIONS, 0.0)
     sampled = sum(one.tokens + MIDDLE * one.least * one.cut for one in classes)
-    return Lengths(
+    found = Lengths(
         trained_mean=_mean(trained) * branches,
+        ended_mean=sum(one.tokens for one in classes) / num_ended,
         sampled=_life_table(classes, most_tokens),
         given_up=given_up,
         tokens_per_version=sampled / versions if versions else inf,
     )
+    return found if found.sampled_mean > 0 and isfinite(found.trained_mean) else None
 
 
 def length_bias(lengths: Lengths, max_staleness: int, on_stale: OnStale) -> Finding | None:
     """A bias by the age of answers; other causes, as a filter, are no part of it."""
-    if not lengths.ratio < BIASED or not lengths.given_up or on_stale is OnStale.wait:
+    if on_stale not in (OnStale.requeue, OnStale.drop) or not lengths.given_up:
+        return None
+    if not max(lengths.trained_mean, lengths.ended_mean) < BIASED * lengths.sampled_mean:
         return None
     length, share = max(lengths.given_up.items(), key=itemgetter(1))
     words = (
@@ -175,13 +183,16 @@ def _lognormal(
     shape = 0.0  # if more than half are longer, the median is unknown: as short as they can be
     if left < 0.5:
         so_far = accumulate(fraction for _, fraction in parts)
-        median = next(part[0] for part, up_to in zip(parts, so_far, strict=True) if up_to >= 0.5)
-        shape = log(max(start / median, 1.0)) / -_NORMAL.inv_cdf(left)
+        reached = (part[0] for part, up_to in zip(parts, so_far, strict=True) if up_to >= 0.5)
+        median = next(reached, start)
+        shape = log(max(start / max(median, 1.0), 1.0)) / -_NORMAL.inv_cdf(left)
+    # Just below one half the shape says nothing, and is huge.
+    most = log(max(start, most_tokens) / start)
     found = []
     for number in range(NUM_BEYOND):
         longer = left * (1 - (number + 0.5) / NUM_BEYOND)
-        length = start * exp(shape * (_NORMAL.inv_cdf(left) - _NORMAL.inv_cdf(longer)))
-        found.append((min(length, max(start, most_tokens)), left / NUM_BEYOND))
+        growth = min(most, shape * (_NORMAL.inv_cdf(left) - _NORMAL.inv_cdf(longer)))
+        found.append((start * exp(growth), left / NUM_BEYOND))
     return found
 
 

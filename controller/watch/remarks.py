@@ -12,9 +12,9 @@ STILL_S = 10.0
 """Workers count the tokens that have arrived every few seconds."""
 
 
-def buffer_findings(stats: BufferStats) -> list[Finding]:
-    """A hint for each condition of the buffer that may need action."""
-    found = [_blocked(stats)]
+def buffer_findings(stats: BufferStats, waited_s: float, when: str) -> list[Finding]:
+    """A hint for each condition that may need action. `waited_s`: the wait of pushes, `when`."""
+    found = [_blocked(stats, waited_s, when)]
     for what, number, state in (
         ("group", stats.quarantined, "kept but not trained"),
         ("prompt", stats.prompts_quarantined, "no longer run"),
@@ -97,18 +97,17 @@ def checkpoint_failed(record: Record) -> Finding:
     )
 
 
-def _blocked(stats: BufferStats) -> Finding | None:
+def _blocked(stats: BufferStats, waited_s: float, when: str) -> Finding | None:
     # A push is counted when its wait ends: a full buffer is reported before the first one.
-    full, times = _full(stats), stats.push_blocked
-    pushes = "1 push" if times == 1 else f"{times} pushes"
-    waited = f"{pushes} waited {format_duration(stats.push_blocked_s)}"
-    if full:
-        so_far = f" ({waited} so far)" if times else ""
-        advice = "the trainer is behind: raise the capacity, or train more groups per step"
-        return hint("buffer", f"the buffer is full: {full}{so_far}", advice)
-    if not times:
-        return None
-    return hint("buffer", f"{waited} for room so far", "there is room now")
+    if not (full := _full(stats)):
+        words = f"pushes waited {format_duration(waited_s)} {when} for room"
+        return hint("buffer", words, "there is room now") if waited_s > 0 else None
+    times, so_far = stats.push_blocked, ""
+    if times:
+        pushes = "1 push" if times == 1 else f"{times} pushes"
+        so_far = f" ({pushes} waited {format_duration(stats.push_blocked_s)} so far)"
+    advice = "the trainer is behind: raise the capacity, or train more groups per step"
+    return hint("buffer", f"the buffer is full: {full}{so_far}", advice)
 
 
 def bytes_in_use(stats: BufferStats) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from buffer.results import BufferStats
@@ -13,7 +14,7 @@ from controller.metrics.history import ATTACHED, EVAL_FAILED, RESUMED, TUNED, Re
 from controller.metrics.weights import WeightsPace, WeightsView
 from controller.watch.bottleneck import WaitFractions, Window, wait_fractions
 from controller.watch.faults import Room
-from controller.watch.finding import Finding
+from controller.watch.finding import Finding, log_once
 from controller.watch.learning import learning_alarms
 from controller.watch.length_bias import Lengths, measure_lengths
 
@@ -22,6 +23,8 @@ RATE_HORIZON_S = 30.0
 LENGTHS_HORIZON_S = 3600.0
 ENGINES_HORIZON_S = 30.0
 """An engine record that is older says nothing about now."""
+PUSHES = ("pushes", "room")
+"""The wait of pushes to a full buffer, beside those of the pools."""
 NEW_CONDITIONS = {
     *(RESUMED, ATTACHED, TUNED, "redis_restarted"),
     *("engine_lost", "engine_restarted", "engine_joined", "engine_left"),
@@ -47,8 +50,12 @@ class RunView:
     num_steps: int
     started: float
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    num_ranks: int | None = None
-    """None: the launch chose it."""
+    config: Config | None = None
+    """All its settings, at its start."""
+    named: str = ""
+    """Names the run behind a command, as " RUN=night"."""
+    num_engines: int = 0
+    """How many are to serve now."""
     on_stale: OnStale = OnStale.requeue
     steps_per_version: int = 1
     phase: str = "starting"
@@ -84,13 +91,15 @@ class RunView:
     """The last step, and the alarms after it."""
 
     @classmethod
-    def of_run(cls, run: str, config: Config, started: float) -> RunView:
+    def of_run(cls, run: str, config: Config, started: float, named: str = "") -> RunView:
         return cls(
             run=run,
             num_steps=config.trainer.num_steps,
             started=started,
             rollout=config.rollout,
-            num_ranks=config.trainer.num_ranks,
+            config=config,
+            named=named,
+            num_engines=config.rollout.num_engines,
             on_stale=config.buffer.on_stale,
             steps_per_version=config.trainer.gradient_accumulation_steps,
             weights=WeightsView(publish_every=config.trainer.publish_every),
@@ -104,8 +113,9 @@ class RunView:
             self.step = record.count("step")
             self.steps.append(record)
         elif record.kind == RESUMED:
-            self.step, self.resumed_at = record.count("step"), record.t
+            self.step = record.count("step")
             self.steps = [step for step in self.steps if step.count("step") <= self.step]
+            self._begin_again(record.t)
         elif record.kind == "eval":
             self.evals.append(record)
             self.eval_failure = None
@@ -115,7 +125,11 @@ class RunView:
             self.checkpoint_failure = record if "error" in record.values else None
             self.checkpoint = record
         elif record.kind == "buffer":
-            self._sample(record.t, record.waits, record.counters)
+            waits = {**record.waits, PUSHES: record.number("push_blocked_s")}
+            self._sample(record.t, waits, record.counters)
+        elif record.kind == TUNED and record.values.get("setting") == "rollout.num_engines":
+            with suppress(ValueError):
+                self.num_engines = int(str(record.values.get("after")))
         elif record.kind == "engine":
             engine, worker = (str(record.values.get(name)) for name in ("engine", "worker"))
             self.engines[engine, worker] = record
@@ -123,6 +137,19 @@ class RunView:
             self.weights.apply(record)
         if NEW_CONDITIONS & {record.kind, record.values.get("event")}:
             self._measure_anew(record.t)
+
+    def note_resumed(self, t: float) -> None:
+        """A controller has taken the run up at `t`: it starts, until there is a record of that."""
+        if t > self.resumed_at:
+            self.phase = "starting"
+            self._begin_again(t)
+
+    def _begin_again(self, t: float) -> None:
+        """Forgets what was lost, late or failed before `t`, which says nothing about now."""
+        self.resumed_at = t
+        self.eval_failure = self.checkpoint_failure = None
+        self.weights = WeightsView(publish_every=self.weights.publish_every)
+        self._measure_anew(t)
 
     def _measure_anew(self, t: float) -> None:
         self.changed_at = t
@@ -147,7 +174,7 @@ class RunView:
         if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
             self.moved_at = now
         self.stats, self.room = stats, room
-        self._sample(now, waits, counters)
+        self._sample(now, {**waits, PUSHES: stats.push_blocked_s}, counters)
 
     def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
         restarts = "workers_restarted"
@@ -218,7 +245,11 @@ class RunView:
         since = self.now - self.answers.elapsed_s
         steps = [step for step in self.steps if step.t >= since]
         grown = self.answers.growth()
-        return measure_lengths(grown, steps, self.rollout.max_response_tokens)
+        try:
+            return measure_lengths(grown, steps, self.rollout.max_response_tokens)
+        except Exception:  # whatever is wrong with the counts
+            log_once("the measurement of lengths")
+            return None
 
     @property
     def is_measured(self) -> bool:

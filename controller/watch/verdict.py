@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from buffer.results import BufferStats
+from configs.checks import with_live
 from controller.metrics.history import Record, of_kind
 from controller.metrics.weights import WeightsView
 from controller.units import format_duration
@@ -25,7 +26,7 @@ from controller.watch.faults import (
     full_memory,
     low_admission,
 )
-from controller.watch.finding import Finding, Level
+from controller.watch.finding import Finding, Level, log_once
 from controller.watch.learning import learning_alarms
 from controller.watch.length_bias import length_bias
 from controller.watch.remarks import (
@@ -35,12 +36,18 @@ from controller.watch.remarks import (
     eval_failed,
     overdue,
 )
-from controller.watch.run_view import RunView
+from controller.watch.run_view import PUSHES, RunView
 
 
 def findings(view: RunView) -> list[Finding]:
     """Alarms before hints, and a run that is well balanced last."""
-    found = [one for one in _in_order(view) if one is not None]
+    found = list[Finding]()
+    try:
+        for one in _in_order(view):
+            if one is not None:
+                found.append(_possible(one, view))
+    except Exception:  # a verdict that fails must not end the run
+        log_once("the verdict on the run")
     return sorted(found, key=lambda one: (one.level is Level.hint, not one.part))
 
 
@@ -56,13 +63,15 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     yield from full_caches(grown, elapsed_s, view.recent_engines, waited)
     if stats is not None:
         if view.is_measured:
-            yield low_admission(stats, waited, view.recent_engines, view.rollout)
+            for_rewards = view.wait_fractions.rollout_for_rewards
+            engines = view.recent_engines
+            yield low_admission(stats, waited, for_rewards, engines, view.rollout)
             yield _bottleneck(view, stats)
         yield from engine_findings(stats, view.weights)
         since_s, usual_s = view.overdue_s, view.seconds_per_step
         if since_s is not None and usual_s is not None:
             yield overdue(stats, since_s, usual_s, view.now - view.moved_at)
-        yield from buffer_findings(stats)
+        yield from buffer_findings(stats, view.waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms
     if view.eval_failure is not None:
         yield eval_failed(view.eval_failure)
@@ -71,14 +80,42 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
 
 
 def _bottleneck(view: RunView, stats: BufferStats) -> Finding:
+    serving = len(stats.engine_versions)
     sizes = Sizes(
-        engines=len(stats.engine_versions) or view.rollout.num_engines,
-        ranks=view.num_ranks,
+        engines=max(serving, view.num_engines),
         reward_actors=view.rollout.reward_actors,
         reward_processes=view.rollout.reward_processes,
     )
-    when = f"of the last {format_duration(view.waits.elapsed_s)}"
-    return bottleneck(view.wait_fractions, stats.max_staleness, when, view.weights_pace, sizes)
+    # On GPUs a resume may find no room for more ranks.
+    if view.config is not None and view.config.cluster.gpus_per_rank == 0:
+        trainer = view.config.trainer
+        step = trainer.sequence_parallel_size
+        most = step * (trainer.groups_per_step // trainer.num_minibatches)
+        sizes = replace(sizes, ranks=trainer.num_ranks, rank_step=step, most_ranks=most)
+    pace, fractions = view.weights_pace, view.wait_fractions
+    found = bottleneck(fractions, stats.max_staleness, _when(view), pace, sizes)
+    # Those that are to serve already may be enough.
+    is_short = serving < view.num_engines and found.part == "rollout"
+    return replace(found, changes=()) if is_short else found
+
+
+def _when(view: RunView) -> str:
+    return f"of the last {format_duration(view.waits.elapsed_s)}"
+
+
+def _possible(found: Finding, view: RunView) -> Finding:
+    """Without its changes, if the settings of the run do not go with them."""
+    if (config := view.config) is None:
+        return found
+    try:
+        for change in found.changes:
+            name, _, text = change.partition("=")
+            of, _, setting = name.partition(".")
+            section = with_live(getattr(config, of), {setting: text})
+            config = replace(config, **{of: section})
+    except ValueError:
+        return replace(found, changes=())
+    return found
 
 
 def findings_of_ended(records: Sequence[Record], seconds: float) -> list[Finding]:

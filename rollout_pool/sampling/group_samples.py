@@ -27,13 +27,11 @@ class Answer(NamedTuple):
     oldest: int
     newest: int
     """The versions of its first and its last token; 0 without any."""
-    has_ended: bool
 
     @classmethod
     def of(cls, sample: Sample) -> Answer:
         versions = [span.version for span in sample.version_spans] or [0]
-        has_ended = sample.finish_reason is not None
-        return cls(sample.session, len(sample.output_ids), versions[0], versions[-1], has_ended)
+        return cls(sample.session, len(sample.output_ids), versions[0], versions[-1])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 from rollout_pool.sampling.group_samples import Answer
@@ -23,6 +23,12 @@ def length_bucket(num_tokens: int) -> str:
 def least_of_class(num_tokens: int) -> int:
     """The least length of an answer's class, of which a doubling has two: 1, 2, 3, 4, 6, 8, 12."""
     return math.ceil(2 ** (math.floor(2 * math.log2(max(1, num_tokens))) / 2))
+
+
+def _episode_of(session: str) -> str:
+    """`GROUP.3` of an agent's session `GROUP.3-a1b2c3`."""
+    group, dot, place = session.rpartition(".")
+    return group + dot + place.partition("-")[0]
 
 
 class CounterStore(Protocol):
@@ -43,18 +49,18 @@ class Counters:
         if amount:
             self._unsent[name] += amount  # type: ignore[assignment]  # seconds are floats
 
-    def add_answers(self, answers: Iterable[Answer]) -> None:
-        """Counts a group's answers by length, those that ended and those that were cut off.
+    def add_answers(self, answers: Iterable[Answer], ended: Collection[str]) -> None:
+        """Counts a group's answers by length, those of episodes outside `ended` as cut off.
 
         An answer is all that the model wrote in an episode.
         """
         episodes: dict[str, list[Answer]] = {}
         for answer in answers:
-            episodes.setdefault(answer.session, []).append(answer)
-        for turns in episodes.values():
+            episodes.setdefault(_episode_of(answer.session), []).append(answer)
+        for episode, turns in episodes.items():
             num_tokens = sum(turn.num_tokens for turn in turns)
             length = least_of_class(num_tokens)
-            if all(turn.has_ended for turn in turns):
+            if episode in ended:
                 self.add(f"answers_ended:{length}")
                 self.add(f"answer_tokens:{length}", num_tokens)
             else:

@@ -86,7 +86,8 @@ class GroupRun:
     """Number of episodes that are left out because a part of their reward did not judge them."""
     num_turns: int = 0
     """Turns of its ended episodes."""
-    num_branches: int = 0
+    ended: set[str] = field(default_factory=set)
+    """The sessions of its ended episodes."""
     pictures: dict[str, bytes] = field(default_factory=dict)
     """Pictures of its scored episodes, by digest."""
     given_up_because: str | None = field(default=None, init=False)
@@ -243,8 +244,10 @@ class GroupRunner:
             count("groups_stopped")
             count("tokens_stopped", spent.num_tokens)
             return
-        if not (num_restored or samples.is_external or run.ref.attempt):
-            self.counters.add_answers(spent.answers)
+        # Those of a group that failed were not cut off for their length.
+        is_measured = is_done or run.stopped_for is GroupEnd.too_old
+        if is_measured and not (num_restored or samples.is_external or run.ref.attempt):
+            self.counters.add_answers(spent.answers, run.ended)
         what, bucket = "completed" if is_done else "given_up", length_bucket(spent.longest)
         count(f"{what}:{bucket}")
         count(f"{what}_s:{bucket}", time.monotonic() - run.samples.started)
@@ -256,7 +259,7 @@ class GroupRunner:
         for end in ends.values():
             count(f"episodes_ended:{end}")
         count("turns", run.num_turns)
-        count("branches", run.num_branches)
+        count("branches", len(run.group.trajectories))
 
     async def _settle_outcome(self, run: GroupRun) -> bool:
         assert run.work is not None
@@ -390,7 +393,7 @@ async def _member(
         episode = await run.episode_source.run(run.prompt, request)
         span.set_attributes({"turns": episode.num_turns, "end": episode.end})
     run.num_turns += episode.num_turns
-    run.num_branches += len(episode.branches)
+    run.ended.add(request.session)
     score = await scorer.score(run.prompt, episode)
     _check_scored(run, place, score)
     return episode, score

@@ -77,6 +77,8 @@ def test_running_run_is_shown_live(going_run: RunDir, redis_url: str) -> None:
     assert "step 10 of 60" in text
     assert "1 running" in text
     assert "1 of 48 groups" in text
+    assert text.count("make scale ROLLOUT=2") == 2, "the panel says it too"
+    assert " ".join(text.split()).count(f"RUN={going_run.name}") >= 3
     assert redis_url not in text, "the password stays in its file"
 
 
@@ -145,3 +147,17 @@ def test_finished_run_shows_its_summary_and_bottleneck(trained_run: RunDir) -> N
     assert f"{trained_run.name}: finished" in text
     assert "= trained" in text
     assert "Rollouts are the bottleneck: the trainer waited 55% of the run" in text
+
+
+def test_one_object_and_a_question_are_refused_together(
+    trained_run: RunDir, leash: Command
+) -> None:
+    error = leash("status", "--json", "--fix", exit_code=EXIT_BAD_INPUT)
+    assert "JSON=1 FIX=1: " in error
+
+
+def test_run_that_is_being_resumed_says_nothing_of_before(going_run: RunDir) -> None:
+    record = going_run.read_record()
+    going_run.write_record(replace(record, resumed=time.time()))
+    text = status_of(going_run)
+    assert "Nothing is measured so far." in text and "starting" in text

@@ -24,7 +24,7 @@ from configs.choices import OnStale
 from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
 from controller.metrics.prometheus import SCRAPE_TIMEOUT_S, MetricsServer
-from controller.metrics.prometheus_metrics import KEPT_MS, EngineGauges
+from controller.metrics.prometheus_metrics import KEPT_MS, EngineGauges, RecordTotals
 from tests.support.buffer.groups import lease_batch, make_group
 from tests.support.controller.buffers import fill, opened
 from tests.support.controller.records import event_record, skipped_record, weights_records
@@ -258,3 +258,21 @@ def test_port_in_use_is_named_by_its_setting(address: BufferAddress) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=rf"run\.prometheus_port={port}: cannot listen"):
             MetricsServer(address, "127.0.0.1", port)
+
+
+def test_lengths_of_which_none_is_given_up_any_more_are_gone() -> None:
+    totals = RecordTotals("night")
+    totals.add(
+        MetricsEntry("5-0", "lengths", {"ratio": 0.7, "given_up/8": 0.5, "given_up/12": 1.0})
+    )
+    totals.add(MetricsEntry("6-0", "lengths", {"ratio": 0.8, "given_up/8": 0.25}))
+    found = {
+        (sample.name, sample.labels.get("from")): sample.value
+        for family in totals.registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("rollout_length_")
+    }
+    assert found == {
+        ("rollout_length_ratio", None): 0.8,
+        ("rollout_length_given_up", "8"): 0.25,
+    } | {name: value for name, value in found.items() if name[0].endswith("mean")}

@@ -123,16 +123,17 @@ def test_state_of_the_buffer_and_the_engines_is_shown(
             "buffer.capacity_groups=48 (2 pushes waited 1m 15s so far). The trainer is behind",
         ),
         (
-            {"capacity_groups": 49, "push_blocked": 1, "push_blocked_s": 2.5},
-            "1 push waited 2.5 s for room so far. There is room now.",
+            {"capacity_groups": 48, "push_blocked": 1, "push_blocked_s": 2.5},
+            "buffer.capacity_groups=48 (1 push waited 2.5 s so far).",
         ),
+        ({"capacity_groups": 49, "push_blocked": 1, "push_blocked_s": 2.5}, ""),
         ({"capacity_groups": 49, "capacity_bytes": 20_001}, ""),
     ],
 )
 def test_pushes_that_wait_for_capacity_are_a_remark(
     change: dict[str, float], expected: str
 ) -> None:
-    found = buffer_findings(replace(STATS, **change))  # type: ignore[arg-type]
+    found = buffer_findings(replace(STATS, **change), 0.0, "")  # type: ignore[arg-type]
     assert len(found) == bool(expected) and expected in "".join(one.sentence for one in found)
 
 
@@ -218,6 +219,12 @@ def test_panel_on_a_terminal_is_drawn_in_place_and_restores_the_cursor() -> None
     text = out.getvalue()
     assert "a line above it" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown again"
+
+
+def test_commands_on_the_panel_name_the_run() -> None:
+    view = trained_view()
+    view.named = " RUN=night"
+    assert "Try `make scale ROLLOUT=4 RUN=night`" in " ".join(text_of(view, 300).split())
 
 
 def test_sparkline_keeps_the_shape_at_any_width() -> None:

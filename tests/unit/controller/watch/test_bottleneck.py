@@ -95,6 +95,22 @@ def test_command_adds_as_much_as_the_wait_asks_for_and_at_most_doubles(
     assert bottleneck(waits, leash, sizes=sizes).command() == command
 
 
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        (Sizes(), ()),
+        (Sizes(ranks=4, rank_step=2), ("trainer.num_ranks=8",)),
+        (Sizes(ranks=4, rank_step=4), ("trainer.num_ranks=8",)),
+        (Sizes(ranks=4, rank_step=2, most_ranks=6), ("trainer.num_ranks=6",)),
+        (Sizes(ranks=4, rank_step=2, most_ranks=4), ()),
+    ],
+)
+def test_ranks_that_a_resume_would_refuse_are_not_advised(
+    sizes: Sizes, changes: tuple[str, ...]
+) -> None:
+    assert bottleneck(waited(trainer=0.5), 2, sizes=sizes).changes == changes
+
+
 def test_fractions_are_parts_of_the_time_of_one_process() -> None:
     waits = {("trainer", "rollout"): 5.0, ("rollout", "trainer"): 16.0, ("rollout", "rewards"): 8.0}
     result = wait_fractions(waits, elapsed_s=20.0, num_workers=4)

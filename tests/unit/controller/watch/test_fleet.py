@@ -14,7 +14,7 @@ import pytest_asyncio
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
 from buffer.connect import Buffer
-from buffer.run_state import STREAM_START, RunState
+from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from configs.load import load_config
 from configs.schema import BufferConfig
 from controller.watch import fleet
@@ -399,6 +399,12 @@ async def test_receiver_that_goes_with_its_node_is_forgotten_and_one_given_up_en
     async with asyncio.timeout(60):
         while await scene.state.receivers():
             await asyncio.sleep(0.01)
+        entries: list[MetricsEntry] = []
+        while not entries:
+            entries = await scene.state.read_metrics(STREAM_START, block_s=1.0)
+    assert [(one.record["event"], one.record["who"]) for one in entries] == [
+        ("receiver_left", "receiver-0")
+    ]
     assert not scene.running.done()
     await scene.until(lambda: ("lost", "engine-1") in scene.pool.refs)
     scene.pool.fail("lost", "engine-1")

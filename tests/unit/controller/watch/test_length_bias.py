@@ -10,7 +10,9 @@ from collections.abc import Mapping
 import pytest
 
 from configs.choices import OnStale
+from controller.watch.finding import log_once
 from controller.watch.length_bias import Lengths, length_bias, measure_lengths
+from controller.watch.run_view import RunView
 from rollout_pool.sampling.group_samples import Answer
 from rollout_pool.worker.counters import Counters, least_of_class
 from tests.support.controller.records import step_record
@@ -30,19 +32,19 @@ class Kept:
         self.amounts |= amounts
 
 
-def counted(*groups: list[Answer]) -> dict[str, float]:
+Group = tuple[list[Answer], set[str]]
+"""Answers, and the episodes that ended."""
+
+
+def counted(*groups: Group) -> dict[str, float]:
     async def count() -> dict[str, float]:
         counters = Counters(kept := Kept())
-        for answers in groups:
-            counters.add_answers(answers)
+        for answers, ended in groups:
+            counters.add_answers(answers, ended)
         await counters.flush()
         return kept.amounts
 
     return asyncio.run(count())
-
-
-def answer(session: str, tokens: int, versions: int = 0, *, ended: bool = True) -> Answer:
-    return Answer(session, tokens, 7, 7 + versions, ended)
 
 
 def measured(counts: Mapping[str, float], trained_mean: float) -> Lengths | None:
@@ -66,17 +68,13 @@ def played(seed: int, max_staleness: int | None, num_prompts: int = 600) -> tupl
             most = LONGEST if max_staleness is None else int((max_staleness - phase) * PER_VERSION)
             if is_first:
                 first += lengths
-                groups.append(
-                    [
-                        answer(
-                            str(place),
-                            min(length, most),
-                            int(min(length, most) / PER_VERSION + phase),
-                            ended=length <= most,
-                        )
-                        for place, length in enumerate(lengths)
-                    ]
-                )
+                so_far = [min(length, most) for length in lengths]
+                answers = [
+                    Answer(f"g.{place}", length, 7, 7 + int(length / PER_VERSION + phase))
+                    for place, length in enumerate(so_far)
+                ]
+                ended = {f"g.{place}" for place, length in enumerate(lengths) if length <= most}
+                groups.append((answers, ended))
             is_first = False
             if max(lengths) <= most:
                 break
@@ -94,9 +92,9 @@ def test_classes_of_lengths_are_two_a_doubling() -> None:
 
 
 def test_answer_is_all_that_the_model_wrote_in_an_episode() -> None:
-    turns = [Answer("a", 10, 3, 3, True), Answer("a", 6, 4, 5, True)]
-    cut = [Answer("b", 10, 3, 4, True), Answer("b", 2, 4, 4, False), Answer("c", 0, 0, 0, False)]
-    assert counted(turns, cut) == {
+    turns = [Answer("g-1.10-a1b2", 10, 3, 3), Answer("g-1.10-c3d4", 6, 4, 5)]
+    cut = [Answer("g-1.1", 10, 3, 4), Answer("g-1.1", 2, 4, 4), Answer("g-1.2", 0, 0, 0)]
+    assert counted(([*turns, *cut], {"g-1.10"})) == {
         "answers_ended:16": 1,
         "answer_tokens:16": 16,
         "answers_cut:12": 1,
@@ -130,7 +128,8 @@ def test_advised_staleness_would_do() -> None:
         assert name == "buffer.max_staleness" and 12 <= int(value) <= 24
         assert played(seed, int(value))[0] > 0.94
         assert played(seed, int(value) // 2)[0] < 0.95
-    assert length_bias(said, 4, OnStale.wait) is None
+    for other in (OnStale.wait, OnStale.mask_tokens):
+        assert length_bias(said, 4, other) is None
 
 
 def test_bias_without_a_known_pace_of_versions_advises_to_wait() -> None:
@@ -145,3 +144,41 @@ def test_bias_without_a_known_pace_of_versions_advises_to_wait() -> None:
 def test_few_answers_say_nothing() -> None:
     assert measured({"answers_ended:8": 150.0, "answer_tokens:8": 1200.0}, 4.0) is None
     assert measured({}, 4.0) is None
+    assert measured({"answers_ended:1": 300.0}, 4.0) is None  # all are empty
+    assert measured({"answers_ended:8": 300.0, "answer_tokens:8": 2400.0}, math.nan) is None
+
+
+def test_names_that_are_no_lengths_are_skipped() -> None:
+    counts = {"answers_ended:8": 300.0, "answer_tokens:8": 2400.0}
+    foreign = {"answers_ended:": 7.0, "answers_cut:x": 7.0, "answers_cut:-1": 7.0}
+    assert measured(counts | foreign, 8.0) == measured(counts, 8.0)
+
+
+@pytest.mark.parametrize("num_ended", [1001, 1008, 1100])
+def test_tail_from_just_below_the_median_on_ends_at_the_longest_response(num_ended: int) -> None:
+    counts = {"answers_ended:128": num_ended, "answer_tokens:128": 150.0 * num_ended}
+    step = step_record(0, 1.0, response_length_mean=150.0, num_groups=16)
+    said = measure_lengths(counts | {"answers_cut:2897": 2000.0 - num_ended}, [step], 4096)
+    assert said is not None
+    assert max(length for length, _ in said.sampled) <= 4096.01
+    assert 0.4 * 3445 < said.sampled_mean < 0.6 * 4096
+
+
+def test_bias_that_the_answers_given_up_do_not_explain_is_no_alarm() -> None:
+    counts = {"answers_ended:64": 990.0, "answer_tokens:64": 70_000.0, "answers_cut:64": 10.0}
+    said = measured(counts, 20.0)  # a filter leaves out the long ones
+    assert said is not None and said.ratio < 0.5
+    assert length_bias(said, 2, OnStale.requeue) is None
+
+
+def test_measurement_that_fails_is_told_once_and_the_run_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log_once.cache_clear()
+    view = RunView(run="night", num_steps=9, started=0.0)
+    view.answers.add(0.0, {})
+    view.answers.add(9.0, {f"answers_ended:{'9' * 5000}": 300.0})
+    view.steps.append(step_record(0, 5.0, num_groups=16))
+    assert view.lengths is None and view.lengths is None
+    (told,) = caplog.records
+    assert told.getMessage().startswith("the measurement of lengths failed")

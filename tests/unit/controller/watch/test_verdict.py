@@ -10,9 +10,10 @@ import pytest
 
 from buffer.results import BufferStats
 from configs.rollout_schema import RolloutConfig
+from configs.schema import ClusterConfig, Config, ModelConfig, TrainerConfig
 from controller.metrics.history import Record
 from controller.watch.faults import Room
-from controller.watch.finding import Finding, Level
+from controller.watch.finding import Finding, Level, log_once
 from controller.watch.run_view import NEW_CONDITIONS, RunView
 from controller.watch.verdict import findings
 from tests.support.controller.records import (
@@ -241,6 +242,118 @@ def test_receiver_without_an_answer_is_named_until_it_is_back() -> None:
     assert verdict(view).words == "receiver-1 does not respond: it was killed"
     view.apply(event_record("epoch", "receiver-0, receiver-1", t=31.0))
     assert verdict(view).words.startswith("well balanced")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        event_record("receiver_left", "receiver-1", t=31.0),
+        Record(t=31.0, kind="resumed", values={"step": 30}),
+    ],
+)
+def test_what_is_gone_is_no_alarm(record: Record) -> None:
+    view = view_of()
+    view.apply(event_record("excluded", "receiver-1", t=30.0))
+    view.apply(record)
+    assert [one.words for one in findings(view) if one.level is Level.alarm] == []
+
+
+def test_failures_and_losses_of_before_a_resume_are_forgotten() -> None:
+    view = view_of()
+    view.apply(Record(t=30.0, kind="checkpoint", values={"step": 20, "error": "no room"}))
+    view.apply(Record(t=30.0, kind="eval_failed", values={"version": 20, "why": "no answer"}))
+    view.apply(event_record("engine_lost", "engine-7", t=30.0))
+    parts = {one.part for one in findings(view)}
+    assert {"checkpoint", "evaluation", "engine-7"} <= parts
+    view.apply(Record(t=31.0, kind="resumed", values={"step": 30}))
+    assert findings(view) == []
+
+
+def test_run_that_is_being_resumed_starts() -> None:
+    view = view_of()
+    view.note_resumed(4000.0)
+    view.observe(4030.0, HEALTHY, {}, {})
+    assert view.phase == "starting" and findings(view) == []
+    view.apply(Record(t=4031.0, kind="resumed", values={"step": 30}))
+    view.apply(Record(t=4031.0, kind="phase", values={"phase": "training"}))
+    view.note_resumed(4000.0)
+    assert view.phase == "training"
+
+
+def test_engines_are_counted_by_what_is_wanted() -> None:
+    view = view_of(waited={"trainer": 0.6})
+    view.num_engines = 2
+    assert verdict(view).command() == "make scale ROLLOUT=4"
+    values: dict[str, float | int | str] = {"setting": "rollout.num_engines", "after": "6"}
+    view.apply(Record(t=0.0, kind="tuned", values=values))
+    view.changed_at = 0.0
+    two_of_six = [one for one in findings(view) if one.part == "rollout"]
+    assert view.num_engines == 6 and all(not one.changes for one in two_of_six)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({}, ()),  # GPUs or not: nobody has said
+        ({"cluster": ClusterConfig(gpus_per_rank=1)}, ()),
+        ({"cluster": ClusterConfig(gpus_per_rank=0)}, ("trainer.num_ranks=4",)),
+        (
+            {
+                "cluster": ClusterConfig(gpus_per_rank=0),
+                "trainer": TrainerConfig(num_ranks=2, groups_per_step=3),
+            },
+            ("trainer.num_ranks=3",),
+        ),
+        (
+            {
+                "cluster": ClusterConfig(gpus_per_rank=0),
+                "trainer": TrainerConfig(num_ranks=2, groups_per_step=9, min_groups_per_step=2),
+            },
+            (),  # refused by trainer.min_groups_per_step
+        ),
+    ],
+)
+def test_command_for_ranks_is_one_that_a_resume_takes(
+    settings: dict[str, Any], changes: tuple[str, ...]
+) -> None:
+    view = view_of(waited={"rollout": 0.6})
+    model = ModelConfig(path="some/model")
+    trainer = TrainerConfig(num_ranks=2, groups_per_step=16)
+    view.config = Config(**{"model": model, "trainer": trainer, **settings})
+    found = verdict(view)
+    assert found.words.startswith("the trainer is the bottleneck") and found.changes == changes
+
+
+def test_full_workers_are_no_bottleneck_while_rewards_are_slow_or_nothing_runs() -> None:
+    planted: dict[str, Any] = {"max_groups_in_flight": 12}
+    slow = verdict(view_of(waited={"trainer": 0.6, "rewards": 0.5}, **planted))
+    assert slow.part == "rewards"
+    one = view_of(
+        waited={"trainer": 0.6}, stats=replace(HEALTHY, running=0), max_groups_in_flight=1
+    )
+    assert verdict(one).part == "rollout"
+
+
+def test_pushes_that_once_waited_are_not_told() -> None:
+    once = replace(HEALTHY, push_blocked=3, push_blocked_s=60.0)
+    view = view_of()
+    view.apply(Record(t=30.0, kind="tuned", values={}))
+    for t, waited_s in ((30.0, 60.0), (31.0, 60.0), (32.0, 62.5)):
+        assert findings(view) == []
+        view.observe(t, replace(once, push_blocked_s=waited_s), {}, {})
+    assert verdict(view).words == "pushes waited 2.5 s of the last 2.0 s for room"
+    full = replace(once, capacity_groups=16)
+    assert "(3 pushes waited 1m 00s so far)" in verdict(view_of(stats=full)).words
+
+
+def test_verdict_that_fails_leaves_what_was_found(caplog: pytest.LogCaptureFixture) -> None:
+    log_once.cache_clear()
+    view = view_of(room=Room(disk_free=1))
+    view.apply(Record(t=30.0, kind="checkpoint", values={"step": 2, "error": "no room"}))
+    view.weights = None  # type: ignore[assignment]
+    for _ in range(2):
+        assert [one.part for one in findings(view)] == ["disk", "checkpoint"]
+    assert len(caplog.records) == 1
 
 
 def test_engine_whose_receiver_is_slow_is_named() -> None:

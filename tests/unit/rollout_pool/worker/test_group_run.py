@@ -21,6 +21,7 @@ from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.group_samples import GroupSamples
 from rollout_pool.sampling.sample import Routes, SampleFailed
 from rollout_pool.tasks.env_episodes import EnvEpisodes
+from rollout_pool.tasks.source import GroupEnd
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.group_run import (
     GroupFailed,
@@ -81,11 +82,22 @@ class NumberScorer:
 class Ledger(Counter):
     """A buffer and a run's state that take each group, and the worker's counters."""
 
+    answers = ()
+
     async def retry_while_run_moves(self, push):
         return await push()
 
     async def push(self, group):
         return PushResult.stored
+
+    async def abandon(self, group_id, why, rerun=None, ref=None):
+        return True
+
+    async def fail(self, group_id, ref, most):
+        return None
+
+    def add_answers(self, answers, ended):
+        self.answers = sorted({(one.session, one.session in ended) for one in answers})
 
     def add(self, name, amount=1):
         self[name] += amount
@@ -298,6 +310,70 @@ async def test_branches_share_the_group_and_a_broken_episode_keeps_its_place(mod
         "stop"
     ] * 2
     assert current.samples.spent.num_tokens == 14
+
+
+def runner_with(ledger, scorer):
+    return GroupRunner(
+        config=RolloutConfig(group_size=4),
+        scorer=scorer,
+        buffer=ledger,
+        state=ledger,
+        counters=ledger,
+        group_log=None,
+    )
+
+
+async def settled(current, model, scorer, env_factory=question, stop=None):
+    """The counts of a group that has ended, or was cut off as too old once `stop` holds."""
+    give_source(current, model, env_factory)
+    current.episode_source.ended = lambda end, why: None
+    ledger = Ledger()
+    runner = runner_with(ledger, scorer)
+    current.work = asyncio.create_task(runner.generate_and_push(current))
+    if stop is not None:
+        async with asyncio.timeout(60):
+            await until(stop)
+        current.stopped_for = GroupEnd.too_old
+        current.work.cancel()
+    await asyncio.wait([current.work])
+    await runner.settle(current)
+    return ledger
+
+
+async def test_answers_of_a_group_that_failed_are_not_counted_as_cut_off(model, scorer):
+    scorer.failures, scorer.unscored = {"1": {"judge": "HTTP 503"}}, {"1"}
+    counts = await settled(new_run(), model, scorer)
+    assert counts["rewards_failed"] == 1 and not counts.answers
+
+
+async def test_episode_between_two_turns_is_cut_off_when_its_group_is_too_old(model, scorer):
+    asked = []
+
+    class Slow(Twice):
+        async def step(self, completion):
+            if completion.text == "3":
+                asked.append(completion)
+                await asyncio.Event().wait()
+            return await super().step(completion)
+
+    current = new_run()
+    counts = await settled(
+        current,
+        model,
+        scorer,
+        lambda prompt: Slow(prompt.text),
+        stop=lambda: asked and len(scorer.scored) == 3,
+    )
+    assert counts.answers == [("g.0", True), ("g.1", True), ("g.2", True), ("g.3", False)]
+
+
+async def test_branches_are_those_of_the_episodes_that_are_trained(model, scorer):
+    scorer.left_open = {"0", "1"}
+    counts = await settled(new_run(), model, scorer, lambda prompt: Twice(prompt.text))
+    assert counts["episodes_left_out"] == 2
+    # Episode 2 breaks after its first turn, episode 3 has two branches.
+    assert counts["branches"] == 3
+    assert counts["episodes_ended:env_error"] + counts["episodes_ended:stop"] == 2
 
 
 @pytest.mark.parametrize(
