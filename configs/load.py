@@ -57,10 +57,12 @@ GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(fold
 # `${data:word_problems.jsonl}` in a YAML file names a file that ships with the project.
 OmegaConf.register_new_resolver("data", lambda name: str(CONFIG_DIR / "data" / name), replace=True)
 
-OF_ANY_TASK = ("chat_template", "renderer", "tool_parser", "seed")
+OF_ANY_TASK = ("chat_template", "renderer", "template_args", "tool_parser", "seed")
 """Settings of a task that are kept when its kind changes: they belong to the model or the run."""
 NAMED_KINDS = (TaskKind.reasoning_gym.name, TaskKind.verifiers.name)
 """Kinds whose tasks come from a library, chosen by task.name."""
+SET_WHOLE = ("task.template_args",)
+"""Mappings that replace a file's: {} takes its arguments away."""
 TASK_IDENTITY = ("task.kind", "task.name")
 FUNCTION_SETTINGS: dict[str, type[FunctionConfig]] = {
     f"algorithm.{name}": base
@@ -120,7 +122,7 @@ def _update(settings: DictConfig, values: Sequence[tuple[str, object]]) -> None:
     for name, kind in kinds:
         OmegaConf.update(settings, name, {"kind": kind}, merge=False, force_add=True)
     for name, value in (pair for pair in values if pair not in kinds):
-        OmegaConf.update(settings, name, value, force_add=True)
+        OmegaConf.update(settings, name, value, merge=name not in SET_WHOLE, force_add=True)
 
 
 def _forget_other_task(composed: DictConfig, values: Sequence[tuple[str, object]]) -> None:

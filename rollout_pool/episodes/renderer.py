@@ -63,8 +63,8 @@ def chat_format(
 
 
 def check_template_args(tokenizer: Tokenizer, task: TaskConfig) -> None:
-    """Raises ValueError for an argument in task.template_args without which the template or the
-    renderer writes the same: most templates ignore a name that they do not know."""
+    """Raises ValueError for an argument in task.template_args which changes nothing in what the
+    template or the renderer writes: most templates ignore a name that they do not know."""
 
     def written(args: Mapping[str, Any]) -> list[object]:
         if task.renderer is None:
@@ -73,12 +73,11 @@ def check_template_args(tokenizer: Tokenizer, task: TaskConfig) -> None:
             write = RendererFormat(tokenizer, task.renderer, args).first_prompt
         return [_or_error(write, *one) for one in itertools.product(_TRIED, ((), (MARKED_TOOL,)))]
 
-    whole = written(task.template_args)
+    whole, bare = written(task.template_args), written({})
     for name, value in task.template_args.items():
-        if (
-            written({one: task.template_args[one] for one in {*task.template_args} - {name}})
-            == whole
-        ):
+        others = {one: task.template_args[one] for one in {*task.template_args} - {name}}
+        # Of two that do the same, each changes something alone.
+        if written(others) == whole and written({name: value}) == bare:
             raise ValueError(
                 f"task.template_args.{name}={value!r}: changes nothing in what "
                 f"{task.renderer or 'the chat template'} writes: it is no argument there, or this "

@@ -503,3 +503,20 @@ def test_same_kind_and_a_model_s_chat_template_stay() -> None:
     }
     task = load_config(["task.renderer=qwen3", "task.kind=math"], "qwen2.5-7b-gsm8k").task
     assert task.chat_template and task.renderer == "qwen3"
+
+
+def test_arguments_of_the_template_stay_with_another_task_and_are_set_as_a_whole(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "own.yaml"
+    args = "{enable_thinking: false, effort: low}"
+    task = f"{{chat_template: true, template_args: {args}, name: chain_sum}}"
+    file.write_text(f"defaults: [override /model: tiny, _self_]\ntask: {task}")
+    for other in ("task.kind=gsm8k", "task.name=leg_counting"):
+        task = load_config([other, "task.eval_size=3"], str(file)).task
+        assert task.template_args == {"enable_thinking": False, "effort": "low"}
+    for given in ({}, {"effort": "high"}):
+        task = load_config([f"task.template_args={given}"], str(file)).task
+        assert task.template_args == given
+    task = load_config(["task.template_args.effort=high"], str(file)).task
+    assert task.template_args == {"enable_thinking": False, "effort": "high"}

@@ -28,7 +28,7 @@ QWEN3 = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}
 {{ '<|im_start|>assistant\n' }}
-{{- '<think>\n\n</think>\n\n' if enable_thinking is defined and enable_thinking is false }}
+{{- '<think>\n\n</think>\n\n' if false in (enable_thinking, thinking) }}
 {%- endif -%}
 """
 """Like Qwen3's."""
@@ -64,7 +64,14 @@ def test_thoughts_that_are_switched_off_are_closed_in_the_prompt_and_in_no_answe
     assert behind == made.decode([*prompt, *answer]) + "\n" + made.decode(prompt)
 
 
-@pytest.mark.parametrize("args", [{"keeps_thoughts": True}, {"numbers_pictures": True}])
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"keeps_thoughts": True},
+        {"numbers_pictures": True},
+        {"enable_thinking": False, "thinking": False},  # the same, in two models' words
+    ],
+)
 def test_argument_that_only_some_conversations_show_is_one(args):
     check_template_args(tokenizer(), settings(args))
 
