@@ -210,12 +210,15 @@ def _refuse_what_needs_a_run(config: Config, task: Task) -> None:
         raise ValueError(
             f"{setting}: an agent calls the model by itself; run it against a URL without make try"
         )
-    for name, reward in config.task.rewards.items():
-        if reward.of is RewardScope.group:
-            raise ValueError(
-                f"task.rewards.{name}.of=group: scores all episodes of a prompt together, and here "
-                "each is alone; leave it out"
-            )
+    for member, one in config.task.by_name.items():
+        for name, reward in one.rewards.items():
+            if reward.of is RewardScope.group:
+                is_own = member and name not in config.task.rewards
+                section = f"task.tasks.{member}" if is_own else "task"
+                raise ValueError(
+                    f"{section}.rewards.{name}.of=group: scores all episodes of a prompt together, "
+                    "and here each is alone; leave it out"
+                )
     for name in config.task.teachers:
         raise ValueError(
             f"task.rewards.{name}.kind=teacher: gives no score but a column for the trainer, "

@@ -242,6 +242,14 @@ def test_prompts_are_those_of_a_launch_and_the_key_is_of_the_environment(
             ["task=capitals", "task.rewards={r: {kind: function, function: 'F:rank', of: group}}"],
             "task.rewards.r.of=group: scores all episodes of a prompt together, and here each is",
         ),
+        (
+            [
+                "task.kind=mixture",
+                "task.tasks={a: {name: chain_sum, rewards: "
+                "{r: {kind: function, function: 'F:rank', of: group}}}}",
+            ],
+            "task.tasks.a.rewards.r.of=group: scores all episodes of a prompt together",
+        ),
         (["--experiment=distill-quickstart"], "task.rewards.teacher.kind=teacher: gives no score"),
     ],
 )
