@@ -97,6 +97,7 @@ def _shown(parts: list[Any], place: str, folder: Path) -> tuple[str, tuple[str, 
     text, pictures = "", list[str]()
     for part in parts:
         given = part if isinstance(part, dict) else {}
+        given = {name: value for name, value in given.items() if value is not None}
         if given.get("type") == "text" and isinstance(given.get("text"), str):
             text += given["text"].replace(MARK, " ")
         else:

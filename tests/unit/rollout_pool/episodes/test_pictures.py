@@ -40,17 +40,21 @@ def written(tokenizer, tokens):
     return tokenizer.decode(tokens).replace("<|image_pad|>", "#")
 
 
+def write_questions(path, contents):
+    lines = [
+        json.dumps({"question": [{"role": "user", "content": one}], "answer": "a"})
+        for one in contents
+    ]
+    path.write_text("\n".join(lines))
+
+
 def test_each_picture_has_its_places_where_the_question_shows_it(
     tmp_path, files, processor, tokenizer
 ):
     image, text = ({"type": "image", "image": f"{files}/a.png"}, {"type": "text", "text": " or "})
     other = {"type": "image_url", "image_url": {"url": f"file://{files}/b.jpg"}}
     questions = [[image, text, other], "no picture", [{"type": "text", "text": "none"}]]
-    lines = [
-        json.dumps({"question": [{"role": "user", "content": one}], "answer": "a"})
-        for one in questions
-    ]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    write_questions(tmp_path / "data.jsonl", questions)
     config = TaskConfig(
         kind=TaskKind.questions, path=str(tmp_path / "data.jsonl"), eval_size=1, chat_template=True
     )
@@ -149,6 +153,21 @@ async def test_each_turn_has_the_pictures_as_they_were_when_they_came(
         await runner.run(question, gone)
     prompt = Prompt(index=0, is_held_out=False, text=f"{MARK}?", pictures=(f"{tmp_path}/a.png",))
     assert PromptFilter(chat, config, RolloutConfig()).accepts(prompt), "its episodes fail"
+
+
+def test_fields_that_a_table_has_filled_with_null_are_no_part_of_a_part(tmp_path, files):
+    file, empty = f"{files}/a.png", {"text": None, "image": None, "image_url": None}
+    parts = [
+        empty | {"type": "image", "image": file},
+        empty | {"type": "image_url", "image_url": {"url": f"file://{file}", "detail": None}},
+        empty | {"type": "text", "text": "?"},
+    ]
+    write_questions(tmp_path / "data.jsonl", [parts, parts])
+    config = TaskConfig(
+        kind=TaskKind.questions, path=str(tmp_path / "data.jsonl"), eval_size=1, chat_template=True
+    )
+    [prompt] = build_task(config).eval_prompts()
+    assert (prompt.text, prompt.pictures) == (f"{MARK}{MARK}?", (file, file))
 
 
 def test_data_with_a_bad_picture_are_refused_with_their_line(tmp_path):
