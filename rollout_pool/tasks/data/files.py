@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 BYTE_ORDER_MARK = "\ufeff"
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -46,19 +49,27 @@ def split_of(source: str, setting: str, split: str, subset: str | None) -> Itera
     A folder of a single set, saved without splits, has each. Raises ValueError naming `setting`."""
     import datasets
 
+    files: list[str] = []
     try:
         if any((Path(source) / name).is_file() for name in SAVED):
             rows = datasets.load_from_disk(source)
             rows = rows[split] if isinstance(rows, dict) else rows
         else:
-            rows = datasets.load_dataset(source, subset, split=split)
+            if Path(source).is_dir():
+                made = datasets.load_dataset_builder(source, subset)
+                # The library would guess the types of the columns, and read 007 as 7.
+                if made.name == "csv":
+                    files = made.config.data_files[split]
+            rows = None if files else datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # the library raises dozens of types
         raise ValueError(
             f"{setting}={source!r}: its split {split!r} did not load ({error}); check the name, "
             "the splits (task.params.train_split, eval_split) and the network, or give a file in "
             "task.path"
         ) from error
-    yield from ((dict(row), f"{setting}={source}, {split} {n}") for n, row in enumerate(rows))
+    for file in files:
+        yield from records_of(Path(file), setting, "give it rows")
+    yield from _rows(rows or (), f"{setting}={source}, {split}")
 
 
 def has_no_splits(folder: Path) -> bool:
@@ -138,12 +149,23 @@ def _separated(text: str, separator: str, what: str) -> Iterator[Record]:
     rows = csv.reader(file, delimiter=separator, strict=True)
     try:
         names = next(rows, [])
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(
+                f"{what}: {names.count(twice[0])} columns are named {twice[0]!r}; "
+                "rename all but one"
+            )
         for row in filter(None, rows):
             place = f"{what}, line {rows.line_num}"
             if len(row) != len(names):
                 raise ValueError(
                     f"{place}: {len(row)} values for the {len(names)} columns {', '.join(names)}; "
                     "put a value that has a separator in it into quotes"
+                )
+            # Most writers of TSV quote nothing: such a mark has swallowed what follows it.
+            if separator == "\t" and any(set(value) & set("\t\r\n") for value in row):
+                raise ValueError(
+                    f"{place}: a value that begins with a quotation mark goes on past a tab or the "
+                    "end of its line; double its marks and put it into quotes, or give a CSV file"
                 )
             yield dict(zip(names, row, strict=True)), place
     except csv.Error as error:
@@ -157,9 +179,29 @@ def _columnar(path: Path, what: str) -> Iterator[Record]:
     try:
         # Streaming, as else the library would write a copy below the home folder.
         rows = datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True)
-        yield from ((dict(row), f"{what}, row {number}") for number, row in enumerate(rows))
+        yield from _rows(rows, f"{what}, row")
     except Exception as error:  # the library raises dozens of types
         raise ValueError(
             f"{what}: no {kind.capitalize()} file that can be read ({error}); write it anew, or "
             "give a JSONL file"
         ) from error
+
+
+def _rows(rows: Any, what: str) -> Iterator[Record]:
+    """The rows of a data set of the datasets library."""
+    features = getattr(rows, "features", None)
+    is_narrow = re.search("float(16|32)", str(features))
+    for number, row in enumerate(rows):
+        yield dict(_as_written(row, features) if is_narrow else row), f"{what} {number}"
+
+
+def _as_written(value: Any, feature: Any) -> Any:
+    """`value` with the narrow floats as they are written: 0.1, which is 0.10000000149011612 if its
+    32 bits become Python's 64."""
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: _as_written(one, feature[name]) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_as_written(one, getattr(feature, "feature", None)) for one in value]
+    dtype = getattr(feature, "dtype", None)
+    is_narrow = isinstance(value, float) and dtype in ("float16", "float32")
+    return float(str(np.dtype(dtype).type(value))) if is_narrow else value
