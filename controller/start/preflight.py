@@ -485,6 +485,7 @@ def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
         check_shown(config, shown, has_agent=find_agent(config.task, task) is not None)
     for prompt in task.shapes if isinstance(task, QuestionsTask) else ():
         reader.opening(prompt)  # raises if the template refuses such roles, which may come late
+        _check_texts_beside_calls(prompt.opening(config.task.system_prompt), chat)
     for prompt in first:
         reader.accepts(prompt)  # raises
     if not any(map(reader.accepts, itertools.islice(TaskStream(task, 0, 1), NUM_PROBE_PROMPTS))):
@@ -498,6 +499,24 @@ def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: every held-out prompt "
             "is longer and would be skipped; raise the limit"
         )
+
+
+def _check_texts_beside_calls(messages: Sequence[Message], chat: TrainableChat) -> None:
+    """Raises ValueError if the chat format leaves out a text that the data have beside a call: some
+    write the call alone, which is right only where the text is the model's own and kept as tokens.
+    """
+    for place, message in enumerate(messages):
+        if not message.tool_calls or not message.content:
+            continue
+        shown = (replace(message, content=text, pictures=()) for text in ("Well.", ""))
+        first, bare = ([*messages[:place], one, *messages[place + 1 :]] for one in shown)
+        if chat.first_prompt(first) == chat.first_prompt(bare):
+            raise ValueError(
+                "task.chat_template=true: the model's chat format leaves out the assistant's text "
+                f"beside a call of {message.tool_calls[0].name}, {message.content!r:.60}; take it "
+                "out of the data, make it a message before that of the call, or use another "
+                "template or task.renderer"
+            )
 
 
 def _check_opening(

@@ -24,7 +24,7 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Message, opening
 from rollout_pool.tasks.data.files import has_no_splits, records_of, split_of, text_of
 from rollout_pool.tasks.data.messages import read_messages
-from rollout_pool.tasks.math_results import is_equal_result
+from rollout_pool.tasks.math_results import is_equal_result, result_of
 from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask, check_params
 
 log = logging.getLogger(__name__)
@@ -252,11 +252,14 @@ class QuestionsTask(ProblemTask[Question]):
 
     @property
     def shapes(self) -> list[Prompt]:
-        """A training question of each sequence of roles, calls and pictures that there is."""
+        """A question of each sequence of roles, texts, calls and pictures that there is."""
         found = {
-            tuple((m.role, len(m.tool_calls), len(m.pictures)) for m in one.conversation)
+            tuple(
+                (m.role, bool(m.content), len(m.tool_calls), len(m.pictures))
+                for m in one.conversation
+            )
             or bool(one.pictures): one
-            for one in self._training
+            for one in (*self._held_out, *self._training)
         }
         return [self._prompt(one, 0, is_held_out=False) for one in found.values()]
 
@@ -319,6 +322,11 @@ def read_question(
         raise ValueError(
             f'{place}: "{of_answer}" must be text, a finite number or a list of these, not '
             f"{answer!r:.100}; leave the row out, or give it its answer"
+        )
+    if config.params.get(SCORE) == "math" and not all(map(result_of, texts)):
+        raise ValueError(
+            f'{place}: "{of_answer}" has no result in its last box or behind ####: '
+            f"{answer!r:.100}; leave the row out, or give it its result"
         )
     conversation: tuple[Message, ...] = ()
     if isinstance(question, list):

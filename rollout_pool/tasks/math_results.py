@@ -31,9 +31,14 @@ def is_equal(final: str, completion: str) -> bool:
 
 
 def is_equal_result(answer: str, completion: str) -> bool:
-    """The same for an answer that may be worked out: its result is in its last box, or else behind
-    ####, or else all of it."""
-    return is_equal(last_box(answer) or answer.rpartition(FINAL)[2].strip(), completion)
+    """The same for an answer that may be worked out."""
+    return is_equal(result_of(answer), completion)
+
+
+def result_of(answer: str) -> str:
+    """Returns what its last box has, or else what is behind ####, or else all; perhaps ""."""
+    boxed = last_box(answer)
+    return answer.rpartition(FINAL)[2].strip() if boxed is None else boxed
 
 
 def last_box(text: str) -> str | None:

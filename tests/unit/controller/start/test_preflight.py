@@ -155,25 +155,52 @@ def test_chat_template_whose_end_of_turn_ends_no_answer_is_refused(tmp_path: Pat
         load_config(["task.template_args={thinking: false}"])
 
 
+def check_questions(folder: Path, template: str, late: list[dict[str, Any]] | None) -> None:
+    """Checks a run on sixty questions, of which a late one is those messages."""
+    model = save_model(folder / "model", chat_template=template)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template, tokenizer.split_special_tokens = template, False
+    tokenizer.save_pretrained(folder / "model")
+    settings = [model, "model=pretrained", "task.chat_template=true", "task.stop=['<|unused1|>']"]
+    settings += ["rollout.max_prompt_tokens=48", "rollout.max_response_tokens=16"]
+    settings.append("rollout.on_long_prompt=skip")
+    settings += ["task.kind=questions", f"task.path={folder}/a.jsonl", "task.eval_size=1"]
+    rows: list[dict[str, Any]] = [{"question": f"{n}?", "answer": "a"} for n in range(60)]
+    rows[55]["question"] = late or "?"
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert check_plan(load_config(settings)) == []
+
+
 def test_conversation_that_the_template_refuses_is_found_in_any_row(tmp_path: Path) -> None:
     late = "{%- if m.role == 'system' and not loop.first -%}{{ raise_exception('not here') }}"
     late += "{%- endif -%}"
     template = CHATML.replace("-%}<|unused0|>", f"-%}}{late}<|unused0|>", 1)
-    model = save_model(tmp_path / "model", chat_template=template)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template, tokenizer.split_special_tokens = template, False
-    tokenizer.save_pretrained(tmp_path / "model")
-    rows = [{"question": f"{n}?", "answer": "a"} for n in range(60)]
-    roles = ("user", "system", "user")
-    settings = [model, "model=pretrained", "task.chat_template=true", "task.stop=['<|unused1|>']"]
-    settings += ["rollout.max_prompt_tokens=48", "rollout.max_response_tokens=16"]
-    settings += ["task.kind=questions", f"task.path={tmp_path}/a.jsonl", "task.eval_size=1"]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert check_plan(load_config(settings)) == []
-    rows[55]["question"] = [{"role": one, "content": "a"} for one in roles]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    check_questions(tmp_path, template, None)
+    turns = [{"role": one, "content": "a"} for one in ("user", "system", "user")]
     with pytest.raises(ValueError, match=r"refuses a conversation of user, system, user: not here"):
-        check_plan(load_config(settings))
+        check_questions(tmp_path, template, turns)
+
+
+def test_text_beside_a_call_that_the_template_leaves_out_is_found_in_any_row(
+    tmp_path: Path,
+) -> None:
+    beside = "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}"
+    alone = "{{ m.tool_calls | tojson if m.tool_calls else m.content }}"
+    written, left_out = (CHATML.replace("{{ m.content }}", one) for one in (beside, alone))
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "I add.", "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+    ]
+    check_questions(tmp_path, written, turns)
+    with pytest.raises(
+        ValueError,
+        match=r"leaves out the assistant's text beside a call of add, 'I add\.'; take it out",
+    ):
+        check_questions(tmp_path, left_out, turns)
+    turns[1]["content"] = ""
+    check_questions(tmp_path, left_out, turns)
 
 
 NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import itertools
 import json
 from dataclasses import replace
 
 import datasets
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -117,6 +119,37 @@ def test_answer_of_several_lines_is_compared_with_as_many_last_lines(tmp_path):
     prompt = task.example(0)
     assert task.score(prompt, "Well:\nOne\n two") == 1.0
     assert task.score(prompt, "two") == task.score(prompt, "one two three") == 0.0
+
+
+def test_narrow_floats_of_a_table_are_answers_as_they_are_written(tmp_path):
+    asked = [f"{n}?" for n in range(3)]
+    for dtype in (pyarrow.float16(), pyarrow.float32(), pyarrow.float64()):
+        values = pyarrow.array(np.array([0.1, 42, 2.5], dtype.to_pandas_dtype()), dtype)
+        ways = {
+            "answer": values,
+            "in.truth": pyarrow.StructArray.from_arrays([values], ["truth"]),
+            "several": pyarrow.ListArray.from_arrays([0, 1, 2, 3], values),
+        }
+        for column, answers in ways.items():
+            folder = tmp_path / f"{dtype}-{column}"
+            folder.mkdir()
+            name = column.partition(".")[0]
+            table = pyarrow.table({"question": asked, name: answers})
+            pyarrow.parquet.write_table(table, folder / "train.parquet")
+            for path in (folder, folder / "train.parquet"):
+                params = {"answer": column} | ({"eval_split": None} if path == folder else {})
+                task = questions(path=str(path), params=params)
+                found = {text: task.solution(one) for text, one in in_epoch(task, 2).items()}
+                assert found == {"0?": "0.1", "1?": "42"}
+
+
+def test_worked_out_answer_without_a_result_is_refused_with_its_row(tmp_path):
+    math = {"score": "math"}
+    for answer in ("foo ####", r"foo \boxed{ }"):
+        rows = [*MORE, {"question": "?", "answer": ["1", answer]}]
+        with pytest.raises(ValueError, match=r'line 5: "answer" has no result in its last box or '):
+            of_rows(tmp_path / "a.jsonl", rows, params=math)
+        assert of_rows(tmp_path / "a.jsonl", rows).eval_prompts()
 
 
 # Lines --------------------------------------------------------------------------------------------
@@ -412,6 +445,39 @@ def test_folder_of_files_is_a_data_set_with_splits(tmp_path, monkeypatch):
         questions(path=str(path), params={"eval_split": "dev"})
     with pytest.raises(ValueError, match=r"^task\.eval_path=.*rows: not a readable file"):
         questions(path=str(path), eval_path=str(path))
+
+
+def test_folder_of_tables_in_text_keeps_its_values_as_text(tmp_path):
+    by_lines = of_rows(tmp_path / "same.jsonl", PLAIN)
+    for kind, separator in (("csv", ","), ("tsv", "\t")):
+        path = tmp_path / kind
+        path.mkdir()
+        for name, rows in (("train", PLAIN[:3]), ("test", PLAIN[3:])):
+            lines = [separator.join(row.values()) for row in rows]
+            (path / f"{name}.{kind}").write_text("\n".join([f"question{separator}answer", *lines]))
+        assert questions(path=str(path)).data == by_lines.data
+        with pytest.raises(ValueError, match=rf"^task\.path='.*{kind}': its split 'dev' did not"):
+            questions(path=str(path), params={"eval_split": "dev"})
+        (path / f"test.{kind}").write_text(f"question{separator}answer\na{separator}")
+        with pytest.raises(ValueError, match=rf"^task\.path=.*test\.{kind}, line 2: \"answer\""):
+            questions(path=str(path))
+    (path / "test.tsv").unlink()
+    (path / "test.tsv.gz").write_bytes(gzip.compress(b"question\tanswer\na\t007"))
+    with pytest.raises(ValueError, match=r"^task\.path=.*test\.tsv\.gz: not a text file in UTF-8"):
+        questions(path=str(path))
+
+
+def test_columns_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.csv: 2 columns are named 'answer'; rename all but"):
+        of_file(tmp_path / "a.csv", "question,answer,answer\na,b,c\nd,e,f")
+
+
+@pytest.mark.parametrize("text", ['"a\tb\nc"\td', '"a\tb"\tc'])
+def test_value_of_tabs_that_a_quotation_mark_opens_does_not_swallow_others(tmp_path, text):
+    with pytest.raises(ValueError, match=r"a\.tsv, line \d: a value that begins with a quotation"):
+        of_file(tmp_path / "a.tsv", f"question\tanswer\n{text}\nd\te")
+    task = of_file(tmp_path / "a.tsv", 'question\tanswer\n"""a"\tb\nc\td')
+    assert in_epoch(task, 1).keys() == {'"a'}
 
 
 def test_csv_keeps_commas_and_lines_in_quotes_and_names_a_line_that_is_none(tmp_path):
