@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Cell = tuple[str | int, ...]
-"""What tells it from the others, such as an algorithm, a setting and a seed."""
+"""The parts of its name, such as an algorithm, a setting and a seed."""
 
 
 def plain(name: str) -> str:
@@ -42,6 +42,6 @@ def measure_missing(
 
 
 def results_of(folder: Path, cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    """Those that there are."""
+    """The results that exist so far, in the order of `cells`."""
     paths = (path_of(folder, cell) for cell in cells)
     return [json.loads(path.read_text()) for path in paths if path.exists()]

@@ -126,7 +126,7 @@ def summarize(report: Report, name: str, work: Work, found: Found) -> None:
 
 
 def figures(work: Work, runs: Sequence[Mapping[str, Any]], column: str) -> list[float]:
-    """Those of each run; NaN where one never reached the goal or measured nothing."""
+    """The figure of each run; NaN where one never reached the goal or measured nothing."""
     found = [run.get(column) for run in runs]
     if over := OVER_STEPS.get(column):
         found = [launches.reached(work.goal, run["rewards"], run[over]) for run in runs]

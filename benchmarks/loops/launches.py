@@ -67,7 +67,7 @@ def run_to_its_end(command: Sequence[str], log: Path) -> None:
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """What a run that recorded all its groups (rollout.log_rate=1) learnt, when, and of what.
+    """The figures of a run that recorded all its groups (rollout.log_rate=1).
 
     By step: `seconds` since training began, `tokens` trained until then, `rewards`. Of the run: see
     COLUMNS of learning.py.
@@ -95,7 +95,7 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def answers_of(run: Path) -> Iterator[tuple[int, bool]]:
-    """Of each answer that was completed: its tokens, and whether several versions sampled them."""
+    """The number of tokens of each completed answer, and whether several versions sampled them."""
     for path in (run / FOLDER).iterdir():
         for line in path.read_text().splitlines():
             for answer in json.loads(line)["trajectories"]:

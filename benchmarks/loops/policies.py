@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 BASELINE = "synchronous"
 KEEP_TOKENS = "weight_sync.pause_mode=resubmit"
-"""What runs ends at a new version with its tokens, and goes on under it."""
+"""Requests in flight end at a new version, keep their tokens and go on under it."""
 END_FIRST = "weight_sync.pause_mode=drain"
-"""What runs ends under its version before an engine takes a new one."""
+"""Requests in flight end under their version before an engine takes a new one."""
 NEVER_DROP = "buffer.on_stale=wait"
 FIRST_IN = "buffer.selector=fifo"
 UNBOUND = "rollout.oversampling=2"

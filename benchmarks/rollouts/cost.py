@@ -11,6 +11,7 @@ import dataclasses
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.rollouts.efficiency import stub_at
@@ -69,9 +70,17 @@ async def measure_cost(size: WorkSize, folder: Path, report: Report) -> None:
 async def _generate(pool: Pool, num_groups: int) -> float:
     """Returns the worker's CPU in seconds. No trainer takes the groups."""
     began, running = time.process_time(), asyncio.create_task(pool.worker.run())
-    while pool.worker._group_runner.num_groups < num_groups and not running.done():
-        await asyncio.sleep(0.02)
+    await until_pushed(pool, running, num_groups)
     spent = time.process_time() - began
     pool.worker.stop()
     await running
     return spent
+
+
+async def until_pushed(pool: Pool, running: asyncio.Task[Any], num_groups: int) -> int:
+    """Waits until the worker, which is `running`, has pushed so many groups; returns how many it
+    has."""
+    while (number := pool.worker._group_runner.num_groups) < num_groups and not running.done():
+        await asyncio.sleep(0.02)
+    assert not running.done(), running.exception()
+    return number

@@ -1,7 +1,7 @@
 """Part FLEET: what the control of one worker costs with 8, 64 and 256 engines that answer at once.
 
-One process serves all engines, at a port each, and its CPU is not counted. Of each number of
-engines, in rounds that take turns:
+One process serves all engines, at a port each, and its CPU is not counted. Measured for each number
+of engines, in rounds that take turns:
 
 - fleet_worker_us, fleet_redis_us: CPU for a sample and for a group; groups of 8, 5 tokens.
 - fleet_growth: worker and Redis together for a group, over that at 8 engines.
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.report import Report
 from benchmarks.rollouts.bare import run_bare
-from benchmarks.rollouts.cost import NUM_TOKENS, cpu_s
+from benchmarks.rollouts.cost import NUM_TOKENS, cpu_s, until_pushed
 from benchmarks.rollouts.efficiency import stubs_at
 from benchmarks.rollouts.scene import Pool, pool_at
 from benchmarks.rollouts.work import WorkSize, equal_jobs
@@ -92,11 +92,11 @@ async def _round(size: WorkSize, folder: Path, number: int) -> dict[str, float]:
             async with _spent(pid) as idle:
                 await asyncio.sleep(IDLE_S)
             running = asyncio.create_task(pool.worker.run())
-            await _until(pool, running, WARM + number)  # imports, and connections to all
+            # Imports, and connections to all.
+            num_before = await until_pushed(pool, running, WARM + number)
             async with _spent(pid) as work:
-                num_before = pool.worker._group_runner.num_groups
-                await _until(pool, running, num_before + size.fleet_groups)
-                num_groups = pool.worker._group_runner.num_groups - num_before
+                num_after = await until_pushed(pool, running, num_before + size.fleet_groups)
+                num_groups = num_after - num_before
             pool.worker.stop()
             await running
             async with _spent(pid) as version:
@@ -135,12 +135,6 @@ async def _bare_us(engines: list[EngineInfo], num_groups: int) -> float:
         )
     )
     return 1e6 * (time.process_time() - began) / (GROUP * num_groups)
-
-
-async def _until(pool: Pool, running: asyncio.Task[object], num_groups: int) -> None:
-    while pool.worker._group_runner.num_groups < num_groups and not running.done():
-        await asyncio.sleep(0.02)
-    assert not running.done(), running.exception()
 
 
 async def _until_served(pool: Pool, number: int, version: int) -> None:

@@ -47,12 +47,11 @@ def print_status(
     history = read_metrics(run_dir.metrics) if is_over else []
     seconds = training_seconds(of_kind(history, "step"))
     found = findings_of_ended(history, seconds) if view is None else findings(view)
-    run = run_dir.named
     if as_json:
-        print(_as_json(run_dir, "gone" if is_gone else record.state, view, found, run))
+        print(_as_json(run_dir, "gone" if is_gone else record.state, view, found))
         return
     if view is not None or found:
-        verdict = found[0].line(run) if found else "Nothing is measured so far."
+        verdict = found[0].line(run_dir.named) if found else "Nothing is measured so far."
         console.print(printable(verdict), style="bold", markup=False, soft_wrap=True)
     if view is not None:
         console.print(render(view, console.width, hint=f"`{run_dir.command('stop')}` ends the run"))
@@ -63,15 +62,15 @@ def print_status(
         console.print(f"{run_dir.name}: {how}", highlight=False, soft_wrap=True)
         _print_history(run_dir, history, found, console)
     if fix:
-        _fix(run_dir, found, run, is_live=view is not None)
+        _fix(run_dir, found, is_live=view is not None)
 
 
-def _fix(run_dir: RunDir, found: Sequence[Finding], run: str, *, is_live: bool) -> None:
+def _fix(run_dir: RunDir, found: Sequence[Finding], *, is_live: bool) -> None:
     """Run the verdict's command, if a running job takes it and a person says yes."""
     verdict = found[0] if found else None
     if verdict is None or not verdict.changes or not is_live:
         raise ValueError("FIX=1: the verdict has no command for a running job")
-    command = verdict.command(run)
+    command = verdict.command(run_dir.named)
     if not verdict.is_live:
         raise ValueError(f"FIX=1: that takes a restart, which is yours to choose: {command}")
     try:
@@ -82,9 +81,8 @@ def _fix(run_dir: RunDir, found: Sequence[Finding], run: str, *, is_live: bool) 
         tune(run_dir, verdict.changes)
 
 
-def _as_json(
-    run_dir: RunDir, state: str, view: RunView | None, found: Sequence[Finding], run: str
-) -> str:
+def _as_json(run_dir: RunDir, state: str, view: RunView | None, found: Sequence[Finding]) -> str:
+    run = run_dir.named
     listed = [
         {**msgspec.to_builtins(one), "sentence": one.sentence, "command": one.command(run)}
         for one in found

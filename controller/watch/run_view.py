@@ -26,10 +26,10 @@ ENGINES_HORIZON_S = 30.0
 PUSHES = ("pushes", "room")
 """The wait of pushes to a full buffer, beside those of the pools."""
 NEW_CONDITIONS = {
-    *(RESUMED, ATTACHED, TUNED, "redis_restarted"),
+    *(ATTACHED, TUNED, "redis_restarted"),
     *("engine_lost", "engine_restarted", "engine_joined", "engine_left"),
 }
-"""Kinds of records, and events, after which waits and rates are measured anew."""
+"""Kinds of records, and events, after which waits and rates are measured anew, as after RESUMED."""
 OVERDUE, OVERDUE_AT_LEAST_S = 3.0, 20.0
 """A step is overdue after so many times its usual duration, and not before so many seconds."""
 

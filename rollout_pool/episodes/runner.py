@@ -16,7 +16,8 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from configs.choices import OnLongPrompt
 from configs.rollout_schema import RolloutConfig, TaskConfig
@@ -37,7 +38,6 @@ from rollout_pool.sampling.sample import Completer, Sample
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -79,7 +79,9 @@ class EpisodeRunner:
             if len(turn.prompt) >= progress.limit:
                 return "length"
             completion = await self._sample_turn(progress, turn)
-            observation = await self._bounded(progress, "step", self._step, progress, completion)
+            observation = await self._bounded(
+                progress, "step", partial(self._step, progress, completion)
+            )
             if observation is not None and progress.num_turns >= self._task.max_turns:
                 return "max_turns"
         return "done"
@@ -186,21 +188,14 @@ class EpisodeRunner:
         progress.note_step(step)
         return step.observation
 
-    async def _bounded(
-        self,
-        progress: _Progress,
-        what: str,
-        call: Callable[P, Awaitable[T]],
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
+    async def _bounded(self, progress: _Progress, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Ends the episode if this call of the environment's code raises or takes too long."""
         turn_s, left_s = self._task.turn_timeout_s, progress.clock.left_s
         scope = asyncio.timeout(min(turn_s, left_s))
         try:
             async with scope:
                 with contained("the environment"):
-                    return await call(*args, **kwargs)
+                    return await call()
         except Exception as error:
             if scope.expired():
                 raise _Over("turn_timeout" if turn_s < left_s else "episode_timeout") from None
