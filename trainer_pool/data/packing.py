@@ -283,14 +283,15 @@ def pack(
     """Put every row into exactly one micro-batch of at most `max_tokens` tokens.
 
     With `should_share_prefixes`, rows with a common prefix go into one micro-batch as far as it has
-    room; if any has pictures none are shared, since the tokens of two pictures may be the same.
+    room; tokens are the same if their experts are, too. If any row has pictures none are shared,
+    since the tokens of two pictures may be the same.
     Raises ValueError if a single row is longer than `max_tokens`.
     """
     cost = cost or PassCost()
     tokens = [row.tokens for row in rows]
     has_pictures = any(row.pictures for row in rows)
     should_share_prefixes = should_share_prefixes and not has_pictures
-    forest = share_prefixes(tokens) if should_share_prefixes else separate(tokens)
+    forest = share_prefixes(_computed(rows)) if should_share_prefixes else separate(tokens)
     pieces = [[i] for i in range(len(rows))]
     if should_share_prefixes:
         pieces = [*forest.pieces(max_tokens)]
@@ -448,14 +449,31 @@ def _candidates(rows: Sequence[Row], trained: NDArray[np.int64]) -> tuple[Tensor
 def _routes(
     rows: Sequence[Row], places: Sequence[NDArray[np.int64]], num_tokens: int
 ) -> Tensor | None:
-    """The experts of the tokens of a packed row, where `rows` have theirs at these `places`. A
-    shared token has those of the first row that knows them."""
-    width = next((row.routes.shape[1] for row in rows if row.routes is not None), None)
-    if width is None:
+    """The experts of the tokens of a packed row, where `rows` have theirs at these `places`."""
+    width = _routes_width(rows)
+    if not width:
         return None
     found = np.zeros((num_tokens, width), np.int32)
     for row, own in zip(rows, places, strict=True):
         if row.routes is not None:
-            is_open = ~found[own].any(axis=1)
-            found[own[is_open]] = row.routes[is_open]
+            found[own] = row.routes
     return torch.from_numpy(found)
+
+
+def _routes_width(rows: Sequence[Row]) -> int:
+    return next((row.routes.shape[1] for row in rows if row.routes is not None), 0)
+
+
+def _computed(rows: Sequence[Row]) -> list[Tokens]:
+    """A number for each token of each row; equal ones go the same way through the model: equal
+    tokens to equal experts, since versions and engines may have chosen others."""
+    width = _routes_width(rows)
+    if not width:
+        return [row.tokens for row in rows]
+    numbers: dict[bytes, int] = {}
+    computed = []
+    for row in rows:
+        routes = np.zeros((len(row.tokens), width), np.int32) if row.routes is None else row.routes
+        ways = np.column_stack([row.tokens, routes.astype(np.int32)])
+        computed.append(np.array([numbers.setdefault(way.tobytes(), len(numbers)) for way in ways]))
+    return computed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -173,31 +174,39 @@ def test_episode_may_branch_at_more_turns_than_python_recurses() -> None:
     assert len(forest.paths[-1]) == len(branches)
 
 
-def test_experts_of_a_token_are_where_it_is_in_the_row_and_shared_ones_the_first_known() -> None:
-    common = np.arange(MIN_SHARED + 4)
-    sequences = [np.append(common, [90, 91]), np.append(common, [80]), np.arange(50, 60)]
+def test_experts_of_a_token_are_where_it_is_in_the_row_and_shared_tokens_have_equal_experts() -> (
+    None
+):
+    common = np.arange(MIN_SHARED + 8)
     rows = []
-    for number, tokens in enumerate(sequences):
-        # Each has its own number everywhere; the first one knows nothing of three tokens.
-        routes = np.full((len(tokens), 2), number + 1, np.uint8)
+    for number, last in enumerate((90, 91, 92, 93)):
+        tokens = np.append(common, last).astype(np.int32)
+        routes = np.full((len(tokens), 2), 1, np.uint8)
         routes[-1] = 0
-        if number == 0:
-            routes[2:5] = 0
-        rows.append(row_of(tokens.astype(np.int32), routes if number < 2 else None))
-    [batch] = pack(rows, 100, should_share_prefixes=True)
-    [apart] = pack(rows, 100)
-    assert batch.row.routes_LC is not None and apart.row.routes_LC is not None
-    found = dict(zip(batch.row.tokens_L.tolist(), batch.row.routes_LC[:, 0].tolist(), strict=True))
-    expected = dict.fromkeys(common.tolist(), 1) | dict.fromkeys((2, 3, 4), 2)
-    expected |= dict.fromkeys((90,), 1) | dict.fromkeys((91, 80, *range(50, 60)), 0)
+        if number == 2:  # another version sent the end of the prefix to another expert
+            routes[MIN_SHARED:-1, 1] = 2
+        rows.append(row_of(tokens, None if number == 3 else routes))
+    [batch] = pack(rows, 200, should_share_prefixes=True)
+    assert batch.row.routes_LC is not None
+    found = Counter(
+        (token, *experts)
+        for token, experts in zip(
+            batch.row.tokens_L.tolist(), batch.row.routes_LC.tolist(), strict=True
+        )
+    )
+    expected = Counter({(token, 1, 1): 1 for token in common.tolist()})
+    expected.update((token, 1, 2) for token in common[MIN_SHARED:].tolist())
+    expected.update((token, 0, 0) for token in (90, 91, 92, *common.tolist(), 93))
     assert found == expected
-    by_place = zip(apart.row.tokens_L.tolist(), apart.row.routes_LC[:, 0].tolist(), strict=True)
+    [apart] = pack(rows, 200)
+    assert apart.row.routes_LC is not None
+    by_place = zip(apart.row.tokens_L.tolist(), apart.row.routes_LC.tolist(), strict=True)
     assert sorted(by_place) == sorted(
-        (token, 0 if row.routes is None else int(row.routes[place, 0]))
+        (token, [0, 0] if row.routes is None else row.routes[place].tolist())
         for row in rows
         for place, token in enumerate(row.tokens.tolist())
     )
-    [plain] = pack([rows[2]], 100)
+    [plain] = pack([rows[3]], 100)
     assert plain.row.routes_LC is None
 
 
