@@ -52,8 +52,8 @@ attach: install ## be the controller of a run whose own controller and guard wer
 dry-run: install ## print the resolved config and the plan, start nothing: make dry-run [EXPERIMENT=...] [ARGS=...]
 	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(OVERRIDES)
 
-simulate: install ## GPUs for each pool and max_staleness, simulated: make simulate GPUS=64 LENGTHS=1000,8000 ARGS="rollout.max_response_tokens=8000 ..." [GPU=H100] [LENGTHS_OF=runs/NAME] [PRICE=2] [PLOT=file.png]
-	@$(LEASH) simulate $(EXPERIMENT_FLAG) $(foreach name,GPUS GPU LENGTHS LENGTHS_OF PROMPT PARAMETERS ACTIVE KV MFU WIRE SWITCH_S REWARD_S PRICE STEPS PLOT,$(if $(call said,$(name)),--$(call option,$(name)) '$(call said,$(name))')) $(OVERRIDES)
+simulate: install ## GPUs for each pool and max_staleness, simulated: make simulate GPUS=64 LENGTHS=1000,8000 ARGS="rollout.max_response_tokens=8000 ..." [GPU=H100] [LENGTHS_OF=runs/NAME] [MTBF_H=50000] [PRICE=2] [PLOT=file.png]
+	@$(LEASH) simulate $(EXPERIMENT_FLAG) $(foreach name,GPUS GPU LENGTHS LENGTHS_OF PROMPT PARAMETERS ACTIVE KV MFU WIRE SWITCH_S REWARD_S MTBF_H RESTART_S PRICE STEPS PLOT,$(if $(call said,$(name)),--$(call option,$(name)) '$(call said,$(name))')) $(OVERRIDES)
 
 try: install ## run a few episodes of a task without training: make try TASK=capitals [MODEL=folder | URL=http://host/v1 MODEL=name [KEY_ENV=...]] [EPISODES=4] [ARGS=...]
 	@$(LEASH) try $(EXPERIMENT_FLAG) $(if $(call said,URL),--url '$(URL)') $(if $(call said,MODEL),--model '$(MODEL)') $(if $(call said,EPISODES),--episodes $(EPISODES)) $(if $(call said,KEY_ENV),--key-env $(KEY_ENV)) $(if $(call said,TASK),task=$(TASK)) $(call said,ARGS)

@@ -110,6 +110,8 @@ def _add_commands_on_settings(add: Add) -> None:
         ("wire", float, 10.0, "GB/s at which a machine takes new weights"),
         ("switch-s", float, 10.0, "seconds of a step in which a colocated loop changes phases"),
         ("reward-s", float, 0.0, "seconds of a group's reward"),
+        ("mtbf-h", float, 0.0, "hours between two failures of one GPU, 0 for none"),
+        ("restart-s", float, 300.0, "seconds until an engine or a rank that failed works again"),
         ("price", float, 0.0, "of a GPU-hour"),
         ("steps", int, 40, "steps to simulate"),
         ("plot", Path, None, "file for a picture"),

@@ -52,6 +52,8 @@ class Question:
     wire: float
     switch_s: float
     reward_s: float
+    mtbf_h: float
+    restart_s: float
     price: float
     steps: int
     plot: Path | None
@@ -63,6 +65,8 @@ class Question:
             ("MFU", self.mfu, 0 < self.mfu <= 1, "above 0 and at most 1"),
             ("WIRE", self.wire, self.wire > 0, "GB/s above 0"),
             ("STEPS", self.steps, self.steps >= 4, "at least 4"),
+            ("MTBF_H", self.mtbf_h, self.mtbf_h >= 0, "hours, or 0 for no failures"),
+            ("RESTART_S", self.restart_s, self.restart_s >= 0, "seconds, at least 0"),
             ("PROMPT", self.prompt, self.prompt >= 0, "tokens, at least 0"),
         ):
             if not is_right:
@@ -92,6 +96,9 @@ def simulate_run(overrides: Sequence[str], experiment: str, **words: Any) -> Non
         max_retries=buffer.max_retries,
         max_commits=config.weight_sync.max_concurrent_commits,
         reward_s=asked.reward_s,
+        mtbf_s=3600 * asked.mtbf_h or math.inf,
+        restart_s=asked.restart_s,
+        checkpoint_every=config.trainer.memory_copy_every or config.trainer.checkpoint_every,
     )
     next(splits(setting, asked.gpus))  # refused before anything is simulated
     if asked.lengths_of is not None:
@@ -251,6 +258,8 @@ def _table(plans: Sequence[Plan], together_s: float, num_gpus: int) -> Table:
         f"All {num_gpus} for each phase in turn (colocated, synchronous): {together_s:.1f} s a "
         "step. Length: of trained answers over that of drawn ones."
     )
+    if math.isfinite(best.setting.mtbf_s):
+        table.caption += f" {best.outcome.num_failures} failures in the simulated time of the best."
     return table
 
 

@@ -109,6 +109,7 @@ def colocated_s(
         max_staleness=0,
         max_commits=engines,
         oversampling=1.0,
+        has_pools=False,
     )
     return simulate(together, make_draw()).step_s + switch_s
 

@@ -4,6 +4,9 @@
                               ▲    stale: again, or dropped        │
                               └───────── commits, engine by engine ┘
 
+A GPU fails once in `mtbf_s`. What ran at an engine goes on at others; a failed rank brings all of
+them back to the last checkpoint.
+
 Admission and staleness are those of the buffer (`admission_limit`, `engine_lag`, `is_fresh`). An
 engine is a counter of the tokens that each of its requests has got: the counter runs at the speed
 of its batch, and a request ends when it has passed as many as the request is long. So an event
@@ -17,6 +20,7 @@ import gc
 import heapq
 import itertools
 import math
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +33,10 @@ from controller.simulate.machine import Machine
 
 ROUNDING = 1e-6
 """Tokens, or seconds, by which floating-point numbers may miss an end."""
+UNSENT = 32
+"""Tokens of an answer that an engine has not yet streamed when it fails, on average."""
+MOST_SETBACKS = 100
+"""Failures of ranks between two steps after which no step is awaited any more."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,6 +57,14 @@ class Setting:
     """Engines that take a version at the same time."""
     reward_s: float = 0.0
     """From the last answer of a group to its push."""
+    mtbf_s: float = math.inf
+    """Mean time between two failures of one GPU."""
+    restart_s: float = 0.0
+    """From the failure of an engine, or of a rank, until it works again."""
+    checkpoint_every: int = 1
+    """Steps between the states that the ranks can go back to."""
+    has_pools: bool = True
+    """False: all GPUs are one colocated job, which fails as a whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +98,7 @@ class Outcome:
     lost_tokens: float = 0.0
     num_lost: int = 0
     """Prompts given up for good."""
+    num_failures: int = 0
 
     @property
     def half(self) -> int:
@@ -143,7 +160,8 @@ class Engine:
         self._places, self._max_running = machine.places, machine.max_running
         self._running: list[tuple[float, int, float, Group]] = []
         """(counter at its end, a number, counter at its begin, group), the next to end first."""
-        self._waiting: deque[tuple[int, Group]] = deque()
+        self._waiting: deque[tuple[float, float, Group]] = deque()
+        """(tokens left, tokens that other engines have sampled, group)"""
         self._numbers = itertools.count()
         self._counter = 0.0
         self._begun = 0.0
@@ -164,10 +182,35 @@ class Engine:
 
     def add(self, now: float, group: Group) -> None:
         """Its answers begin, as far as there are places; their common prompt is computed once."""
+        self.go_on(now, [(length, 0.0, group) for length in group.lengths])
+
+    def go_on(self, now: float, answers: Sequence[tuple[float, float, Group]]) -> None:
+        """Answers of one group begin that have (tokens left, tokens sampled elsewhere)."""
         self._advance(now)
-        self._at += self._machine.prefill_s(self._prompt)
-        self._waiting.extend([(length, group) for length in group.lengths])
+        self._at += self._machine.prefill_s(self._prompt + sum(had for _, had, _ in answers))
+        self._waiting.extend(answers)
         self._fill()
+
+    def fail(self, now: float) -> tuple[dict[Group, list[tuple[float, float, Group]]], float]:
+        """Loses all that it holds. Returns what is to go on elsewhere, by group, and the tokens
+        that were lost."""
+        self._advance(now)
+        left, lost = defaultdict[Group, list[tuple[float, float, Group]]](list), 0.0
+        for end, _, began, group in self._running:
+            had = self._counter - began
+            unsent = min(had, UNSENT)
+            lost += unsent
+            left[group].append((end - self._counter + unsent, had - unsent, group))
+        for answer in self._waiting:
+            left[answer[2]].append(answer)
+        self._running, self._begun = [], 0.0
+        self._waiting.clear()
+        self._fill()
+        return left, lost
+
+    def restart(self, now: float, version: int) -> None:
+        self._advance(now)
+        self._at, self.version = now, version
 
     def take_version(self, now: float, version: int) -> None:
         """All stand still for the load, and what they hold is computed again."""
@@ -208,7 +251,7 @@ class Engine:
             else:
                 kept.append(request)
         self._running = kept
-        self._waiting = deque(one for one in self._waiting if one[1] not in groups)
+        self._waiting = deque(one for one in self._waiting if one[2] not in groups)
         self._fill()
         return lost
 
@@ -223,13 +266,14 @@ class Engine:
     def _fill(self) -> None:
         running, waiting, counter = self._running, self._waiting, self._counter
         while waiting and len(running) < self._max_running:
-            length, group = waiting[0]
+            left, had, group = waiting[0]
             num_tokens = len(running) * (self._prompt + counter) - self._begun
-            if running and num_tokens + self._prompt + length / 2 > self._places:
+            if running and num_tokens + self._prompt + had + left / 2 > self._places:
                 break  # no room in the cache
             waiting.popleft()
-            self._begun += counter
-            bisect.insort(running, (counter + length, next(self._numbers), counter, group))
+            began = counter - had
+            self._begun += began
+            bisect.insort(running, (counter + left, next(self._numbers), began, group))
         if not running:
             self._next_end = math.inf
             return
@@ -285,13 +329,29 @@ class _Run:
         self._newest = 0
         """Version that lies beside the engines."""
         self._committing = 0
+        self._dice = random.Random(0)
+        self._down = set[int]()
+        """Engines that have failed and do not work again yet."""
+        self._homeless: dict[Group, list[tuple[float, float, Group]]] = {}
+        """Answers of failed engines, until another takes them."""
+        self._to_fail = 0
+        """Failures that are planned."""
+        self._ranks_work = 0.0
+        """When the ranks can train again."""
+        self._is_undone = False
+        """A rank has failed during the step."""
+        self._setbacks = 0
+        """Failures of ranks since the last step."""
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
         outcome = self._outcome
         self._admit(0.0)
+        if self._setting.has_pools:
+            self._plan_failure(0.0, self._num_engine_gpus, self._fail_engine)
+        self._plan_failure(0.0, self._setting.num_trainer_gpus, self._fail_rank)
         while len(outcome.ends) < self._setting.num_steps:
-            if not self._events:
+            if len(self._events) <= self._to_fail:
                 raise ValueError(
                     f"after {len(outcome.ends)} steps nothing runs and nothing is ready: with "
                     f"buffer.max_staleness={self._setting.max_staleness} no group can end in time"
@@ -315,7 +375,7 @@ class _Run:
                 oversampling=setting.oversampling,
             )
         stale: list[tuple[int, int]] = []
-        while self._num_in_flight < self._limit:
+        while self._served and self._num_in_flight < self._limit:
             if self._again:
                 group = self._again.popleft()
             elif lengths := self._draw():
@@ -333,12 +393,25 @@ class _Run:
 
     def _begin(self, now: float, group: Group, stale: list[tuple[int, int]]) -> None:
         number = self._least_loaded(stale)
+        assert number is not None  # else none is admitted
         engine = self._engines[number]
         group.version, group.num_left = engine.version, len(group.lengths)
         self._engine_of[group] = engine
         engine.add(now, group)
         self._list(number)
         self._plan(number)
+
+    def _go_on(self, now: float) -> None:
+        """Answers of failed engines go on where there is one of a version young enough."""
+        stale: list[tuple[int, int]] = []
+        while self._homeless and (number := self._least_loaded(stale)) is not None:
+            group = next(iter(self._homeless))
+            engine = self._engine_of[group] = self._engines[number]
+            engine.go_on(now, self._homeless.pop(group))
+            self._list(number)
+            self._plan(number)
+        for one in stale:
+            heapq.heappush(self._loads, one)
 
     def _list(self, number: int) -> None:
         load = self._listed[number] = self._engines[number].load
@@ -347,17 +420,16 @@ class _Run:
             self._loads = [(load, number) for number, load in enumerate(self._listed)]
             heapq.heapify(self._loads)
 
-    def _least_loaded(self, stale: list[tuple[int, int]]) -> int:
-        """Chooses among the engines that serve a version young enough; sets others aside. There is
-        one, else none is admitted."""
+    def _least_loaded(self, stale: list[tuple[int, int]]) -> int | None:
+        """Chooses among the engines that serve a version young enough; sets others aside."""
         for number in self._fallen:
             if self._engines[number].load < self._listed[number]:
                 self._list(number)
         self._fallen.clear()
-        while True:
+        while self._loads:
             load, number = heapq.heappop(self._loads)
             engine = self._engines[number]
-            if load != self._listed[number]:
+            if load != self._listed[number] or number in self._down:
                 continue
             if load != engine.load:
                 self._list(number)
@@ -365,6 +437,7 @@ class _Run:
                 return number
             else:
                 stale.append((load, number))
+        return None
 
     def _plan(self, number: int) -> None:
         when = self._engines[number].next_end()
@@ -411,6 +484,9 @@ class _Run:
         setting = self._setting
         if self._leased or len(self._ready) < setting.groups_per_step:
             return
+        if now < self._ranks_work:
+            self._at(self._ranks_work, self._lease)
+            return
         if setting.on_stale is OnStale.wait and any(
             not is_fresh(self._version + 1, group.version, setting.max_staleness)
             for group in itertools.chain(self._engine_of, self._scored)
@@ -423,7 +499,12 @@ class _Run:
         self._at(now + seconds, partial(self._end_step, batch, seconds))
 
     def _end_step(self, batch: Sequence[Group], seconds: float, now: float) -> None:
+        if self._is_undone:
+            self._is_undone = False
+            self._at(self._ranks_work + seconds, partial(self._end_step, batch, seconds))
+            return
         outcome = self._outcome
+        self._setbacks = 0
         outcome.ends.append(now)
         outcome.train_s.append(seconds)
         outcome.place_s.append(sum(engine.place_s for engine in self._engines))
@@ -454,6 +535,7 @@ class _Run:
             self._outcome.lost_tokens += engine.stop(now, groups)
             for group in groups:
                 del self._engine_of[group]
+                self._outcome.lost_tokens += sum(h for _, h, _ in self._homeless.pop(group, ()))
                 self._give_up(group, 0.0)
         for number, engine in enumerate(self._engines) if stale else ():
             if engine in stale:
@@ -478,9 +560,12 @@ class _Run:
         begun = []
         while self._committing < self._setting.max_commits and self._by_version:
             version, number = self._by_version[0]
-            if version >= self._newest:
+            has_failed = number in self._down or version != self._engines[number].version
+            if not has_failed and version >= self._newest:
                 break
             heapq.heappop(self._by_version)
+            if has_failed:
+                continue  # it is listed again when it works again
             self._committing += 1
             self._count_served(version, -1)
             self._count_served(self._newest, 1)
@@ -506,5 +591,65 @@ class _Run:
             self._committing -= 1
             heapq.heappush(self._by_version, (self._engines[number].version, number))
             begun += self._begin_commits(now)
+            self._go_on(now)
             self._admit(now)  # the first engine of a version may let groups in
         self._await_commits(begun, now)
+
+    # Failures --------------------------------------------------------------------------------
+
+    @property
+    def _num_engine_gpus(self) -> int:
+        return self._setting.num_engines * self._setting.machine.tp_size
+
+    def _plan_failure(self, now: float, num_gpus: int, fail: Callable[[float], None]) -> None:
+        if math.isfinite(self._setting.mtbf_s):
+            self._to_fail += 1
+            self._at(now + self._dice.expovariate(num_gpus / self._setting.mtbf_s), fail)
+
+    def _fail_engine(self, now: float) -> None:
+        self._to_fail -= 1
+        self._plan_failure(now, self._num_engine_gpus, self._fail_engine)
+        number = self._dice.randrange(len(self._engines))
+        if number in self._down:
+            return
+        engine, outcome = self._engines[number], self._outcome
+        outcome.num_failures += 1
+        self._down.add(number)
+        self._count_served(engine.version, -1)
+        left, lost = engine.fail(now)
+        outcome.lost_tokens += lost
+        self._homeless.update(left)
+        self._planned[number] = math.inf
+        self._at(now + self._setting.restart_s, partial(self._restart_engine, number))
+        self._go_on(now)
+
+    def _restart_engine(self, number: int, now: float) -> None:
+        self._down.remove(number)
+        self._engines[number].restart(now, self._newest)
+        self._count_served(self._newest, 1)
+        heapq.heappush(self._by_version, (self._newest, number))
+        self._list(number)
+        self._go_on(now)
+        self._admit(now)
+
+    def _fail_rank(self, now: float) -> None:
+        """All ranks start again, and train again what they did since the last checkpoint. A run
+        drops what the undone versions have sampled; here it is kept. A colocated job has lost the
+        answers, too."""
+        setting, outcome = self._setting, self._outcome
+        self._to_fail -= 1
+        self._plan_failure(now, setting.num_trainer_gpus, self._fail_rank)
+        outcome.num_failures += 1
+        self._is_undone = bool(self._leased)
+        self._setbacks += 1
+        if self._setbacks > MOST_SETBACKS:
+            raise ValueError(
+                f"MTBF_H={setting.mtbf_s / 3600:g}: after {len(outcome.ends)} steps ranks have "
+                f"failed {MOST_SETBACKS} times before the next one; checkpoint more often "
+                f"(trainer.checkpoint_every={setting.checkpoint_every}), or say a larger MTBF_H"
+            )
+        kept = len(outcome.ends) // setting.checkpoint_every * setting.checkpoint_every
+        again_s = sum(outcome.train_s[kept:])
+        if not setting.has_pools:
+            again_s = now - (outcome.ends[kept - 1] if kept else 0.0)
+        self._ranks_work = now + setting.restart_s + again_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,11 @@ def test_table_recommendation_and_picture_are_written(
     assert "16 GPUs" in printed and "rollout.num_engines=" in printed
     assert "groups are then in flight: rollout.num_workers=" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "failures" not in printed
+    failing = ("--mtbf-h", "0.02", "--restart-s", "1", "trainer.checkpoint_every=1")
+    assert main(["simulate", *SMALL, *failing, *MODEL]) == 0
+    [said] = re.findall(r"(\d+) failures in the simulated time", capsys.readouterr().out)
+    assert int(said) > 0
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,9 @@ def test_table_recommendation_and_picture_are_written(
         (("--lengths", "10,5"), "LENGTHS='10,5'"),
         (("--gpu", "TPU"), "GPU='TPU': must be one of A100, H100"),
         (("--gpus", "1"), "GPUS=1: must be at least 2"),
+        (("--mtbf-h", "1e-6"), "MTBF_H=1e-06: after 0 steps ranks have failed 100 times"),
+        (("--mtbf-h", "-1"), "MTBF_H=-1.0: must be hours, or 0"),
+        (("--restart-s", "-1"), "RESTART_S=-1.0: must be seconds, at least 0"),
         (("--mfu", "0"), "MFU=0.0: must be above 0"),
         (("--lengths-of", "nowhere"), "LENGTHS_OF=nowhere: no groups are recorded"),
     ],

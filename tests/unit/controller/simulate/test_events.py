@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.choices import OnStale
-from controller.simulate.events import Engine, Group, Outcome, Setting, simulate
+from controller.simulate.events import UNSENT, Engine, Group, Outcome, Setting, simulate
 from controller.simulate.machine import Machine
 
 TOKEN_S = 0.01
@@ -153,8 +154,86 @@ def test_long_answers_are_lost_at_a_short_leash_and_trained_where_the_trainer_wa
 
 
 def test_run_in_which_no_step_can_come_says_so() -> None:
-    with pytest.raises(ValueError, match=r"after 2 steps nothing runs and nothing is ready"):
-        simulate(setting(), drawing([(10, 10)] * 5))
+    for mtbf_s in (math.inf, 1e6):
+        with pytest.raises(ValueError, match=r"after 2 steps nothing runs and nothing is ready"):
+            simulate(setting(mtbf_s=mtbf_s), drawing([(10, 10)] * 5))
+
+
+def test_answers_of_a_failed_engine_go_on_with_what_was_sent_of_them() -> None:
+    failed, other, group = Engine(machine(), 0), Engine(machine(), 0), Group((100, 10, 200))
+    failed.add(0.0, group)
+    assert failed.pop_ended(0.1) == [group]
+    left, lost = failed.fail(0.5)
+    assert lost == pytest.approx(2 * UNSENT)
+    assert [(round(tokens), round(had)) for tokens, had, _ in left[group]] == [
+        (50 + UNSENT, 50 - UNSENT),
+        (150 + UNSENT, 50 - UNSENT),
+    ]
+    assert failed.load == 0 and failed.num_tokens == 0 and failed.next_end() == math.inf
+    other.go_on(0.5, left[group])
+    assert other.num_tokens == pytest.approx(2 * (50 - UNSENT))
+    assert other.next_end() == pytest.approx(0.5 + (50 + UNSENT) * TOKEN_S)
+    failed.restart(3.0, 7)
+    failed.add(3.0, Group((10,)))
+    assert (failed.version, failed.next_end()) == (7, pytest.approx(3.1))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_every", "fails", "has_pools", "ends"),
+    [
+        # A step is 1 s of answers and 4 of training; ranks are back after 3.
+        (1, 7.0, True, [5.0, 7.0 + 3.0 + 4.0]),  # in step 2, which is made again
+        (2, 7.0, True, [5.0, 7.0 + 3.0 + 4.0 + 4.0]),  # and so is step 1
+        (2, 7.0, False, [5.0, 7.0 + 3.0 + 7.0 + 4.0]),  # with all that was sampled
+        (1, 5.5, True, [5.0, 5.5 + 3.0 + 4.0]),  # while it waits for answers
+        (1, 99.0, True, [5.0, 10.0]),
+    ],
+)
+def test_failed_rank_brings_all_back_to_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint_every: int,
+    fails: float,
+    has_pools: bool,
+    ends: list[float],
+) -> None:
+    class Dice:
+        def __init__(self, seed: int) -> None:
+            never = [math.inf] * 3
+            self._times = iter([*([math.inf] if has_pools else []), fails, *never])
+
+        def expovariate(self, rate: float) -> float:
+            return next(self._times)
+
+    class Training(Steady):
+        def train_s(self, num_tokens: float, num_gpus: int) -> float:
+            return 4.0
+
+    monkeypatch.setattr("controller.simulate.events.random.Random", Dice)
+    one = setting(
+        machine=machine(Training),
+        max_staleness=0,
+        num_steps=2,
+        mtbf_s=1.0,
+        restart_s=3.0,
+        checkpoint_every=checkpoint_every,
+        has_pools=has_pools,
+    )
+    found = simulate(one, drawing(itertools.repeat((10, 100))))
+    assert found.ends == pytest.approx(ends)
+    assert found.num_failures == (fails < 99)
+
+
+def test_failing_engines_and_ranks_slow_a_run_by_their_share_of_time() -> None:
+    def run(mtbf_s: float) -> Outcome:
+        one = setting(num_engines=10, num_steps=400, groups_per_step=20, mtbf_s=mtbf_s)
+        one = replace(one, machine=machine(max_running=2), restart_s=20.0, num_trainer_gpus=1)
+        return simulate(one, drawing(itertools.cycle([(900, 1000), (1000, 1100)])))
+
+    whole, failing = run(math.inf), run(80.0)
+    assert whole.num_failures == 0 < 100 < failing.num_failures
+    assert 0 <= whole.wasted < failing.wasted < 0.1
+    # An engine works 80 of 100 s. So do the ranks, meanwhile.
+    assert 1.25 < failing.step_s / whole.step_s < 1.6
 
 
 @given(
@@ -163,6 +242,8 @@ def test_run_in_which_no_step_can_come_says_so() -> None:
     st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=12),
     st.sampled_from([0.0, 0.7]),
     st.sampled_from([1.0, 1.5]),
+    st.sampled_from([math.inf, 4.0]),
+    st.sampled_from([0.0, 1.0, 5.0]),
 )
 def test_no_group_is_trained_twice_or_too_old_and_none_vanishes(
     max_staleness: int,
@@ -170,6 +251,8 @@ def test_no_group_is_trained_twice_or_too_old_and_none_vanishes(
     groups: list[tuple[int, int]],
     wire_s: float,
     oversampling: float,
+    mtbf_s: float,
+    restart_s: float,
 ) -> None:
     one = setting(
         machine=machine(Loading if wire_s else Steady, wire_s=wire_s),
@@ -177,6 +260,10 @@ def test_no_group_is_trained_twice_or_too_old_and_none_vanishes(
         on_stale=on_stale,
         oversampling=oversampling,
         num_steps=12,
+        mtbf_s=mtbf_s,
+        restart_s=restart_s,
+        checkpoint_every=5,
+        num_trainer_gpus=1,
     )
     found = simulate(one, drawing(itertools.cycle(groups)))
     assert max(found.staleness) <= max_staleness
