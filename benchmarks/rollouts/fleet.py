@@ -76,7 +76,7 @@ async def _round(size: WorkSize, folder: Path, number: int) -> dict[str, float]:
     wide = dataclasses.replace(
         size, group_size=GROUP, batch_groups=16, max_running=128, max_staleness=10_000, longest=8
     )
-    most = max(32, 2 * number)
+    most = 2 * number  # the same load for each engine
     # The stream does not end before the round does.
     jobs = equal_jobs(size.fleet_groups + most + 2 * (WARM + number), GROUP, NUM_TOKENS)
     async with stubs_at(0.0, folder, NUM_TOKENS, number) as engines:

@@ -88,7 +88,9 @@ def main(argv: list[str]) -> None:
 
 async def serve(app: Starlette, num_ports: int = 1) -> None:
     """Prints the ports; never returns."""
-    config = uvicorn.Config(app, log_level="critical", lifespan="off", ws="none")
+    config = uvicorn.Config(
+        app, log_level="critical", lifespan="off", ws="none", timeout_keep_alive=60
+    )
     server = uvicorn.Server(config)
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_ports)]
     serving = asyncio.create_task(server.serve(sockets))

@@ -15,11 +15,14 @@ SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
 """Per rank where there are several, since they communicate through it."""
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 """Cores of each rank; without it SGLang starts at most one rank for each NUMA node."""
+KEEP_ALIVE_S = 60
+"""Longer than a worker takes to ask all engines for their load (`engine_watch.ASKED_PER_S`), which
+would make a new connection for each."""
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Variables of a server's process, beside those of this one."""
-    environment = {"PATH": program_path()}
+    environment = {"PATH": program_path(), "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S)}
     # Or a server that fails waits for dumps of its ranks, with several of them more than a minute.
     for name in ("SGLANG_PYSPY_DUMP_BEFORE_CRASH", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH"):
         environment[name] = os.environ.get(name, "0")

@@ -31,7 +31,7 @@ FROM_DISK_PATH = "/update_weights_from_disk"
 FROM_IPC_PATH = "/update_weights_from_ipc"
 LOAD_ADAPTER_PATH = "/load_lora_adapter"
 CONNECT_TIMEOUT_S = 10.0
-IDLE_TIMEOUT_S = 2.0
+IDLE_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 60.0
 """For calls that a healthy engine replies to at once."""
 ABORT_TIMEOUT_S = 5.0
@@ -90,7 +90,8 @@ class SGLangClient(BatchingClient):
                     sock_connect=connect_s, sock_read=self.request_timeout_s
                 ),
                 # No limit: requests must queue at the engine, where the router can see them.
-                # Idle connections close before SGLang closes them (5 s): a call could meet that.
+                # Idle connections close before SGLang closes them (KEEP_ALIVE_S): a call could
+                # meet that.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_TIMEOUT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

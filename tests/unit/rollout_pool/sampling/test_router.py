@@ -579,3 +579,37 @@ async def test_limit_falls_from_what_was_in_flight_before_all_samples_were_inter
     assert one.engines["engine-0"].limit == 40 * 8 // 10
     one.note_load("engine-0", idle, 1)  # this is not of so many
     assert one.engines["engine-0"].limit == 1
+
+
+async def test_among_many_engines_loads_are_nearly_even_and_the_last_free_one_is_found():
+    many = router(200, max_running_requests=12)
+    slots = {
+        (group, number): await place(many, group=f"group-{group}")
+        for group in range(200)
+        for number in range(8)
+    }
+    loads = sorted(engine.num_in_flight for engine in many.engines.values())
+    assert sum(loads) == 1600 and loads[-1] <= 12 and loads[10] > 0, loads
+    stayed = sum(slots[g, n].engine is slots[g, 0].engine for g, n in slots)
+    assert stayed > 0.8 * len(slots), stayed
+    for _ in range(200 * 12 - 1600):  # also the slots that no draw would hit
+        await place(many)
+    assert {engine.num_in_flight for engine in many.engines.values()} == {12}
+    waiting = asking(many, sample())
+    await asyncio.sleep(0)
+    assert many.num_waiting == 1
+    slots[3, 0].release()
+    assert (await waiting).engine is slots[3, 0].engine
+
+
+async def test_of_many_engines_only_those_of_a_version_that_is_needed_are_taken():
+    versions = {f"engine-{i}": int(i < 20) for i in range(40)}
+    many = router(40, versions, trainer=1, max_staleness=1)
+    for number in range(40):
+        old = await place(many, group=f"g-{number}")
+        old.release()
+        if versions[old.engine.name] == 1:
+            continue
+        one = await place(many, group=f"g-{number}", min_version=1)
+        assert versions[one.engine.name] == 1
+        one.release()
