@@ -17,7 +17,7 @@ RUN_FLAG := $(if $(call said,RUN),--run $(RUN)) $(if $(call said,DIR),--dir $(DI
 BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export tune scale timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export groups tune scale timeline depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
@@ -72,6 +72,10 @@ report: install ## rewrite summary, plots and result of a run from its files (RU
 
 export: install ## write the model of a checkpoint for transformers: make export [STEP=...] [TO=folder] [RUN=name]
 	@$(LEASH) export $(RUN_FLAG) $(if $(call said,STEP),--step $(STEP)) $(if $(call said,TO),--to '$(TO)')
+
+groups: install ## the recorded groups to a file, or of the best episodes the conversations: make groups TO=file.parquet|.jsonl [BEST=n] [MIN_REWARD=x] [RUN=name]
+	@$(if $(call said,TO),,$(error TO is missing: say which file to write, as make groups TO=groups.parquet))
+	@$(LEASH) groups $(RUN_FLAG) $(if $(call said,BEST),--best $(BEST)) $(if $(call said,MIN_REWARD),--min-reward $(MIN_REWARD)) $(if $(call said,TO),'$(TO)')
 
 tune: install ## change a running job: make tune MAX_STALENESS=2 [ARGS="rollout.tail=postpone ..."] [RUN=name]
 	@$(LEASH) tune $(RUN_FLAG) $(if $(call said,MAX_STALENESS),buffer.max_staleness=$(MAX_STALENESS)) $(call said,ARGS)

@@ -1,6 +1,6 @@
 """The command line: `leash launch | resume | attach | dry-run | simulate | try | sandbox | status |
-stop | report | export | tune | timeline`, and for a run's buffer `leash depth | trace | show |
-quarantine | buffer-dump | buffer-load`.
+stop | report | export | groups | tune | timeline`, and for a run's buffer `leash depth | trace |
+show | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -148,6 +148,13 @@ def _add_commands_on_runs(add: Add) -> None:
     export = add("export", words, "commands.export:export_model")
     export.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
     export.add_argument("--to", type=Path, help="folder (default: in the run's)")
+    words = "write the recorded groups to a file, or of the best episodes the conversations"
+    groups = add("groups", words, "commands.groups:write_groups")
+    groups.add_argument("to", type=Path, help="the file to write, *.parquet or *.jsonl")
+    words = "only the conversations of so many episodes of each group, those of the highest reward"
+    groups.add_argument("--best", type=int, help=words)
+    words = "only the conversations of episodes with at least this reward"
+    groups.add_argument("--min-reward", type=float, help=words)
     tune = add("tune", "change settings of a running job", "commands.tune:tune")
     tune.add_argument("overrides", nargs="*", help="settings, as buffer.max_staleness=1")
     words = "draw how a version reached the engines"

@@ -23,7 +23,7 @@ from configs.choices import RewardKind
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Message, opening
 from rollout_pool.tasks.data.files import has_no_splits, records_of, split_of, text_of
-from rollout_pool.tasks.data.messages import read_messages
+from rollout_pool.tasks.data.messages import read_episode, read_messages
 from rollout_pool.tasks.math_results import is_equal_result, result_of
 from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask, check_params
 
@@ -209,6 +209,8 @@ class Question:
     """Shown by the question; see `Message`."""
     conversation: tuple[Message, ...] = ()
     """See `Prompt.conversation`; the last message of the user is the question."""
+    episode: tuple[Message, ...] = ()
+    """A model's part of the conversation, if the row has the whole of it."""
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -249,6 +251,11 @@ class QuestionsTask(ProblemTask[Question]):
         for place in asked[-1:]:
             messages[place] = replace(messages[place], content=prompt.text)
         return replace(prompt, pictures=problem.pictures, conversation=tuple(messages))
+
+    def demonstration(self, prompt: Prompt) -> tuple[Message, ...]:
+        if episode := self.problem(prompt).episode:
+            return (*prompt.opening(self._system_prompt), *episode)
+        return super().demonstration(prompt)
 
     @property
     def shapes(self) -> list[Prompt]:
@@ -317,6 +324,13 @@ def read_question(
     of_question, of_answer = columns["question"], columns["answer"]
     question = _at(record, of_question, "question", place)
     answer = _at(record, of_answer, "answer", place)
+    what, episode = f'{place}: "{of_question}"', tuple[Message, ...]()
+    conversation: tuple[Message, ...] = ()
+    if isinstance(question, list) and of_question == of_answer:
+        conversation, episode = read_episode(question, what, folder)
+        answer = episode[-1].content
+    elif isinstance(question, list):
+        conversation = read_messages(question, what, folder)
     texts = [_as_answer(one) for one in (answer if isinstance(answer, list) else [answer])]
     if not texts or not all(texts):
         raise ValueError(
@@ -328,10 +342,8 @@ def read_question(
             f'{place}: "{of_answer}" has no result in its last box or behind ####: '
             f"{answer!r:.100}; leave the row out, or give it its result"
         )
-    conversation: tuple[Message, ...] = ()
-    if isinstance(question, list):
-        what = f'{place}: "{of_question}"'
-        conversation = _with_system(read_messages(question, what, folder), what, config)
+    if conversation:
+        conversation = _with_system(conversation, what, config)
         question = next(one.content for one in reversed(conversation) if one.role == "user")
     pictures = tuple(picture for one in conversation for picture in one.pictures)
     is_usual = conversation == opening(str(question), config.system_prompt, pictures)
@@ -340,6 +352,7 @@ def read_question(
         answers=tuple(text_of({of_answer: text}, of_answer, place) for text in texts),
         pictures=pictures,
         conversation=() if is_usual else conversation,
+        episode=episode,
     )
 
 

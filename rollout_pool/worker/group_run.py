@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from typing import Protocol
@@ -43,6 +44,7 @@ from buffer.types import (
 )
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.episode import Branch, Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.group_samples import GroupSamples
@@ -90,6 +92,8 @@ class GroupRun:
     """The sessions of its ended episodes."""
     pictures: dict[str, bytes] = field(default_factory=dict)
     """Pictures of its scored episodes, by digest."""
+    messages: dict[int, tuple[Message, ...]] = field(default_factory=dict)
+    """Conversations of its scored episodes, by their places."""
     given_up_because: str | None = field(default=None, init=False)
     """The first reason."""
 
@@ -129,7 +133,12 @@ class ExternalGroups(Protocol):
 class GroupLog(Protocol):
     """Records groups for inspection. Implementation: RolloutLog (record.py)."""
 
-    async def write(self, group: TrajectoryGroup, prompt_text: str) -> None: ...
+    async def write(
+        self,
+        group: TrajectoryGroup,
+        prompt_text: str,
+        messages: Mapping[int, tuple[Message, ...]],
+    ) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
@@ -288,7 +297,7 @@ class GroupRunner:
             self.counters.add("zero_variance_kept")
         self.num_groups += 1
         if self.group_log is not None:
-            await self.group_log.write(run.group, run.prompt.text)
+            await self.group_log.write(run.group, run.prompt.text, run.messages)
 
     async def _settle_failed(self, run: GroupRun, error: GroupFailed) -> None:
         log.warning("%s", error)
@@ -418,6 +427,7 @@ def _trajectories(
     if score.left_open is not None:
         run.num_left_open += 1
         return []
+    run.messages[place] = episode.messages
     for branch in episode.branches:
         run.pictures.update((digest_of(picture), picture) for picture in branch.pictures)
     return make_trajectories(episode, score, place, sampling.temperature)

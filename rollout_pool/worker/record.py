@@ -1,4 +1,5 @@
-"""Records a share of the groups in the run's folder as they were sampled, for `make show`.
+"""Records a share of the groups in the run's folder as they were sampled, for `make show` and `make
+groups`.
 
     rollouts/worker-0.jsonl      a line per group; when full it becomes worker-0.jsonl.1,
     rollouts/worker-0.jsonl.1    that one .2, ... and the oldest is removed
@@ -15,6 +16,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice, pairwise
@@ -30,6 +32,8 @@ from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup,
 from buffer.wire.codec import encode_group
 from buffer.wire.header import Count
 from configs.run_files import read_bytes
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.template import as_openai_message
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,8 @@ class Recorded:
     at: float
     """Unix time."""
     worker: str
+    messages: Mapping[int, list[dict[str, Any]]]
+    """The conversations of its episodes in OpenAI's format; none in lines of older versions."""
 
 
 class RolloutLog:
@@ -79,17 +85,26 @@ class RolloutLog:
         digest = sha256(f"{self._seed}:{group_id}".encode()).digest()
         return int.from_bytes(digest[:6], "big") < self._rate * 2**48
 
-    async def write(self, group: TrajectoryGroup, prompt_text: str) -> None:
-        """Records the group if its id is chosen. Never raises for a disk error."""
+    async def write(
+        self,
+        group: TrajectoryGroup,
+        prompt_text: str,
+        messages: Mapping[int, tuple[Message, ...]],
+    ) -> None:
+        """Records the group if its id is chosen, with the conversations of its episodes. Never
+        raises for a disk error."""
         if self.wants(group.group_id):
-            await asyncio.to_thread(self._write, group, prompt_text)
+            await asyncio.to_thread(self._write, group, prompt_text, messages)
 
-    def _write(self, group: TrajectoryGroup, text: str) -> None:
+    def _write(
+        self, group: TrajectoryGroup, text: str, messages: Mapping[int, tuple[Message, ...]]
+    ) -> None:
         try:
-            line = _line(group, text, time.time(), self._worker)
+            line = _line(group, text, messages, time.time(), self._worker)
             with self._lock:
                 self._append(line)
-        except OSError as error:
+        # A conversation is the environment's too, and may hold what JSON does not.
+        except (OSError, ValueError, TypeError) as error:
             self._lose(f"{self.path}: {error}")
 
     def _append(self, line: bytes) -> None:
@@ -138,6 +153,14 @@ def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
     return newest
 
 
+def all_recorded(folder: Path) -> Iterator[Recorded]:
+    """All recorded groups, those of a worker in the order in which they ended. See `read_recorded`
+    for cut and damaged lines."""
+    for path in sorted((folder / FOLDER).glob("*.jsonl")):
+        for part in reversed(_files(path, NUM_FILES)):
+            yield from (_parse(*found) for found in _lines(part))
+
+
 def _files(path: Path, number: int) -> list[Path]:
     """Newest first."""
     return [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, number))]
@@ -145,20 +168,27 @@ def _files(path: Path, number: int) -> list[Path]:
 
 def _read(path: Path, group_id: str | None) -> Recorded | None:
     """The last complete line with this id."""
+    wanted = _START + (b"" if group_id is None else json.dumps(group_id).encode() + b",")
+    last: tuple[bytes, str] | None = None
+    for found in _lines(path):
+        if found[0].startswith(wanted):
+            last = found
+    return None if last is None else _parse(*last)
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
+    """The complete lines, with their places for messages."""
     try:
         lines = read_bytes(path).split(b"\n")
     except FileNotFoundError:
-        return None
-    wanted = _START + (b"" if group_id is None else json.dumps(group_id).encode() + b",")
-    last: tuple[bytes, str] | None = None
+        return
     for number, line in enumerate(lines, start=1):
         if not line.startswith(_START[: len(line)]):
             raise ValueError(
                 f"{path}:{number} is damaged: it is no recorded group; remove the line"
             )
-        if line.startswith(wanted) and line.endswith(_END):
-            last = line, f"{path}:{number}"
-    return None if last is None else _parse(*last)
+        if line.endswith(_END):
+            yield line, f"{path}:{number}"
 
 
 # One line ------------------------------------------------------------------------------------
@@ -187,17 +217,24 @@ class _Trajectory(Struct):
     columns: dict[str, _Column] = {}  # older lines have none
 
 
-class _Line(Struct):
+class _Line(Struct, kw_only=True):
     group_id: str
     at: float
     worker: str
     prompt: PromptRef
     text: str
     sampling: SamplingParams
+    messages: dict[int, list[dict[str, Any]]] = {}  # older lines have none
     trajectories: list[_Trajectory]
 
 
-def _line(group: TrajectoryGroup, text: str, at: float, worker: str) -> bytes:
+def _line(
+    group: TrajectoryGroup,
+    text: str,
+    messages: Mapping[int, tuple[Message, ...]],
+    at: float,
+    worker: str,
+) -> bytes:
     line = _Line(
         group_id=group.group_id,
         at=at,
@@ -205,6 +242,7 @@ def _line(group: TrajectoryGroup, text: str, at: float, worker: str) -> bytes:
         prompt=group.prompt,
         text=text,
         sampling=group.sampling,
+        messages={episode: [*map(_as_json, said)] for episode, said in messages.items()},
         trajectories=[
             _Trajectory(
                 episode=one.episode,
@@ -225,6 +263,15 @@ def _line(group: TrajectoryGroup, text: str, at: float, worker: str) -> bytes:
         ],
     )
     return msgspec.json.encode(line, enc_hook=_numbers) + b"\n"
+
+
+def _as_json(message: Message) -> dict[str, Any]:
+    """In OpenAI's format; pictures by their sources, as a data file names them."""
+    written, sources = as_openai_message(message), iter(message.pictures)
+    for part in written["content"] if message.pictures else ():
+        if part["type"] == "image":
+            part["image"] = next(sources)
+    return written
 
 
 def _numbers(numbers: NDArray[Any]) -> Raw:
@@ -257,7 +304,9 @@ def _parse(data: bytes, where: str) -> Recorded:
         encode_group(group)  # which checks it
     except (ValueError, TypeError, OverflowError, AssertionError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {error!r}; remove the line") from error
-    return Recorded(group=group, text=line.text, at=line.at, worker=line.worker)
+    return Recorded(
+        group=group, text=line.text, at=line.at, worker=line.worker, messages=line.messages
+    )
 
 
 def _parse_trajectory(line: _Trajectory) -> Trajectory:

@@ -23,12 +23,36 @@ FIELDS = {
 def read_messages(given: list[Any], what: str, folder: Path) -> tuple[Message, ...]:
     """The messages of a conversation that goes on with the model's. `what`: its place, which a
     ValueError names; `folder`: where its pictures are."""
+    return _opening(_messages(given, what, folder), what)
+
+
+def read_episode(
+    given: list[Any], what: str, folder: Path
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """The same of a whole conversation: its messages before the assistant's first, and the rest,
+    which is a model's part in it."""
+    messages = _messages(given, what, folder)
+    if not messages or messages[-1].role != "assistant" or not messages[-1].content:
+        raise ValueError(
+            f"{what}: the question and the answer are this one column, so its conversation must "
+            "end with a text of the assistant, the answer; name the columns of both in task.params"
+        )
+    first = [message.role for message in messages].index("assistant")
+    return _opening(messages[:first], what), tuple(messages[first:])
+
+
+def _messages(given: list[Any], what: str, folder: Path) -> list[Message]:
     messages: list[Message] = []
     called: dict[str, str] = {}
     for number, one in enumerate(given, start=1):
         message = _message(one, f"{what}, message {number}", folder, called)
         called |= {call.call_id: call.name for call in message.tool_calls}
         messages.append(message)
+    return messages
+
+
+def _opening(messages: list[Message], what: str) -> tuple[Message, ...]:
+    """Raises ValueError unless the model may answer them."""
     roles = [message.role for message in messages]
     if "user" not in roles or roles[-1] not in ("user", "tool"):
         raise ValueError(

@@ -145,7 +145,7 @@ def test_command_shows_a_recorded_group_and_without_an_id_the_last_one(
 ) -> None:
     log_of_worker = RolloutLog(shown_run.path, "worker-3", 1.0, 0)
     for group_id in ("first", "second"):
-        asyncio.run(log_of_worker.write(make_group(group_id), "3 + 4 ="))
+        asyncio.run(log_of_worker.write(make_group(group_id), "3 + 4 =", {}))
     printed = leash("show", "first")
     assert printed.startswith("first: prompt 0 of sums, temperature 1\nrecorded by worker-3\n")
     assert printed.count("reward 1, stop, 8 tokens of which 5 are trained (v0: 5)") == 2
@@ -167,5 +167,5 @@ def test_command_shows_a_group_that_only_the_buffer_has(
 def test_model_is_the_one_of_the_run(run_dir: RunDir, leash: Command, tmp_path: Path) -> None:
     config = to_yaml(load_config([f"model.path={tmp_path}/nowhere", "model.scratch=null"]))
     (run_dir.path / "config.yaml").write_text(config)
-    asyncio.run(RolloutLog(run_dir.path, "worker-0", 1.0, 0).write(make_group("g"), ""))
+    asyncio.run(RolloutLog(run_dir.path, "worker-0", 1.0, 0).write(make_group("g"), "", {}))
     assert "model.path=" in leash("show", "g", exit_code=EXIT_BAD_INPUT)

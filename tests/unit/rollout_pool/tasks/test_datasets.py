@@ -308,6 +308,20 @@ def test_conversation_without_a_question_at_its_end_is_refused(tmp_path, roles, 
         of_rows(tmp_path / "a.jsonl", [row, row], chat_template=True)
 
 
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ((), "the question and the answer are this one column, so its conversation must end"),
+        (("user",), "the question and the answer are this one column, so its conversation must e"),
+        (("assistant", "user", "assistant"), "the roles none leave the model nothing to answer"),
+    ],
+)
+def test_whole_conversation_without_question_or_answer_is_refused(tmp_path, roles, message):
+    row = {"question": [{"role": one, "content": "a"} for one in roles]}
+    with pytest.raises(ValueError, match=f'line 1: "question": {message}'):
+        of_rows(tmp_path / "a.jsonl", [row, row], params={"answer": "question"})
+
+
 SEVERAL = [
     {"role": "system", "content": "Be short."},
     {"role": "user", "content": "1+1?"},

@@ -285,7 +285,9 @@ async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state
     written = []
 
     class Log:
-        async def write(self, group, prompt_text):
+        async def write(self, group, prompt_text, messages):
+            said = [[one.role for one in messages[place]] for place in (0, 1)]
+            assert said == 2 * [["user", "assistant"]]
             written.append((group.group_id, prompt_text))
 
     worker, buffer, running = await make_worker.run(log=Log())
