@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from controller.metrics.history import read_metrics
+from controller.report.card import result_at, write_card
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count
-from trainer_pool.state.checkpoint import CheckpointStore
+from trainer_pool.state.checkpoint import CheckpointStore, read_state
 from trainer_pool.state.export import export_checkpoint
 
 
@@ -14,7 +16,7 @@ def export_model(run_dir: RunDir, step: int | None, to: Path | None) -> None:
     """Raises RunDirError if there is no such checkpoint, or the folder exists."""
     config = run_dir.read_config()
     checkpoint = _checkpoint(run_dir, step)
-    number = int(checkpoint.name.removeprefix("step-"))
+    state = read_state(checkpoint)
     folder = to or run_dir.path / f"model-{checkpoint.name}"
     if folder.exists():
         raise RunDirError(f"TO={folder}: exists already; choose another folder, or remove it")
@@ -25,7 +27,10 @@ def export_model(run_dir: RunDir, step: int | None, to: Path | None) -> None:
         trust_remote_code=config.model.trust_remote_code,
         lora=config.model.lora,
     )
-    print(f"{run_dir.name}: {format_count(num_parameters)} parameters of step {number} in {folder}")
+    records = read_metrics(run_dir.metrics)
+    write_card(folder, run_dir, config, result_at(run_dir, config, records, state))
+    size = format_count(num_parameters)
+    print(f"{run_dir.name}: {size} parameters of step {state.step} in {folder}")
 
 
 def _checkpoint(run_dir: RunDir, step: int | None) -> Path:

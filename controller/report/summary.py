@@ -16,9 +16,11 @@ from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.counters import summary_rows
 from controller.metrics.history import Record, read_metrics
+from controller.report.card import write_card
 from controller.report.result import RunResult, result_line, summarize
 from controller.run_dir import EXPERIMENT_FILE, RunDir
 from controller.units import format_bytes, format_count, format_duration
+from trainer_pool.types import FINAL_MODEL
 
 _QUIET_EVENTS = {"epoch", "joined"}
 """Every run has these."""
@@ -59,7 +61,8 @@ def report_end(
 
 
 def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
-    """Write `summary.md` and `result.json`; the summary includes the plots that exist."""
+    """Write `summary.md`, `result.json` and the final model's card; the summary includes the plots
+    that exist."""
     config = run_dir.read_config()
     record = run_dir.read_record()
     state, error = record.state, record.error
@@ -76,6 +79,11 @@ def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
     )
     (run_dir.path / "result.json").write_text(result.as_json(indent=1) + "\n")
     (run_dir.path / "summary.md").write_text(summary_markdown(run_dir.path, result, config))
+    model = run_dir.path / FINAL_MODEL
+    # That of an earlier end may be there, of a run that went on and wrote none again.
+    since = record.resumed or record.started
+    if state != "running" and model.is_dir() and model.stat().st_mtime >= since:
+        write_card(model, run_dir, config, result)
     return result
 
 
