@@ -109,6 +109,7 @@ NAMED_SECTIONS = {
     "algorithm.correction": corrections.CorrectionConfig,
     "task.rewards": rollout_schema.RewardConfig,
     "task.tasks": rollout_schema.MixedTask,
+    "task.eval_sets": rollout_schema.EvalSet,
 }
 """Settings that are mappings of sections, which the user names, or lists of them."""
 

@@ -542,9 +542,10 @@ def _anchor_paths(config: Config) -> None:
     run, buffer, model, algorithm = config.run, config.buffer, config.model, config.algorithm
     run.dir = _absolute(run.dir)
     buffer.password_file = buffer.password_file and _absolute(buffer.password_file)
-    config.task.agent = config.task.agent and _absolute_code(config.task.agent)
-    for task in (config.task, *config.task.tasks.values()):
-        _anchor_task(task)
+    task = config.task
+    task.agent = task.agent and _absolute_code(task.agent)
+    for one in (task, *task.tasks.values(), *task.eval_sets.values()):
+        _anchor_task(one)
     algorithm.kl.estimator = _absolute_code(algorithm.kl.estimator)
     for function in algorithm.functions:
         function.kind = _absolute_code(function.kind)

@@ -666,6 +666,48 @@ class MixedTask(TaskSource):
         )
 
 
+FILE_KINDS = (TaskKind.questions, TaskKind.gsm8k, TaskKind.math, TaskKind.code)
+"""Kinds of task whose `path` is a file of problems."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalSet(TaskSource):
+    """A further set of held-out prompts, of a task that is not trained; its name is its key in
+    `task.eval_sets`, and its rewards are added to those in `task.rewards`."""
+
+    SECTION: ClassVar[str] = "task.eval_sets.*"
+
+    eval_size: int = field(default=1024, metadata=at_least(1))
+    """The most prompts. A file's are its first lines, unless `eval_path` is set, a data set's those
+    of its split `test`."""
+    num_samples: int | None = field(default=None, metadata=at_least(1))
+    """Answers per prompt; None, here and below: as rollout.eval."""
+    temperature: float | None = field(default=None, metadata=NOT_NEGATIVE)
+    top_p: float | None = field(default=None, metadata=within(above=0, most=1))
+    top_k: int | None = field(default=None, metadata=within(1, LARGEST_COUNT, also=-1))
+    full_score: float | None = field(default=None, metadata=FINITE)
+
+    def answered(self, usual: EvalConfig) -> EvalConfig:
+        """How its prompts are answered, where others are as `usual`. Raises ValueError."""
+        names = ("num_samples", "temperature", "top_p", "top_k", "full_score")
+        own = {name: getattr(self, name) for name in names}
+        return replace(usual, **{n: value for n, value in own.items() if value is not None})
+
+    def rules(self) -> Iterator[Rule]:
+        yield from TaskSource.rules(self)
+        yield Rule(
+            self.kind is not TaskKind.mixture,
+            "kind",
+            "a set is of one task; name several sets",
+        )
+        yield Rule(
+            not self.teachers,
+            "rewards",
+            "a teacher judges no answer; leave it out",
+            self.teachers,
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class TaskConfig(TaskSource):
     SECTION: ClassVar[str] = "task"
@@ -673,6 +715,9 @@ class TaskConfig(TaskSource):
     tasks: dict[str, MixedTask] = field(default_factory=dict)
     """mixture: the tasks, by names that the metrics use. Their rewards are added to those in
     `task.rewards`, which every task has."""
+    eval_sets: dict[str, EvalSet] = field(default_factory=dict)
+    """Further held-out prompts, by names that the metrics use: docs/data.md#several-held-out-sets.
+    """
     curriculum: float | None = field(default=None, metadata=within(above=0, most=1))
     """mixture: prompts of a task are passed over while few of its groups have rewards that differ,
     but never so many that less than this fraction of its prompts is left. None passes none over."""
@@ -713,20 +758,31 @@ class TaskConfig(TaskSource):
     @property
     def by_name(self) -> dict[str, TaskConfig]:
         """The settings of each task of a mixture, as if it were the run's only one; of any other
-        task, itself under the name ""."""
-        if not self.tasks:
-            return {"": self}
+        task, itself under the name "". Then those of the further held-out sets."""
         names = [one.name for one in fields(TaskSource)]
-        return {
+        own = {} if self.tasks else {"": replace(self, eval_sets={}) if self.eval_sets else self}
+        return own | {
             name: replace(
                 self,
                 tasks={},
+                eval_sets={},
                 curriculum=None,
-                **{one: getattr(task, one) for one in names if one != "rewards"},
+                **{one: getattr(task, one) for one in names if one not in ("rewards", "eval_path")},
+                eval_path=task.eval_path or (task.path if self.is_set_of_file(name) else None),
                 rewards=self.rewards | task.rewards,
             )
-            for name, task in self.tasks.items()
+            for name, task in (*self.tasks.items(), *self.eval_sets.items())
         }
+
+    def is_set_of_file(self, name: str) -> bool:
+        """Returns whether all of a file are the prompts of the further held-out set `name`."""
+        return name in self.eval_sets and self.eval_sets[name].kind in FILE_KINDS
+
+    def section_of(self, name: str) -> str:
+        """The section in which the task is set that `by_name` has under this name."""
+        return (
+            f"task.{'eval_sets' if name in self.eval_sets else 'tasks'}.{name}" if name else "task"
+        )
 
     @property
     def served_teacher(self) -> tuple[str, RewardConfig] | None:
@@ -763,13 +819,15 @@ class TaskConfig(TaskSource):
             " kind has any",
             list(self.tasks),
         )
-        wrong = [name for name in self.tasks if not re.fullmatch(r"\w[\w.-]*", name)]
-        yield Rule(
-            not wrong,
-            "tasks",
-            "a name has letters, digits, _, - and . only, as in easy-sums",
-            wrong,
-        )
+        for mapping, named in (("tasks", self.tasks), ("eval_sets", self.eval_sets)):
+            wrong = [name for name in named if not re.fullmatch(r"\w[\w.-]*", name)]
+            yield Rule(
+                not wrong,
+                mapping,
+                "a name has letters, digits, _, - and . only, as in easy-sums",
+                wrong,
+            )
+        yield from self._rules_of_sets()
         kinds = {name: task.kind.name for name, task in self.tasks.items()}
         num_verifiers = list(kinds.values()).count(TaskKind.verifiers.name)
         yield Rule(
@@ -802,3 +860,30 @@ class TaskConfig(TaskSource):
                 value = getattr(self, setting.name)
                 fix = f"is a setting of one task here: task.tasks.NAME.{setting.name}"
                 yield Rule(value in (setting.default, [], {}), setting.name, fix)
+
+    def _rules_of_sets(self) -> Iterator[Rule]:
+        both = [name for name in self.eval_sets if name in self.tasks]
+        yield Rule(
+            not both, "eval_sets", "a task of the mixture has this name; choose another", both
+        )
+        yield Rule(
+            self.agent is None or not self.eval_sets,
+            "eval_sets",
+            "an agent leads the episodes of its own task only; leave them out",
+            list(self.eval_sets),
+        )
+        verifiers = {
+            name: (task.kind is TaskKind.verifiers)
+            for name, task in (("", self), *self.tasks.items(), *self.eval_sets.items())
+            if task.kind is not TaskKind.mixture
+        }
+        others = [
+            name for name in self.eval_sets if verifiers[name] != next(iter(verifiers.values()))
+        ]
+        yield Rule(
+            not others,
+            "eval_sets",
+            "environments of the verifiers library call the model by themselves: either all tasks "
+            "and sets are of this kind or none",
+            others,
+        )

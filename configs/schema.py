@@ -698,9 +698,19 @@ class Config(Section):
 
     def _task_rules(self) -> Iterator[Rule]:
         for name, task in self.task.by_name.items():
-            section = f"task.tasks.{name}" if name else "task"
+            section = self.task.section_of(name)
             for rule in self._rules_of_task(task, section):
                 yield rule._replace(setting=f"{section}.{rule.setting}")
+        usual = self.rollout.eval
+        for name, one in self.task.eval_sets.items():
+            num_samples = one.num_samples or usual.num_samples
+            temperature = usual.temperature if one.temperature is None else one.temperature
+            yield Rule(
+                num_samples == 1 or temperature > 0,
+                f"task.eval_sets.{name}.num_samples",
+                f"greedy answers are all the same: set task.eval_sets.{name}.temperature above 0",
+                num_samples,
+            )
         yield Rule(
             len(self.task.teachers) <= 1,
             "task.rewards",

@@ -20,6 +20,7 @@ SUFFIXES = (".parquet", ".jsonl")
 WHOLE = ("stop", "max_turns")
 """How an episode ends that was not cut short; another is no model to learn from."""
 
+SAID = ("messages", "prompt", "completion")
 Row = dict[str, Any]
 
 
@@ -110,7 +111,7 @@ def _conversations(
         for row in sorted(whole, key=lambda one: -one["reward"])[:best]:
             if min_reward is not None and row["reward"] < min_reward:
                 continue
-            said = {name: row[name] for name in ("messages", "prompt", "completion") if name in row}
+            said: Row = {name: row[name] for name in SAID if name in row}
             if (text := json.dumps(said)) not in seen:
                 seen.add(text)
                 yield said
@@ -137,8 +138,10 @@ def _write(rows: list[Row], to: Path) -> None:
 
 
 def _write_parquet(rows: list[Row], path: Path) -> None:
-    from datasets import Dataset  # only those who want Parquet should wait for it
+    # Only those who want Parquet should wait for it.
+    from datasets import Dataset, disable_progress_bars
 
+    disable_progress_bars()
     said = [message for row in rows for message in row.get("messages", ())]
     if any(isinstance(message["content"], list) for message in said):  # a column has one type
         for message in said:

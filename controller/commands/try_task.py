@@ -214,7 +214,7 @@ def _refuse_what_needs_a_run(config: Config, task: Task) -> None:
         for name, reward in one.rewards.items():
             if reward.of is RewardScope.group:
                 is_own = member and name not in config.task.rewards
-                section = f"task.tasks.{member}" if is_own else "task"
+                section = config.task.section_of(member) if is_own else "task"
                 raise ValueError(
                     f"{section}.rewards.{name}.of=group: scores all episodes of a prompt together, "
                     "and here each is alone; leave it out"

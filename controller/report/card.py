@@ -6,7 +6,6 @@ import json
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from trainer_pool.state.checkpoint import TrainState
 CARD = "README.md"
 FIGURES = (
     "steps", "eval_before", "eval_after", "eval_version", "eval_size", "eval_samples",
-    "pass_at_k", "reward_first", "reward_last", "by_task",
+    "pass_at_k", "eval_sets", "reward_first", "reward_last", "by_task",
 )  # fmt: skip
 """Fields of the result that are of the model, not of the run's course."""
 PACKAGES = ("torch", "transformers", "deepspeed", "sglang", "ray", "datasets", "numpy")
@@ -56,7 +55,7 @@ def model_card(config: Config, result: RunResult, data: Mapping[str, str]) -> st
     base = config.model.path
     is_named = base is not None and _HUB_NAME.fullmatch(base) and not Path(base).exists()
     head = ["library_name: transformers", *([f"base_model: {base}"] if is_named else [])]
-    fields = {name: value for name, value in asdict(result).items() if name in FIGURES}
+    fields = json.loads(result.as_json())
     figures = [(n, json.dumps(fields[n])) for n in FIGURES if fields[n] not in (None, {})]
     sources = [
         (name or one.kind.name, _source(one), data.get(name, "made by the task"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import Config
@@ -54,6 +54,8 @@ class RunResult:
     """Answers per prompt."""
     pass_at_k: Mapping[int, float]
     """Last evaluation, by k."""
+    eval_sets: Mapping[str, tuple[float, float]]
+    """Accuracy on each further held-out set: the first and the last one."""
     reward_first: float | None
     """Mean reward of the first steps (a tenth of them, at most ten), with rollout sampling."""
     reward_last: float | None
@@ -156,7 +158,8 @@ def summarize(
         evals_failed=len(failed),
         eval_size=evals[-1].count("num_prompts") if evals else 0,
         eval_samples=config.rollout.eval.num_samples,
-        pass_at_k={int(k): known.number(name) for name, k in below(known.values, "pass_at_")},
+        pass_at_k=_pass_at_k(known),
+        eval_sets=_by_set(config.task.eval_sets, evals),
         reward_first=reward_first,
         reward_last=reward_last,
         by_task=_by_task(steps, evals),
@@ -209,6 +212,17 @@ def _by_task(steps: Sequence[Record], evals: Sequence[Record]) -> dict[str, Task
     return found
 
 
+def _pass_at_k(evaluated: Record) -> dict[int, float]:
+    """Without those of further sets."""
+    found = below(evaluated.values, "pass_at_")
+    return {int(k): evaluated.number(name) for name, k in found if k.isdecimal()}
+
+
+def _by_set(names: Iterable[str], evals: Sequence[Record]) -> dict[str, tuple[float, float]]:
+    found = {name: series(evals, f"accuracy/{name}") for name in names}
+    return {name: (values[0], values[-1]) for name, values in found.items() if values}
+
+
 def _first_and_last(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     """Means of the first and the last tenth of the steps, at most ten."""
     ends = max(1, min(10, len(rewards) // 10))
@@ -252,6 +266,8 @@ def _rounded(value: object) -> object:
     """Floats rounded to six digits; NaN becomes null."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [*map(_rounded, value)]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

@@ -165,6 +165,8 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     yield f"held-out accuracy {when}", _percent(result.eval_after)
     for task, of in result.by_task.items():
         yield f"of {task}: before, after", f"{_percent(of.eval_before)}, {_percent(of.eval_after)}"
+    for name, both in result.eval_sets.items():
+        yield f"on {name}: first, last", ", ".join(map(_percent, both))
     if result.evals_failed:
         yield "evaluations that failed", f"{result.evals_failed:,}"
     for k, share in sorted(result.pass_at_k.items()):

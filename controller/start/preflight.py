@@ -170,8 +170,9 @@ def _check_here(config: Config, *, is_resumed: bool = False) -> Plan:
     if ca_file is not None and not Path(ca_file).is_file():
         raise ValueError(f"buffer.tls_ca_file={ca_file!r}: there is no such file")
     rewards = {f"task.rewards.{name}": one for name, one in config.task.rewards.items()}
-    for task, mixed in config.task.tasks.items():
-        rewards |= {f"task.tasks.{task}.rewards.{n}": one for n, one in mixed.rewards.items()}
+    for name, source in (*config.task.tasks.items(), *config.task.eval_sets.items()):
+        section = config.task.section_of(name)
+        rewards |= {f"{section}.rewards.{n}": one for n, one in source.rewards.items()}
     for setting, reward in rewards.items():
         if reward.api_key_env is not None and not os.environ.get(reward.api_key_env):
             raise ValueError(
@@ -415,7 +416,8 @@ def check_task(config: TaskConfig) -> Task:
     """
     task = build_task(config)
     for_each_member(config, task, _check_rewards_and_environment)
-    for index in range(sum(one.weight for one in config.tasks.values())):  # a round of a mixture
+    # A round of a mixture.
+    for index in range(sum(one.weight for one in config.tasks.values()) or 1):
         task.example(index)
     return task
 
@@ -457,27 +459,32 @@ def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
     chat = chat_format(tokenizer, config.task, pictures_of(config))
 
     def check(name: str, task_config: TaskConfig, member: Task) -> None:
-        _check_words(replace(config, task=task_config), member, tokenizer, chat)
+        is_trained = name not in config.task.eval_sets
+        _check_words(replace(config, task=task_config), member, tokenizer, chat, is_trained)
 
     for_each_member(config.task, task, check)
     check_grammar(config, tokenizer)
 
 
-def _check_words(config: Config, task: Task, tokenizer: Tokenizer, chat: TrainableChat) -> None:
-    _check_prompts(config, task, chat)
+def _check_words(
+    config: Config, task: Task, tokenizer: Tokenizer, chat: TrainableChat, is_trained: bool
+) -> None:
+    _check_prompts(config, task, chat, is_trained)
     tools = [tool.spec for tool in load_tools(config.task.tools)]
     if find_agent(config.task, task) is None:
         _check_opening(config, task, chat, tools)
     if config.task.chat_template:
         _check_end(config, tokenizer, chat)
-    if config.trainer.warm_start.num_steps:
+    if is_trained and config.trainer.warm_start.num_steps:
         for prompt, messages in demonstrations(task, NUM_DEMONSTRATIONS):
             imitate(chat, messages, tools, num_given=len(prompt.conversation))
 
 
-def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
-    reader = PromptFilter(chat, config.task, config.rollout)
-    first, rest = [*itertools.islice(TaskStream(task, 0, 1), NUM_PROMPTS)], task.eval_prompts()
+def _check_prompts(config: Config, task: Task, chat: TrainableChat, is_trained: bool) -> None:
+    reader, rest = PromptFilter(chat, config.task, config.rollout), task.eval_prompts()
+    # Of a set that is only evaluated each prompt may be held out.
+    stream = TaskStream(task, 0, 1) if is_trained else iter(rest)
+    first = [*itertools.islice(stream, NUM_PROMPTS)]
     if (shown := shown_by(task, [*first, *rest])) is not None:
         for prompt in (shown, *first, *rest):
             if prompt.pictures:  # a missing file is an error here, and not one of an episode
@@ -488,7 +495,8 @@ def _check_prompts(config: Config, task: Task, chat: TrainableChat) -> None:
         _check_texts_beside_calls(prompt.opening(config.task.system_prompt), chat)
     for prompt in first:
         reader.accepts(prompt)  # raises
-    if not any(map(reader.accepts, itertools.islice(TaskStream(task, 0, 1), NUM_PROBE_PROMPTS))):
+    probed = itertools.islice(TaskStream(task, 0, 1), NUM_PROBE_PROMPTS) if is_trained else first
+    if not any(map(reader.accepts, probed)):
         raise ValueError(
             f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens}: each of the first "
             f"{NUM_PROBE_PROMPTS} prompts is longer and would be skipped; raise the limit"

@@ -57,6 +57,10 @@ class Message:
     """Files that were at `pictures` when the message arrived in an episode; see `with_files`."""
 
 
+Conversations = Mapping[int, tuple[Message, ...]]
+"""The messages of a group's episodes, by their places in it."""
+
+
 def with_files(messages: Sequence[Message]) -> list[Message]:
     """With the files of their pictures as they are now: an environment may replace or remove them
     while the episode runs. Raises UnreadablePicture."""

@@ -148,6 +148,8 @@ def hold_out(
 ) -> tuple[list[P], list[P]]:
     """Training and held-out problems: the latter from `task.eval_path`, or else the last
     `task.eval_size` problems. Raises ValueError if none is left, or for a bad line."""
+    if config.eval_path is not None and config.eval_path == config.path:
+        return problems, problems[: config.eval_size]
     if config.eval_path is not None:
         records = records_of(Path(config.eval_path), "task.eval_path", form)
         return problems, [read(*one) for one in records][: config.eval_size]
@@ -186,7 +188,8 @@ def load_problems(
     if config.path is None or Path(source).is_dir():
         split = partial(split_of, source, setting, subset=subset)
         training = [read(*one) for one in split(train_split)]
-        if eval_split is not None and config.eval_path is None and not has_no_splits(Path(source)):
+        is_split = eval_split is not None and config.eval_path in (None, config.path)
+        if eval_split is not None and is_split and not has_no_splits(Path(source)):
             return training, [read(*one) for one in split(eval_split)][: config.eval_size]
     else:
         training = [read(*one) for one in records_of(Path(source), setting, form)]

@@ -1,4 +1,5 @@
-"""Several tasks as one, task.kind=mixture: each gives prompts by its weight."""
+"""Several tasks as one: those of task.kind=mixture, each of which gives prompts by its weight, and
+further held-out sets, which give none."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dataclasses import fields, replace
 from functools import lru_cache
 from typing import TypeVar
 
-from configs.rollout_schema import MixedTask, TaskConfig, TaskSource
+from configs.rollout_schema import TaskConfig, TaskSource
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.environment import Env
 from rollout_pool.tasks.agent import AgentReward, AgentTask, SessionHandle
@@ -25,7 +26,8 @@ T = TypeVar("T")
 
 
 class Mixture:
-    """The prompts of several tasks. Each is run and scored as its own task says.
+    """The prompts of several tasks. Each is run and scored as its own task says. Without a mixture
+    its only task has the name "", and there are further held-out sets.
 
     In each round of prompts every task has exactly its weight, in an order that the seed and the
     round decide, so that a prompt still is a number. With sums of weight 3 and spell of weight 1:
@@ -38,17 +40,22 @@ class Mixture:
     the same task, far behind in its stream, takes its place.
     """
 
-    name = "mixture"
-
     def __init__(self, config: TaskConfig, build_task: Callable[[TaskConfig], Task]) -> None:
         """`build_task` builds each of the tasks. Raises ValueError naming the setting, as
         task.tasks.sums.path, for a bad one."""
         self._seed = config.seed
+        self._section_of = config.section_of
         self.members: dict[str, Task] = {}
         for name, one in config.by_name.items():
-            with _named_in_errors(name, config.tasks[name]):
-                self.members[name] = build_task(one)
-        self._weights = {name: task.weight for name, task in config.tasks.items()}
+            with _named_in_errors(name, config):
+                self.members[name] = member = build_task(one)
+                if isinstance(member, AgentTask) and not isinstance(self, AgentTask):
+                    raise ValueError(
+                        f"task.kind={one.kind.name}: its agent leads the episodes, and those of "
+                        "several tasks or held-out sets are led by the run; leave it out"
+                    )
+        self._weights = {name: task.weight for name, task in config.tasks.items()} or {"": 1}
+        self.name = "mixture" if config.tasks else self.members[""].name
         self._round = [name for name, weight in self._weights.items() for _ in range(weight)]
         self._held_out = [
             (name, prompt)
@@ -110,9 +117,9 @@ class Mixture:
             if _shown(prompt) not in others and not member.is_held_out(prompt):
                 return name, own
         raise ValueError(
-            f"task.tasks.{name}.eval_size: the held-out prompts of all tasks are all the prompts "
-            f"that it has, such as {prompt.text!r:.100}; nothing is left to train on; hold fewer "
-            "back (of a file, or others: eval_path)"
+            f"{self._section_of(name)}.eval_size: the held-out prompts of all tasks are all the "
+            f"prompts that it has, such as {prompt.text!r:.100}; nothing is left to train on; hold "
+            "fewer back (of a file, or others: eval_path)"
         )
 
 
@@ -166,22 +173,23 @@ def for_each_member(
     made = {}
     configs = config.by_name
     for name, member in members_of(task).items():
-        with _named_in_errors(name, config.tasks.get(name)):
+        with _named_in_errors(name, config):
             made[name] = make(name, configs[name], member)
     return made
 
 
 @contextlib.contextmanager
-def _named_in_errors(name: str, source: MixedTask | None) -> Iterator[None]:
+def _named_in_errors(name: str, config: TaskConfig) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if source is None:
+        if not name:
             raise
-        raise ValueError(_with_name(str(error), name, source)) from error
+        raise ValueError(_with_name(str(error), name, config)) from error
 
 
-def _with_name(text: str, name: str, task: MixedTask) -> str:
+def _with_name(text: str, name: str, config: TaskConfig) -> str:
     own = [setting.name for setting in fields(TaskSource) if setting.name != "rewards"]
-    own += [rf"rewards\.{re.escape(part)}" for part in task.rewards]
-    return re.sub(rf"\btask\.({'|'.join(own)})\b", rf"task.tasks.{name}.\1", text)
+    rewards = {**config.tasks, **config.eval_sets}[name].rewards
+    own += [rf"rewards\.{re.escape(part)}" for part in rewards]
+    return re.sub(rf"\btask\.({'|'.join(own)})\b", rf"{config.section_of(name)}.\1", text)

@@ -29,8 +29,8 @@ def build_task(config: TaskConfig) -> Task:
     """
     if config.kind is TaskKind.custom:
         return custom_task(config)
-    if config.kind is TaskKind.mixture:
-        kinds = {task.kind for task in config.tasks.values()}
+    if config.tasks or config.eval_sets:
+        kinds = {task.kind for task in config.by_name.values()}
         return (AgentMixture if kinds == {TaskKind.verifiers} else Mixture)(config, build_task)
     # Imported here: each imports libraries that take seconds and that the others do not need.
     module, _, name = _CLASSES[config.kind].partition(":")
@@ -52,7 +52,7 @@ def check_data(config: TaskConfig, task: Task, before: Mapping[str, str]) -> Non
     data = data_of(task)
     for name, one in config.by_name.items():
         if name in before and before[name] != data.get(name):
-            setting = f"task.tasks.{name}" if name else "task"
+            setting = config.section_of(name)
             setting += f".name={one.name!r}" if one.path is None else f".path={one.path}"
             raise ValueError(
                 f"{setting}: it has {data.get(name)}, but the run began with {before[name]}; each "

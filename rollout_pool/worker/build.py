@@ -37,7 +37,7 @@ from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Task, TaskStream
 from rollout_pool.types import RolloutSpec
 from rollout_pool.worker.counters import Counters
-from rollout_pool.worker.evaluate import Evaluator
+from rollout_pool.worker.evaluate import evaluator_of
 from rollout_pool.worker.loop import RolloutWorker
 from rollout_pool.worker.prompt_filter import PromptFilter
 from rollout_pool.worker.record import RolloutLog
@@ -193,11 +193,12 @@ class WorkerParts:
             episode_source=source,
             # With an agent the endpoint refuses requests for groups.
             external_groups=None if self._agents or not endpoint else endpoint.groups,
-            evaluator=Evaluator(
+            evaluator=evaluator_of(
+                spec.task,
+                config.eval,
+                [p for p in self._task.eval_prompts() if prompt_filter.accepts(p)],
                 episode_source=source,
                 scorer=scorer,
-                prompts=[p for p in self._task.eval_prompts() if prompt_filter.accepts(p)],
-                config=config,
             ),
             buffer=self._buffer,
             state=self._state,

@@ -11,12 +11,12 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from buffer.types import SamplingParams
-from configs.rollout_schema import RolloutConfig
+from configs.rollout_schema import EvalConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.episodes.episode import Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Scorer
@@ -58,7 +58,7 @@ class _Target:
 
 
 class Evaluator:
-    """Samples every held-out prompt rollout.eval.num_samples times."""
+    """Samples every held-out prompt of a set `config.num_samples` times."""
 
     def __init__(
         self,
@@ -66,14 +66,17 @@ class Evaluator:
         episode_source: EpisodeSource,
         scorer: Scorer,
         prompts: Sequence[Prompt],
-        config: RolloutConfig,
+        config: EvalConfig,
+        further: Mapping[str, Evaluator],
     ) -> None:
+        """`further`: those of the further sets by name, which run after this one."""
+        self._further = further
         self._episode_source = episode_source
         self._scorer = scorer
-        self._num_samples = config.eval.num_samples
-        self._full_score = config.eval.full_score - ROUNDING * max(1, abs(config.eval.full_score))
+        self._num_samples = config.num_samples
+        self._full_score = config.full_score - ROUNDING * max(1, abs(config.full_score))
         self._sampling = SamplingParams(
-            temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k
+            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
         )
         self._prompts = prompts
         if not self._prompts:
@@ -88,6 +91,16 @@ class Evaluator:
         `engine` is held at that version and serves all requests; if it fails, any engine serves
         the rest. Raises EvaluationFailed, and RuntimeError if an older version was still served.
         """
+        report = await self._run(version, engine)
+        of_sets = {}
+        for name, evaluator in self._further.items():
+            try:
+                of_sets[name] = await evaluator._run(version, engine)
+            except EvaluationFailed as error:
+                raise EvaluationFailed(f"the set {name}: {error}") from error
+        return replace(report, of_sets=of_sets)
+
+    async def _run(self, version: int, engine: str | None) -> EvalReport:
         started = time.perf_counter()
         target, turn = _Target(engine=engine), asyncio.Semaphore(EPISODES_AT_ONCE)
         name = f"eval-{uuid.uuid4().hex[:12]}"
@@ -205,6 +218,31 @@ class Evaluator:
             engine=engine,
         )
         return await self._episode_source.run(prompt, request)
+
+
+def evaluator_of(
+    task: TaskConfig,
+    usual: EvalConfig,
+    prompts: Sequence[Prompt],
+    *,
+    episode_source: EpisodeSource,
+    scorer: Scorer,
+) -> Evaluator:
+    """The evaluator of all held-out prompts, with one for each of `task.eval_sets`. Raises
+    ValueError for a set without prompts."""
+    sets = task.eval_sets
+
+    def make(name: str, config: EvalConfig, further: Mapping[str, Evaluator]) -> Evaluator:
+        own = [p for p in prompts if (p.task if p.task in sets else "") == name]
+        return Evaluator(
+            episode_source=episode_source,
+            scorer=scorer,
+            prompts=own,
+            config=config,
+            further=further,
+        )
+
+    return make("", usual, {n: make(n, one.answered(usual), {}) for n, one in sets.items()})
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:

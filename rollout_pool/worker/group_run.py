@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from typing import Protocol
@@ -44,7 +43,7 @@ from buffer.types import (
 )
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.conversation import Conversations, Message
 from rollout_pool.episodes.episode import Branch, Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.group_samples import GroupSamples
@@ -134,10 +133,7 @@ class GroupLog(Protocol):
     """Records groups for inspection. Implementation: RolloutLog (record.py)."""
 
     async def write(
-        self,
-        group: TrajectoryGroup,
-        prompt_text: str,
-        messages: Mapping[int, tuple[Message, ...]],
+        self, group: TrajectoryGroup, prompt_text: str, messages: Conversations
     ) -> None: ...
 
 

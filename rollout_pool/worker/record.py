@@ -32,7 +32,7 @@ from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup,
 from buffer.wire.codec import encode_group
 from buffer.wire.header import Count
 from configs.run_files import read_bytes
-from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.conversation import Conversations, Message
 from rollout_pool.episodes.template import as_openai_message
 
 log = logging.getLogger(__name__)
@@ -86,19 +86,13 @@ class RolloutLog:
         return int.from_bytes(digest[:6], "big") < self._rate * 2**48
 
     async def write(
-        self,
-        group: TrajectoryGroup,
-        prompt_text: str,
-        messages: Mapping[int, tuple[Message, ...]],
+        self, group: TrajectoryGroup, prompt_text: str, messages: Conversations
     ) -> None:
-        """Records the group if its id is chosen, with the conversations of its episodes. Never
-        raises for a disk error."""
+        """Records the group if its id is chosen. Never raises for a disk error."""
         if self.wants(group.group_id):
             await asyncio.to_thread(self._write, group, prompt_text, messages)
 
-    def _write(
-        self, group: TrajectoryGroup, text: str, messages: Mapping[int, tuple[Message, ...]]
-    ) -> None:
+    def _write(self, group: TrajectoryGroup, text: str, messages: Conversations) -> None:
         try:
             line = _line(group, text, messages, time.time(), self._worker)
             with self._lock:
@@ -229,11 +223,7 @@ class _Line(Struct, kw_only=True):
 
 
 def _line(
-    group: TrajectoryGroup,
-    text: str,
-    messages: Mapping[int, tuple[Message, ...]],
-    at: float,
-    worker: str,
+    group: TrajectoryGroup, text: str, messages: Conversations, at: float, worker: str
 ) -> bytes:
     line = _Line(
         group_id=group.group_id,

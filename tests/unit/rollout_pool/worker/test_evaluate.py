@@ -9,14 +9,14 @@ import pytest
 
 from buffer.types import SamplingParams
 from configs.choices import OnLongPrompt
-from configs.rollout_schema import EvalConfig, RolloutConfig, TaskConfig
+from configs.rollout_schema import EvalConfig, EvalSet, RolloutConfig, TaskConfig
 from rollout_pool.episodes.environment import SingleTurn
 from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import Priority, SampleFailed
 from rollout_pool.tasks.env_episodes import EnvEpisodes
 from rollout_pool.tasks.task import Prompt
-from rollout_pool.worker.evaluate import EvaluationFailed, Evaluator, pass_at_k, sample_sizes
+from rollout_pool.worker.evaluate import EvaluationFailed, evaluator_of, pass_at_k, sample_sizes
 from rollout_pool.worker.prompt_filter import PromptFilter
 from tests.support.rollout import FakeCompleter, plain_chat
 
@@ -62,8 +62,10 @@ def asked(sample) -> int:
 
 @pytest.fixture
 def make():
-    def make(answer: Answer, num_prompts=4, *, max_prompt_tokens=100, mixes=False, **config):
-        task = TaskConfig()
+    def make(
+        answer: Answer, num_prompts=4, *, max_prompt_tokens=100, mixes=False, sets=None, **config
+    ):
+        task = TaskConfig(eval_sets=sets or {})
         rollout = RolloutConfig(
             eval=EvalConfig(**config),
             max_prompt_tokens=max_prompt_tokens,
@@ -72,15 +74,14 @@ def make():
         chat = plain_chat()
         oracle, prompt_filter = FakeCompleter(answer), PromptFilter(chat, task, rollout)
         oracle.version = 3
-        evaluator = Evaluator(
+        evaluator = evaluator_of(
+            task,
+            rollout.eval,
+            [p for p in Questions(num_prompts, mixes).eval_prompts() if prompt_filter.accepts(p)],
             episode_source=EnvEpisodes(
                 EpisodeRunner(oracle, chat, task, rollout), Questions(num_prompts).environment
             ),
             scorer=Yes(),
-            prompts=[
-                p for p in Questions(num_prompts, mixes).eval_prompts() if prompt_filter.accepts(p)
-            ],
-            config=rollout,
         )
         return evaluator, oracle
 
@@ -92,6 +93,47 @@ async def test_accuracy_of_each_task_of_a_mixture_is_reported(make) -> None:
     report = await evaluator.run(3)
     assert (report.accuracy, report.accuracy_of) == (0.75, {"even": 1.0, "odd": 0.5})
     assert report.record()["accuracy/odd"] == 0.5
+
+
+async def test_further_sets_are_sampled_and_reported_by_themselves(make) -> None:
+    """The prompts 1 and 3 are a set of their own, each with four answers at temperature 0.8."""
+
+    def answer(sample):
+        number = int(sample.session.split(".")[2])
+        return "half" if asked(sample) == 1 and number < 2 else ("no", "no", "yes", "no")[number]
+
+    sets = {"odd": EvalSet(num_samples=4, temperature=0.8, full_score=0.5)}
+    evaluator, oracle = make(answer, mixes=True, sets=sets, top_p=0.9)
+    report = await evaluator.run(3)
+    sampled = [(asked(sample) % 2, sample.sampling.temperature) for sample in oracle.asked]
+    assert sorted(sampled) == [*2 * [(0, 0.0)], *8 * [(1, 0.8)]]
+    assert {sample.sampling.top_p for sample in oracle.asked} == {0.9}
+    assert len({sample.sample_id for sample in oracle.asked}) == 10
+    record = report.record()
+    # Of the four answers to 1 three are worth 0.5 or more, of those to 3 one is.
+    assert (record["accuracy"], record["num_prompts"], record["pass_at_1"]) == (0, 2, 0)
+    assert (record["accuracy/odd"], record["score_mean/odd"]) == (4 / 8, 3 / 8)
+    assert record["num_prompts/odd"] == 2 and record["num_samples/odd"] == 4
+    assert record["pass_at_1/odd"] == 1 / 2 and record["pass_at_4/odd"] == 1.0
+    assert record["pass_at_2/odd"] == pytest.approx((1 + 1 / 2) / 2)
+    assert {name for name in record if "/" in name} == {
+        *(f"{name}_at_{k}/odd" for name in ("mean", "pass") for k in (1, 2, 4)),
+        *("accuracy/odd", "score_mean/odd", "num_failed/odd", "num_unscored/odd"),
+        *("num_prompts/odd", "num_samples/odd"),
+    }
+
+
+async def test_failure_of_a_set_names_it(make) -> None:
+    def answer(sample):
+        return SampleFailed("no") if asked(sample) % 2 else "yes"
+
+    evaluator, _ = make(answer, mixes=True, sets={"odd": EvalSet()})
+    with pytest.raises(
+        EvaluationFailed, match="the set odd: 2 of 2 held-out prompts got no answer"
+    ):
+        await evaluator.run(3)
+    with pytest.raises(ValueError, match="every held-out prompt is longer and was skipped"):
+        make(answer, 3, sets={"even": EvalSet()})
 
 
 async def test_every_prompt_is_answered_greedily_after_the_rollouts_own_samples(make) -> None:
