@@ -70,7 +70,7 @@ stop: install ## stop a run from another shell (RUN=name; default: the newest)
 report: install ## rewrite summary, plots and result of a run from its files (RUN=name; default: the newest)
 	@$(LEASH) report $(RUN_FLAG)
 
-export: install ## write the model of a checkpoint for transformers: make export [STEP=...] [TO=folder] [RUN=name]
+export: install ## write the model of a checkpoint for transformers: make export [STEP=number|best] [TO=folder] [RUN=name]
 	@$(LEASH) export $(RUN_FLAG) $(if $(call said,STEP),--step $(STEP)) $(if $(call said,TO),--to '$(TO)')
 
 groups: install ## the recorded groups to a file, or of the best episodes the conversations: make groups TO=file.parquet|.jsonl [BEST=n] [MIN_REWARD=x] [RUN=name]

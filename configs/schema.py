@@ -58,6 +58,10 @@ SHORT_RESPONSE = 32
 """Tokens that an engine samples in about the time that it takes to end a request, and to compute
 its prompt again."""
 STAGE_DIR = matching("(?s)/.*", "an absolute path: it means the same folder on every node")
+EVAL_METRIC = matching(
+    r"(accuracy|score_mean|(pass|mean)_at_\d+)(/.+)?",
+    "accuracy, score_mean, pass_at_4 or the like, of a task or a set with a slash and its name",
+)
 LAYERS = matching(r"[A-Za-z0-9_-]+", "last names of layers, as [q_proj, v_proj], or [all-linear]")
 RAY_ADDRESS = matching(r"auto|(ray://)?[^\s/]+:\d{1,5}", "auto or HOST:PORT")
 
@@ -222,6 +226,9 @@ class TrainerConfig(Section):
     """The newest ones that are kept."""
     keep_checkpoint_every: int | None = field(default=None, metadata=at_least(1))
     """Checkpoints of every so many steps are kept for ever; None keeps only the newest."""
+    keep_best: str | None = field(default=None, metadata=EVAL_METRIC)
+    """Keep the checkpoint too whose evaluation had the most of this, as accuracy, pass_at_4 or
+    accuracy/SET: docs/watching.md#the-best-checkpoint."""
     memory_copy_every: int | None = field(default=None, metadata=at_least(1))
     """Steps between copies of the training state in the host memory of two machines, for ranks that
     start again after one has died; None: they go on from the last checkpoint on disk."""
@@ -495,6 +502,7 @@ class Config(Section):
             "idle programs that hold all credits must make way before the run gives up: set less "
             f"than buffer.wait_timeout_s={self.buffer.wait_timeout_s:g}",
         )
+        yield from self._best_rules()
         yield from self._task_rules()
         yield from self._algorithm_rules()
         if self.cluster.gpus_per_rank == 0:
@@ -694,6 +702,29 @@ class Config(Section):
             "with buffer.max_staleness=0 each publish discards the surplus, which are the groups "
             "with the longest answers: training would be biased to short answers; set 1, or raise "
             "buffer.max_staleness",
+        )
+
+    def _best_rules(self) -> Iterator[Rule]:
+        metric, every = self.trainer.keep_best, self.rollout.eval_every
+        if metric is None:
+            return
+        fix = f"only evaluated checkpoints compare: a multiple of {self.trainer.checkpoint_every}"
+        is_multiple = every > 0 and every % self.trainer.checkpoint_every == 0
+        yield Rule(is_multiple, "rollout.eval_every", f"{fix} (trainer.checkpoint_every)")
+        name, _, of = metric.partition("/")
+        known, usual = [*self.task.tasks, *self.task.eval_sets], self.rollout.eval
+        yield Rule(
+            not of or of in known,
+            "trainer.keep_best",
+            f"evaluations have it of {', '.join(known) or 'no set'} only",
+        )
+        k = int(name.partition("_at_")[2] or 1)
+        one = self.task.eval_sets.get(of)
+        most = (one and one.num_samples) or usual.num_samples
+        yield Rule(
+            k <= most and (k == most or k.bit_count() == 1),
+            "trainer.keep_best",
+            f"of {most} answers evaluations have it for 1, 2, 4, ... and {most}",
         )
 
     def _task_rules(self) -> Iterator[Rule]:

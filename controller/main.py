@@ -146,7 +146,8 @@ def _add_commands_on_runs(add: Add) -> None:
     add("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
     words = "write the model of a checkpoint for transformers"
     export = add("export", words, "commands.export:export_model")
-    export.add_argument("--step", type=int, help="of which checkpoint (default: the newest)")
+    words = "of which checkpoint, or best: that of trainer.keep_best (default: the newest)"
+    export.add_argument("--step", help=words)
     export.add_argument("--to", type=Path, help="folder (default: in the run's)")
     words = "write the recorded groups to a file, or of the best episodes the conversations"
     groups = add("groups", words, "commands.groups:write_groups")

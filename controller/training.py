@@ -7,6 +7,7 @@ final numbers of the buffer are recorded for summary and plots.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import threading
@@ -47,7 +48,7 @@ from processes.pending import Pending, T, value
 from processes.silence import wait_silent
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
-from trainer_pool.state.checkpoint import CheckpointStore
+from trainer_pool.state.checkpoint import Best, CheckpointStore
 from trainer_pool.types import FINAL_MODEL, TrainReport
 
 FINAL_SAMPLE_S = 5.0
@@ -98,6 +99,8 @@ class Training:
         self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
+        self._steps = dict[int, int]()
+        """The step after which each version was the policy."""
         self._copy_error: Scalar | None = None
         """Why the last step has no copy in host memory."""
 
@@ -299,6 +302,7 @@ class Training:
 
     def _react(self, record: Record) -> None:
         if record.kind == "step":
+            self._steps[record.count("version") + 1] = record.count("step")
             self._evaluate_if_due(record)
             error = record.values.get("memory_copy_error")
             if error is not None and error != self._copy_error:
@@ -331,6 +335,26 @@ class Training:
         recorded = self._history.record(kind, record)
         if kind == EVAL_FAILED:
             self.panel.say(eval_failed(recorded).sentence)
+        elif self.config.trainer.keep_best is not None:
+            self._keep_best(recorded, self.config.trainer.keep_best)
+
+    def _keep_best(self, evaluated: Record, metric: str) -> None:
+        """A failure is reported and does not end the run."""
+        step, value = self._steps.get(evaluated.count("version_min")), evaluated.number(metric)
+        trainer = self.config.trainer
+        if step is None or not math.isfinite(value):
+            return
+        if step % trainer.checkpoint_every and step < trainer.num_steps:
+            return  # a later version was evaluated than the one asked for: it has none
+        store = CheckpointStore(self.run_dir.path / "checkpoints")
+        why = "it is gone already; raise trainer.keep_checkpoints"
+        try:
+            is_kept = store.note_best(Best(step=step, metric=metric, value=value))
+        except (OSError, ValueError) as error:
+            is_kept, why = False, str(error)
+        if not is_kept:
+            what = f"the checkpoint of step {step}, with {metric} {value:.3g}"
+            self.panel.say(f"{what}, is not kept as the best: {why}")
 
     # The end -------------------------------------------------------------------------------------
 

@@ -12,8 +12,9 @@ from trainer_pool.state.checkpoint import CheckpointStore, read_state
 from trainer_pool.state.export import export_checkpoint
 
 
-def export_model(run_dir: RunDir, step: int | None, to: Path | None) -> None:
-    """Raises RunDirError if there is no such checkpoint, or the folder exists."""
+def export_model(run_dir: RunDir, step: str | None, to: Path | None) -> None:
+    """`step`: a number, or "best". Raises RunDirError if there is no such checkpoint, or the folder
+    exists."""
     config = run_dir.read_config()
     checkpoint = _checkpoint(run_dir, step)
     state = read_state(checkpoint)
@@ -33,16 +34,18 @@ def export_model(run_dir: RunDir, step: int | None, to: Path | None) -> None:
     print(f"{run_dir.name}: {size} parameters of step {state.step} in {folder}")
 
 
-def _checkpoint(run_dir: RunDir, step: int | None) -> Path:
+def _checkpoint(run_dir: RunDir, step: str | None) -> Path:
     """By default the one that a resume goes on from: a restart may have undone later ones."""
     store = CheckpointStore(run_dir.path / "checkpoints")
     if (found := store.latest()) is None:
         raise RunDirError(f"RUN={run_dir.name!r}: it has no checkpoint yet")
     if step is None:
         return found[0]
-    if step not in (there := store.steps()):
+    there = {str(number): number for number in store.steps()}
+    if step == "best" and (best := store.best()) is not None:
+        step = str(best.step)
+    if step not in there:
         raise RunDirError(
-            f"STEP={step}: {run_dir.name} has no checkpoint of it; there are "
-            f"{', '.join(map(str, there))}"
+            f"STEP={step}: {run_dir.name} has no checkpoint of it; there are {', '.join(there)}"
         )
-    return store.folder / f"step-{step:06d}"
+    return store.folder / f"step-{there[step]:06d}"

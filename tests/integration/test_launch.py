@@ -53,6 +53,7 @@ from tests.support.launches import (
     wait_for_line,
 )
 from trainer_pool.model.scratch import build_scratch_model
+from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.state.export import export_checkpoint
 
 TEMPERATURE = 0.5
@@ -152,6 +153,11 @@ TWO_ENGINES = (
     "task.eval_size=128",  # the default: each task has its own
     "task.tasks.spelling.eval_size=12",
     "task.tasks.sums.eval_size=4",
+    "task.eval_sets={far: {kind: questions, params: {questions: [{question: 'ab =', answer: ba}, "
+    "{question: 'cd =', answer: dc}]}, eval_size: 1, num_samples: 2, temperature: 0.7}}",
+    "trainer.keep_best=score_mean/far",
+    "trainer.checkpoint_every=8",
+    "rollout.log_rate=1",
     "trainer.num_steps=24",
     "trainer.learning_rate=1e-10",  # so small that most bits stay: then versions travel as deltas
     "trainer.warm_start.num_steps=10",  # some of its answers do not end by themselves
@@ -214,6 +220,21 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     assert evaluated[0] == 0 and evaluated[-1] == 24
     held = [record.values["engine"] for record in evals[1:-1]]  # a slow one may have delayed one
     assert held and set(held) <= {"engine-0", "engine-1"}
+    assert all(record.number("num_samples/far") == 2 for record in evals)
+    assert all(record.number("num_prompts") == 12 + 4 for record in evals)
+    best = CheckpointStore(run / "checkpoints").best()
+    of_set = {r.count("version_min"): r.number("score_mean/far") for r in evals[1:]}
+    saved = {version: value for version, value in of_set.items() if version % 8 == 0}
+    assert best is not None and best.value == saved[best.step] == max(saved.values())
+    # What it trained on comes back as data, and the card names both.
+    file = tmp_path / "groups.jsonl"
+    command_on(tmp_path, "groups", str(file))
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    recorded = read_recorded(run, rows[0]["group"])
+    assert recorded is not None and rows[0]["messages"] == recorded.messages[0]
+    assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"]
+    card = (run / "final_model" / "README.md").read_text()
+    assert "| far | " in card and "| steps | 24 |" in card
 
 
 ADAPTER = LoraConfig(rank=8, alpha=64)

@@ -9,6 +9,7 @@
         checksums.json          sizes and CRC-32 of the others; the dump has its own inside
       latest                    names the newest complete one
       version                   the newest number that was announced for weights
+      best                      the one that the controller has found the best by trainer.keep_best
 
 Written, synced to disk, renamed, and only then named by `latest`: after `commit` returns, the
 checkpoint survives a crash of the machine, and its groups may be acknowledged.
@@ -36,6 +37,7 @@ _STATE_FILE = "state.json"
 _CHECKSUMS_FILE = "checksums.json"
 _LATEST_FILE = "latest"
 _VERSION_FILE = "version"
+_BEST_FILE = "best"
 _NAME = re.compile(r"step-(\d{6,})")
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _BLOCK_BYTES = 4 * 2**20
@@ -68,6 +70,15 @@ class TrainState:
     untrained_prompts: tuple[PromptRef, ...]
     """Prompts before these positions that are not trained: all that a resume with an empty Redis
     has to run again."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Best:
+    """The best checkpoint so far."""
+
+    step: Count
+    metric: str
+    value: float
 
 
 class CheckpointStore:
@@ -184,19 +195,50 @@ class CheckpointStore:
             )
         return int(text)
 
+    def best(self) -> Best | None:
+        """The one that is kept as the best; None if none is. Raises ValueError if it is damaged."""
+        try:
+            return read_json(self.folder / _BEST_FILE, Best)
+        except FileNotFoundError:
+            return None
+
+    def note_best(self, one: Best) -> bool:
+        """Keeps the checkpoint of `one` if it is the best so far. Returns False if it is gone.
+
+        It may be written only now. A repeated step, after a rollback, has other weights than before
+        and replaces itself. Raises ValueError and OSError.
+        """
+        before, there = self.best(), self.steps()
+        is_other = before is not None and before.metric == one.metric and before.step != one.step
+        if before is not None and is_other and before.value >= one.value:
+            return True
+        if one.step not in there and one.step < max(there, default=0):
+            return False
+        self._put(_BEST_FILE, json.dumps(asdict(one)))
+        return True
+
     def _point_latest_to(self, name: str) -> None:
-        draft = self.folder / f".{_LATEST_FILE}"
-        draft.write_text(name + "\n")
+        self._put(_LATEST_FILE, name)
+
+    def _put(self, name: str, line: str) -> None:
+        draft = self.folder / f".{name}"
+        draft.write_text(line + "\n")
         _close_to_others(draft)
         _sync(draft)
-        draft.replace(self.folder / _LATEST_FILE)
+        draft.replace(self.folder / name)
         _sync(self.folder)
 
     def _prune(self, newest: int) -> None:
         # After a rollback there are later ones, of steps that were undone. They must not count: the
         # one just written would be removed as older than they are.
         steps = [step for step in self.steps() if step <= newest]
+        try:
+            best = self.best()
+        except ValueError:
+            return  # which one is to be kept is unknown until the file is restored or removed
         for step in steps[: -self._num_kept]:
+            if best is not None and step == best.step:
+                continue
             if self._keep_every is None or step % self._keep_every:
                 # If it fails, the next one tries again.
                 shutil.rmtree(self._final_folder(step), ignore_errors=True)

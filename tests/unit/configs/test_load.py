@@ -520,3 +520,25 @@ def test_arguments_of_the_template_stay_with_another_task_and_are_set_as_a_whole
         assert task.template_args == given
     task = load_config(["task.template_args.effort=high"], str(file)).task
     assert task.template_args == {"enable_thinking": False, "effort": "high"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("trainer.keep_best=loss",), r"trainer\.keep_best='loss': must be accuracy, score_mean"),
+        (
+            ("trainer.keep_best=accuracy", "rollout.eval_every=30", "trainer.checkpoint_every=20"),
+            r"rollout\.eval_every=30: .* a multiple of 20 \(trainer\.checkpoint_every\)",
+        ),
+        (("trainer.keep_best=accuracy", "rollout.eval_every=0"), r"rollout\.eval_every=0: "),
+        (("trainer.keep_best=pass_at_4",), r"trainer\.keep_best='?pass_at_4'?: of 1 answers"),
+        (
+            ("trainer.keep_best=pass_at_4/aime",),
+            r"trainer\.keep_best='?pass_at_4/aime'?: .* no set",
+        ),
+    ],
+)
+def test_best_checkpoint_by_what_is_not_evaluated_is_refused(settings, message) -> None:
+    usual = ("rollout.eval_every=50", "trainer.checkpoint_every=50")
+    with pytest.raises(ConfigError, match=message):
+        load_config([*usual, *settings])

@@ -25,8 +25,10 @@ from controller.signals import Stopped, StopRequest
 from controller.training import Pools, Training
 from controller.watch.supervise import RunFailed
 from rollout_pool.pool import RolloutPool
+from rollout_pool.types import EvalReport
+from tests.support.controller.records import step_record
 from trainer_pool.pool import TrainerPool
-from trainer_pool.state.checkpoint import CheckpointStore
+from trainer_pool.state.checkpoint import Best, CheckpointStore
 from trainer_pool.types import Restored, TrainReport
 
 REPORT = TrainReport(num_steps=8, version=9, was_stopped=False, seconds=1.0)
@@ -241,6 +243,39 @@ async def test_failed_export_costs_the_final_model_and_not_the_run(
     kinds = [r.values.get("phase", r.kind) for r in read_metrics(ended_run.metrics)]
     # The last evaluation, which fails here for lack of an engine, comes before.
     assert kinds.index("eval_failed") < kinds.index("saving the model")
+
+
+REPORT_OF_LAST = EvalReport(
+    version_min=9, version_max=9, accuracy=0.75, score_mean=0.5, num_prompts=8, seconds=1.0
+)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "pass_at_1"])
+async def test_checkpoint_of_the_best_evaluation_is_named(
+    ended_run: RunDir,
+    config: Config,
+    open_run: OpenRun,
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+    metric: str,
+) -> None:
+    def evaluate(*_: Any) -> tuple[str, Result]:
+        return "worker-0", done(REPORT_OF_LAST)
+
+    monkeypatch.setattr(IdleEngine, "evaluate", evaluate, raising=False)
+    trainer = replace(config.trainer, keep_best=metric, checkpoint_every=20)
+    config = replace(config, trainer=trainer)
+    step = {**step_record(7, 1000.0).values, "version": 8}
+    await open_run[2].append_metrics(step, "step")
+    _, said = await train(Ranks(REPORT), config=config)
+    store = CheckpointStore(ended_run.path / "checkpoints")
+    expected = Best(step=8, metric="accuracy", value=0.75)
+    assert store.best() == (expected if metric == "accuracy" else None)
+    (store.folder / "best").write_text("{")
+    await open_run[2].append_metrics(step, "step")
+    _, said = await train(Ranks(REPORT), config=config)
+    words = "the checkpoint of step 8, with accuracy 0.75, is not kept as the best"
+    assert (words in said) == (metric == "accuracy")
 
 
 async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_a_run(

@@ -11,6 +11,7 @@ import pytest
 
 from buffer.types import PromptRef
 from trainer_pool.state.checkpoint import (
+    Best,
     CheckpointStore,
     TrainState,
     check_checkpoint,
@@ -287,3 +288,38 @@ def test_checkpoint_is_not_loaded_through_a_link(tmp_path: Path) -> None:
     (store.folder / "latest").write_text("../elsewhere")
     with pytest.raises(ValueError, match="not a checkpoint"):
         store.latest()
+
+
+def test_best_checkpoint_is_kept_until_a_better_one_is_found(tmp_path: Path) -> None:
+    store, ranks = CheckpointStore(tmp_path), CheckpointStore(tmp_path, num_kept=1)
+
+    def note(step: int, value: float, metric: str = "accuracy") -> bool:
+        return store.note_best(Best(step=step, metric=metric, value=value))
+
+    assert store.best() is None
+    for step in (10, 20, 30):
+        write_checkpoint(ranks, step)
+        assert note(step, {10: 0.4, 20: 0.8, 30: 0.8}[step])
+    assert names(tmp_path) == {"step-000020", "step-000030", "latest", "best"}
+    assert store.best() == Best(step=20, metric="accuracy", value=0.8)
+    assert note(40, 0.9)  # it is evaluated before it is written
+    write_checkpoint(ranks, 40)
+    write_checkpoint(ranks, 50)
+    assert names(tmp_path) == {"step-000040", "step-000050", "latest", "best"}
+    assert not note(30, 1.0), "it is gone"
+    assert note(40, 0.2)  # repeated after a rollback: it has other weights
+    assert note(50, 0.3) and store.best() == Best(step=50, metric="accuracy", value=0.3)
+    assert note(40, 0.1, "pass_at_4")  # resumed with another metric: values do not compare
+    assert store.best() == Best(step=40, metric="pass_at_4", value=0.1)
+
+
+def test_nothing_is_removed_while_the_best_is_unknown(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, num_kept=1)
+    write_checkpoint(store, 10)
+    (tmp_path / "best").write_text("{")
+    for step in (20, 30):
+        write_checkpoint(store, step)
+    assert names(tmp_path) > {"step-000010", "step-000020", "step-000030"}
+    (tmp_path / "best").unlink()
+    write_checkpoint(store, 40)
+    assert names(tmp_path) == {"step-000040", "latest"}

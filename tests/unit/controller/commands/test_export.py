@@ -1,0 +1,23 @@
+"""`make export`: which checkpoint it takes."""
+
+from __future__ import annotations
+
+from controller.main import EXIT_BAD_INPUT
+from controller.run_dir import RunDir
+from tests.support.controller.buffers import Command
+from tests.support.controller.records import write_checkpoint
+from trainer_pool.state.checkpoint import Best, CheckpointStore
+
+
+def test_checkpoint_that_is_not_there_is_refused(run_dir: RunDir, leash: Command) -> None:
+    assert "no checkpoint yet" in leash("export", exit_code=EXIT_BAD_INPUT)
+    for step in (6, 12):
+        write_checkpoint(run_dir, step, step)
+    for step in ("7", "best", "first"):
+        error = leash("export", "--step", step, exit_code=EXIT_BAD_INPUT)
+        assert f"STEP={step}: " in error and "has no checkpoint of it; there are 6, 12" in error
+    store = CheckpointStore(run_dir.path / "checkpoints")
+    store.note_best(Best(step=6, metric="accuracy", value=0.5))
+    (run_dir.path / "model-step-000006").mkdir()
+    error = leash("export", "--step", "best", exit_code=EXIT_BAD_INPUT)
+    assert "model-step-000006: exists already" in error
