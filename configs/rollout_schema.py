@@ -695,17 +695,10 @@ class EvalSet(TaskSource):
 
     def rules(self) -> Iterator[Rule]:
         yield from TaskSource.rules(self)
-        yield Rule(
-            self.kind is not TaskKind.mixture,
-            "kind",
-            "a set is of one task; name several sets",
-        )
-        yield Rule(
-            not self.teachers,
-            "rewards",
-            "a teacher judges no answer; leave it out",
-            self.teachers,
-        )
+        is_one = self.kind is not TaskKind.mixture
+        yield Rule(is_one, "kind", "a set is of one task; name several sets")
+        fix = "a teacher judges no answer; leave it out"
+        yield Rule(not self.teachers, "rewards", fix, self.teachers)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -780,9 +773,8 @@ class TaskConfig(TaskSource):
 
     def section_of(self, name: str) -> str:
         """The section in which the task is set that `by_name` has under this name."""
-        return (
-            f"task.{'eval_sets' if name in self.eval_sets else 'tasks'}.{name}" if name else "task"
-        )
+        mapping = "eval_sets" if name in self.eval_sets else "tasks"
+        return f"task.{mapping}.{name}" if name else "task"
 
     @property
     def served_teacher(self) -> tuple[str, RewardConfig] | None:
@@ -872,13 +864,11 @@ class TaskConfig(TaskSource):
             "an agent leads the episodes of its own task only; leave them out",
             list(self.eval_sets),
         )
-        verifiers = {
-            name: (task.kind is TaskKind.verifiers)
-            for name, task in (("", self), *self.tasks.items(), *self.eval_sets.items())
-            if task.kind is not TaskKind.mixture
-        }
+        is_of_library = next(iter(self.tasks.values()), self).kind is TaskKind.verifiers
         others = [
-            name for name in self.eval_sets if verifiers[name] != next(iter(verifiers.values()))
+            name
+            for name, one in self.eval_sets.items()
+            if (one.kind is TaskKind.verifiers) != is_of_library
         ]
         yield Rule(
             not others,

@@ -712,7 +712,8 @@ class Config(Section):
         is_multiple = every > 0 and every % self.trainer.checkpoint_every == 0
         yield Rule(is_multiple, "rollout.eval_every", f"{fix} (trainer.checkpoint_every)")
         name, _, of = metric.partition("/")
-        known, usual = [*self.task.tasks, *self.task.eval_sets], self.rollout.eval
+        known, usual = list(self.task.eval_sets), self.rollout.eval
+        known += self.task.tasks if name == "accuracy" else []
         yield Rule(
             not of or of in known,
             "trainer.keep_best",

@@ -208,11 +208,11 @@ class CheckpointStore:
         It may be written only now. A repeated step, after a rollback, has other weights than before
         and replaces itself. Raises ValueError and OSError.
         """
-        before, there = self.best(), self.steps()
+        before, newest = self.best(), self.latest()
         is_other = before is not None and before.metric == one.metric and before.step != one.step
         if before is not None and is_other and before.value >= one.value:
             return True
-        if one.step not in there and one.step < max(there, default=0):
+        if newest is not None and one.step < newest[1].step and one.step not in self.steps():
             return False
         self._put(_BEST_FILE, json.dumps(asdict(one)))
         return True
