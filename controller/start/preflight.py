@@ -460,7 +460,9 @@ def check_first_words(config: Config, task: Task, tokenizer: Tokenizer) -> None:
 
     def check(name: str, task_config: TaskConfig, member: Task) -> None:
         is_trained = name not in config.task.eval_sets
-        _check_words(replace(config, task=task_config), member, tokenizer, chat, is_trained)
+        trainer = replace(config.trainer, keep_best=None)  # which may name another task or set
+        own = replace(config, task=task_config, trainer=trainer)
+        _check_words(own, member, tokenizer, chat, is_trained)
 
     for_each_member(config.task, task, check)
     check_grammar(config, tokenizer)

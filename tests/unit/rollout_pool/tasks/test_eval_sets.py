@@ -39,7 +39,8 @@ def test_questions_of_sets_are_all_of_their_files_and_none_is_trained(tmp_path):
     long = file_of(tmp_path / "long.jsonl", "7+7", "5+5")
     config = config_of(
         f"task.eval_sets={{hard: {{kind: questions, path: {hard}}}, "
-        f"long: {{kind: questions, path: {long}, eval_size: 1, instruction: '='}}}}"
+        f"long: {{kind: questions, path: {long}, eval_size: 1, instruction: '='}}}}",
+        *("trainer.keep_best=accuracy/hard", "rollout.eval_every=50"),
     )
     task = check_task(config.task)
     found = [(one.task, one.text, one.index) for one in task.eval_prompts()]
