@@ -17,7 +17,7 @@ RUN_FLAG := $(if $(call said,RUN),--run $(RUN)) $(if $(call said,DIR),--dir $(DI
 BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export groups tune scale timeline depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export groups tune scale timeline stacks depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
@@ -86,6 +86,9 @@ scale: install ## change the number of engines of a running job: make scale ROLL
 
 timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]
 	@$(LEASH) timeline $(RUN_FLAG) $(if $(call said,VERSION),--version $(VERSION))
+
+stacks: install ## write the stacks of all processes of a run on this machine into its folder (RUN=name; default: the newest)
+	@$(LEASH) stacks $(RUN_FLAG)
 
 depth: install ## what the buffer holds, in one line; WATCH=1 redraws it [RUN=name]
 	@$(LEASH) depth $(BUFFER_FLAG) $(if $(call said,WATCH),--watch)

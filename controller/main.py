@@ -1,6 +1,6 @@
 """The command line: `leash launch | resume | attach | dry-run | simulate | try | sandbox | status |
-stop | report | export | groups | tune | timeline`, and for a run's buffer `leash depth | trace |
-show | quarantine | buffer-dump | buffer-load`.
+stop | report | export | groups | tune | timeline | stacks`, and for a run's buffer `leash depth |
+trace | show | quarantine | buffer-dump | buffer-load`.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 EXIT_BAD_INPUT = 2
 EXIT_NOT_ATTACHED = 3
 """The controller could not attach: its guard starts another, which resumes the run."""
-WRITING = ("stop", "report", "timeline", "export")
+WRITING = ("stop", "report", "timeline", "export", "stacks")
 """Commands that write into the run's folder."""
 
 
@@ -162,6 +162,8 @@ def _add_commands_on_runs(add: Add) -> None:
     timeline = add("timeline", words, "report.timeline:draw_timeline")
     words = "policy version (default: the newest that all engines took)"
     timeline.add_argument("--version", type=int, help=words)
+    words = "write the stacks of a run's processes on this machine into its folder"
+    add("stacks", words, "commands.stacks:print_stacks")
 
 
 def _add_commands_on_buffers(add: Add) -> None:

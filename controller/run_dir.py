@@ -10,6 +10,7 @@ runs/<name>/
     logs/           one file per process
     model/          the initial policy, if it was built from scratch
     checkpoints/    the trainer's
+    stacks/         stacks of processes in a stall
     rollouts/       some of the groups as they were sampled, for `make show`
     ray/            a link to Ray's private folder, while Ray runs
     leftovers/      one folder per host, one file per engine: what a killed server would leave

@@ -15,15 +15,17 @@ Probe = Callable[[float], Awaitable[bool]]
 """Probes the process; whether it responds within so many seconds."""
 
 
-async def wait_silent(probe: Probe, limit_s: float) -> float:
-    """Returns the seconds of silence once the process has not responded for `limit_s`."""
+async def wait_silent(probe: Probe, limit_s: float | Callable[[], float]) -> float:
+    """Returns the seconds of silence once the process has not responded for `limit_s`, which may
+    change meanwhile."""
     heard_at, num_refused = time.monotonic(), 0
     while True:
-        await asyncio.sleep(min(INTERVAL_S, limit_s / NUM_REFUSED))
-        if await probe(limit_s / NUM_REFUSED):
+        limit = limit_s() if callable(limit_s) else limit_s
+        await asyncio.sleep(min(INTERVAL_S, limit / NUM_REFUSED))
+        if await probe(limit / NUM_REFUSED):
             heard_at, num_refused = time.monotonic(), 0
             continue
         num_refused += 1
         silent_s = time.monotonic() - heard_at
-        if num_refused >= NUM_REFUSED and silent_s >= limit_s:
+        if num_refused >= NUM_REFUSED and silent_s >= limit:
             return silent_s

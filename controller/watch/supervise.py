@@ -17,6 +17,7 @@ from controller.ray_environment import OUTLAST_S
 from controller.run_dir import umask_like
 from host.printable import PrintableStream
 from processes.logs import last_lines
+from processes.stacks import dump_on_signal
 
 SETUP_HOOK = "controller.watch.supervise.enter_process"
 POLL_S = 0.2
@@ -45,6 +46,7 @@ def enter_process() -> None:
     name, folder = os.environ.get(PROCESS_VARIABLE), os.environ.get(LOG_DIR_VARIABLE)
     if not name or not folder:
         return
+    dump_on_signal()
     os.umask(umask_like(Path(folder).parent))
     Path(folder).mkdir(parents=True, exist_ok=True)
     log = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

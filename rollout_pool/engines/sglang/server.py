@@ -40,12 +40,16 @@ if not torch.cuda.is_available():
 
 from processes import tree
 from processes.die_with_parent import die_with_parent
+from processes.stacks import dump_on_signal
 from rollout_pool.engines.sglang import adapter_versions, generate_route
 
 ENABLE_LORA = "--enable-lora"
 KILL_TIMEOUT_S = 5.0
 NEW_CHILDREN_S = 0.5
 """Interval at which new child processes are looked for."""
+
+if __name__ in ("__main__", "__mp_main__"):  # also in what SGLang spawns
+    dump_on_signal()
 
 _ending = threading.Lock()
 """Held for good by the thread that ends this process."""

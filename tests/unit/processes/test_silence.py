@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from processes import silence
 from processes.silence import wait_silent
 
 
@@ -15,6 +16,13 @@ async def no(timeout_s):
 async def test_missing_answers_for_the_whole_time_are_silence():
     async with asyncio.timeout(60):
         assert await wait_silent(no, 0.2) >= 0.2
+
+
+async def test_limit_may_become_known_later(monkeypatch):
+    monkeypatch.setattr(silence, "INTERVAL_S", 0.05)
+    limits = iter([60.0, 0.1, 0.1, 0.1])
+    async with asyncio.timeout(60):
+        assert await wait_silent(no, lambda: next(limits)) >= 0.1
 
 
 async def test_single_answer_in_the_time_is_no_silence():
