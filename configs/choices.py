@@ -54,6 +54,14 @@ class Dtype(Enum):
     bfloat16 = "bfloat16"
 
 
+class OnStall(Enum):
+    """The answer to a run that makes no progress any more, beside the alarm."""
+
+    alarm = "alarm"  # nothing but the alarm
+    restart = "restart"  # the part that the others wait for starts again
+    end = "end"  # the run ends as failed; it can be resumed
+
+
 class OnStale(Enum):
     """The fate of a group older than `max_staleness`; each case is counted by reason."""
 

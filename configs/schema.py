@@ -41,13 +41,20 @@ from configs.choices import (
     LrSchedule,
     OnFull,
     OnStale,
+    OnStall,
     PauseMode,
     Selector,
     StreamTokens,
     TailPolicy,
     TaskKind,
 )
-from configs.rollout_schema import CACHE_DTYPE, TEST_TIME_FRACTION, RolloutConfig, TaskConfig
+from configs.rollout_schema import (
+    CACHE_DTYPE,
+    TEST_TIME_FRACTION,
+    VARIABLE,
+    RolloutConfig,
+    TaskConfig,
+)
 
 RUN_NAME = matching(
     "[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
@@ -239,7 +246,8 @@ class TrainerConfig(Section):
     """How often the ranks start again from the last checkpoint after one of them has died."""
     timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one collective among the trainer ranks may take. They start again from the last
-    checkpoint after that, as they do if one does not answer for so long."""
+    checkpoint after that, and if one does not answer for ten of its usual steps: two minutes at
+    least, and no longer than this."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def rules(self) -> Iterator[Rule]:
@@ -441,6 +449,22 @@ class ClusterConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class StallConfig(Section):
+    """The answer of a run when nothing in it moves (docs/failures.md#when-a-run-stalls)."""
+
+    SECTION: ClassVar[str] = "run.stall"
+
+    factor: float = field(default=3.0, metadata=within(above=1))
+    """A stall begins after so many times what its stage usually takes, and 20 s at least."""
+    policy: OnStall = OnStall.alarm
+    command: str | None = field(default=None, metadata=NOT_EMPTY)
+    """Shell command that runs once when a stall begins and once when it ends, with a JSON object
+    that describes it on its standard input."""
+    webhook_env: str | None = field(default=None, metadata=VARIABLE)
+    """Environment variable with an address that gets the same object by POST."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RunConfig(Section):
     SECTION: ClassVar[str] = "run"
 
@@ -463,6 +487,7 @@ class RunConfig(Section):
     prometheus_port: int | None = field(default=None, metadata=PORT)
     """Port on cluster.host where Prometheus can read metrics; 0 takes a free one, None disables it.
     """
+    stall: StallConfig = field(default_factory=StallConfig)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,6 +16,8 @@ from controller.metrics.history import (
     LENGTHS,
     RESERVED_NAMES,
     RESUMED,
+    STALL,
+    STALL_ENDED,
     MetricsLog,
     Record,
     Scalar,
@@ -33,7 +35,10 @@ LENGTHS_S = 30.0
 SILENT_S = 10.0
 """A longer wait for Redis is reported."""
 _CONTROLLERS_KINDS = frozenset(
-    {"phase", "eval", EVAL_FAILED, "buffer", "redis_restarted", RESUMED, ATTACHED}
+    {
+        *("phase", "eval", EVAL_FAILED, "buffer", "redis_restarted", RESUMED, ATTACHED),
+        *(STALL, STALL_ENDED),
+    }
 )
 REPORTED = ("step", "checkpoint", "agreement")
 _NUMBERS_OF_A_STEP = ("step", "version")

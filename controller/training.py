@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,27 +34,29 @@ from controller.metrics.history import (
     read_metrics,
 )
 from controller.metrics.sinks import SinkThread, openers
+from controller.ray_environment import OUTLAST_S
 from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
 from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import Fleet
-from controller.watch.remarks import checkpoint_failed, eval_failed
+from controller.watch.remarks import TRAINER, checkpoint_failed, eval_failed
 from controller.watch.run_view import RunView
+from controller.watch.stall_watch import ANSWER_S, Stalled, StallWatch, silent_of
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of, has_ended
 from processes.pending import Pending, T, value
 from processes.silence import wait_silent
-from rollout_pool.pool import RolloutPool
+from rollout_pool.pool import HasLeft, RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import Best, CheckpointStore
 from trainer_pool.types import FINAL_MODEL, TrainReport
 
 FINAL_SAMPLE_S = 5.0
 """Longest wait for the last records and numbers from Redis, which may be what died."""
-ANSWER_S = 10.0
-"""A rank answers at once, also in the middle of a step."""
+HANGS = 10.0
+"""A rank that does not answer for so many usual steps hangs."""
 SAVING = "saving the model"
 REDIS_DIED = "redis died: it starts again with its data"
 DEATH_GRACE_S = 3.0
@@ -96,6 +98,8 @@ class Training:
         self._trainer_deaths: list[asyncio.Task[RunFailed]] = []
         self._disagreements = asyncio.Queue[str]()
         """Errors of engines that compute another policy than the trainer."""
+        self._stalled_ranks = asyncio.Queue[Stalled]()
+        """Why they are to start again."""
         self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
@@ -113,6 +117,7 @@ class Training:
             fleet = Fleet(self.pools.rollout, self._state, self.config, log_of=log_of, say=say)
             self._deaths.append(asyncio.create_task(fleet.run()))
             self._deaths.append(asyncio.create_task(self._disagreement()))
+            self._deaths.append(asyncio.create_task(self._stall_watch().run()))
             if self.server is not None:
                 self._deaths.append(asyncio.create_task(self._keep_redis(self.server)))
             self._trainer_deaths = self._watch(self.pools.trainer.deaths())
@@ -214,10 +219,11 @@ class Training:
                     raise Stopped if why is None else RuntimeError(why)
                 await self._results_of_ranks(self.pools.trainer.publish_last())
                 return report
-            except RunFailed:
+            except RunFailed as error:
                 # The others fail in a collective, maybe before the death is reported.
                 lost = await _first_of(self._trainer_deaths, DEATH_GRACE_S)
                 lost = lost or await self._hanging_rank(ANSWER_S)
+                lost = lost or (error if isinstance(error, Stalled) else None)
                 if lost is None:
                     raise
                 if not restarts_left or store.latest() is None:
@@ -225,39 +231,40 @@ class Training:
         raise AssertionError("unreachable")
 
     async def _results_of_ranks(self, pending: Mapping[str, Pending[T]]) -> list[T]:
-        """Raises RunFailed, also if a rank hangs whom no collective of others would miss."""
+        """Raises RunFailed, also if a rank hangs whom no collective of others would miss, and
+        Stalled if they are to start again."""
         ending = asyncio.ensure_future(self._results(pending))
-        limit_s = self.config.trainer.timeout_s
-        silence = asyncio.create_task(wait_silent(self._all_ranks_answer, limit_s))
+        silence = asyncio.create_task(wait_silent(self._all_ranks_answer, self._patience_s))
+        stalled = asyncio.create_task(self._stalled_ranks.get())
+        tasks: set[asyncio.Future[Any]] = {ending, silence, stalled}
         try:
-            await asyncio.wait({ending, silence}, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
-                raise RunFailed(f"a trainer rank did not answer for {silence.result():.0f} s")
-            return ending.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return ending.result()
+            if stalled.done():
+                raise stalled.result()
+            raise RunFailed(f"a trainer rank did not answer for {silence.result():.0f} s")
         finally:
-            _cancel([ending, silence])
+            _cancel(tasks)
+
+    def _patience_s(self) -> float:
+        """A rank that does not answer for so long is not waited for."""
+        usual_s, limit_s = self._history.view.usual_step_s, self.config.trainer.timeout_s
+        return limit_s if usual_s is None else min(limit_s, max(OUTLAST_S, HANGS * usual_s))
 
     async def _all_ranks_answer(self, limit_s: float) -> bool:
         return await self._hanging_rank(limit_s) is None
 
     async def _hanging_rank(self, limit_s: float) -> RunFailed | None:
         """A rank that does not answer: its process is stopped or stuck, or its machine is away."""
-        pids = self.pools.trainer.pids()
-        asked = {asyncio.ensure_future(value(ref)): name for name, ref in pids.items()}
-        try:
-            answered, silent = await asyncio.wait(asked, timeout=limit_s)
-        finally:
-            _cancel(asked)
-        for asking in answered:
-            asking.exception()  # of a dead one, which is watched for itself
-        if not silent:
+        if not (silent := await silent_of(self.pools.trainer.pids(), limit_s)):
             return None
-        name = min(asked[asking] for asking in silent)
+        name = silent[0]
         return failure(name, f"does not answer within {limit_s:g} s", self.run_dir.log_of(name))
 
     async def _restart_trainer(self, store: CheckpointStore, lost: BaseException) -> None:
         await self._enter_phase("restarting the trainer")
-        self._training = {}
+        self._training, self._stalled_ranks = {}, asyncio.Queue()
         # The others may hang in a collective.
         await asyncio.to_thread(self.pools.trainer.close, 0.0)
         await asyncio.wait(self._trainer_deaths, timeout=DEATH_GRACE_S)
@@ -397,6 +404,38 @@ class Training:
                 await self._history.sample_once()
         except (OSError, TimeoutError, RuntimeError) as error:
             self.panel.say(f"the final numbers are from before Redis was lost ({error!r})")
+
+    # Stalls --------------------------------------------------------------------------------------
+
+    def _stall_watch(self) -> StallWatch:
+        return StallWatch(
+            self.config.run.stall,
+            self._history.view,
+            self.run_dir,
+            processes=self._ask,
+            restart=self._restart_stalled,
+            record=self._history.record,
+            say=self.panel.say,
+        )
+
+    def _ask(self, part: str) -> Mapping[str, Pending[Any]]:
+        """Something that each process replies to which may keep others waiting."""
+        ranks, pool, stats = self.pools.trainer.pids(), self.pools.rollout, self._history.view.stats
+        if part == TRAINER or stats is None:
+            return ranks
+        engines = [name for name in pool.engine_names if name in stats.engine_versions]
+        return {**ranks, **{name: pool.node(name) for name in (*engines, *pool.worker_names)}}
+
+    def _restart_stalled(self, why: Stalled, names: Sequence[str]) -> None:
+        if any(name.startswith(TRAINER) for name in names):
+            self._stalled_ranks.put_nowait(why)
+            return
+        pool = self.pools.rollout
+        members = {"engines": pool.engine_names, "workers": pool.worker_names}
+        for name in (one for part in names for one in members.get(part, [part])):
+            self.panel.say(f"{name} starts again")
+            with suppress(HasLeft):
+                pool.restart(name)
 
     # Deaths and their causes ---------------------------------------------------------------------
 

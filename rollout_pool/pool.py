@@ -247,11 +247,11 @@ class RolloutPool:
         raise HasLeft(f"{name} has left the run")
 
     def drain_worker(self, name: str, limit_s: float) -> Pending[None]:
-        """Ends once the worker has no group in flight; `restart_worker` then."""
+        """Ends once the worker has no group in flight; `restart` then."""
         return cast("Pending[None]", _once(self._handle(name).drain).remote(limit_s))
 
-    def restart_worker(self, name: str) -> None:
-        """Its process ends at once, and Ray starts another where it has room."""
+    def restart(self, name: str) -> None:
+        """The process of an engine or worker ends at once; Ray starts another where it can."""
         ray.kill(self._handle(name), no_restart=False)
 
     # Engines --------------------------------------------------------------------------------------

@@ -9,9 +9,10 @@ prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions an
 the controller), `engine` (an engine's load as a worker saw it), `publish`, `commit`
 and `weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there
 is none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from
-`before` to `after`), `lengths` (of the answers trained and sampled), `redis_restarted`, `attached`
-and `resumed` (the run goes on after `step`, `away_s` after its end). Each is flat. `id` is the
-position of a record that came through Redis.
+`before` to `after`), `lengths` (of the answers trained and sampled), `stall` and `stall_ended` (see
+watch/stalls.py), `worker_lost`, `redis_restarted`, `attached` and `resumed` (the run goes on after
+`step`, `away_s` after its end). Each is flat. `id` is the position of a record that came through
+Redis.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ EVAL_FAILED = "eval_failed"
 RESUMED = "resumed"
 ATTACHED = "attached"
 TUNED = "tuned"
+WORKER_LOST = "worker_lost"
+STALL, STALL_ENDED = "stall", "stall_ended"
 LENGTHS = "lengths"
 Waits = Mapping[tuple[str, str], float]
 """Seconds by (waiter, waited on)."""

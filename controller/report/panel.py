@@ -45,8 +45,6 @@ class Panel:
         self._is_live = enabled and self._console.is_terminal
         self._live: Live | None = None
         self._printed_step = 0
-        self._overdue_after = -1
-        """The step after which it was said that the next is overdue."""
 
     def __enter__(self) -> Panel:
         return self
@@ -99,9 +97,6 @@ class Panel:
         elif view.step > self._printed_step:
             self._printed_step = view.step
             self.say(step_line(view))
-        elif view.step != self._overdue_after and view.overdue_s is not None:
-            self._overdue_after = view.step
-            self.say("\n".join(one.sentence for one in findings(view) if one.level is Level.alarm))
 
     def say(self, text: str) -> None:
         """A line that stays, above the panel."""

@@ -32,6 +32,7 @@ from controller.start.sandboxes import check_sandbox
 from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from controller.start.with_pictures import check_pictures, check_shown, shown_by
+from controller.watch.stall_watch import webhook_address
 from processes.tree import SHARED_MEMORY
 from rollout_pool.engines.kinds import (
     check_adapters,
@@ -97,6 +98,8 @@ def check_inputs(config: Config, *, is_resumed: bool = False) -> Task:
         )
     plan = _check_here(config, is_resumed=is_resumed)
     check_loggers(config.run.loggers)
+    if (variable := config.run.stall.webhook_env) is not None:
+        webhook_address(variable)
     if config.cluster.ray_address is None:
         check_shared_memory(plan.config, plan)
         if plan.devices.rank_gpus > 0:

@@ -23,6 +23,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 from buffer.run_state import RunState
 from configs.checks import with_live
 from configs.schema import Config
+from controller.metrics.history import WORKER_LOST
 from controller.metrics.weights import ENGINE_JOINED, ENGINE_LEFT, RECEIVER_LEFT
 from controller.units import format_number_of
 from controller.watch.supervise import RunFailed, cause_of, death, failure, lost_node
@@ -166,9 +167,10 @@ class Fleet:
         """Only tells: a worker that is not started again ends the run by its own watch."""
         while True:
             draining = self._spawn(self._drain_at_notice(worker))
-            await self._loss_of(worker)
+            why = await self._loss_of(worker)
             draining.cancel()
             self._draining.discard(worker)
+            await self.state.append_metrics({"worker": worker, "detail": why}, WORKER_LOST)
             try:
                 await self._place_of(worker)
             except RayActorError:
@@ -209,7 +211,7 @@ class Fleet:
             return  # it was lost before
         except TimeoutError as error:
             self.say(f"{worker} did not end in order: {error!r}")
-        self.pool.restart_worker(worker)
+        self.pool.restart(worker)
 
     async def _follow_nodes(self) -> None:
         """Notifies the processes on nodes that Ray is draining."""

@@ -1,15 +1,20 @@
-"""Findings about buffer, engines and late steps (pure)."""
+"""Findings about buffer and engines, late steps and stalls, evaluations and checkpoints (pure)."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 from buffer.results import BufferStats
-from controller.metrics.history import Record
+from controller.metrics.history import Record, Scalar
 from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
 from controller.watch.finding import Finding, Level, alarm, hint
 
-STILL_S = 10.0
-"""Workers count the tokens that have arrived every few seconds."""
+TRAINER = "trainer"
+"""The part of a stall that is the trainer's."""
+FACTOR, AT_LEAST_S = 3.0, 20.0
+"""A step is late after so many times its usual duration, and not before so many seconds."""
 
 
 def buffer_findings(stats: BufferStats, waited_s: float, when: str) -> list[Finding]:
@@ -56,22 +61,38 @@ def engine_findings(stats: BufferStats, weights: WeightsView) -> list[Finding]:
     return found
 
 
-def overdue(stats: BufferStats, since_s: float, usual_s: float, still_s: float) -> Finding:
-    """Names the part that keeps a step waiting. `still_s`: since the last token or group came."""
-    head = f"no step for {format_duration(since_s)}, where one takes {format_duration(usual_s)}: "
-    may_want_more = stats.gradient_accumulation_steps > 1 and stats.ready < stats.groups_per_step
-    if stats.leased and not may_want_more:
-        words = f"{head}the trainer has its {stats.leased} groups"
-        return alarm("trainer", words, "logs/trainer-0.log may say why")
-    ready = f"{stats.ready} of {format_number_of(stats.groups_per_step, 'group')} are ready"
-    if not stats.running:
-        words = f"{head}{ready} and none is being sampled"
-        return alarm("workers", words, "see the logs of the workers")
-    words = f"{head}{ready}, {stats.running} are being sampled, and "
-    if still_s > STILL_S:
-        words += f"no token has come for {format_duration(still_s)}"
-        return alarm("engines", words, "see the logs of the engines")
-    return alarm("rollout", f"{words}tokens arrive", "long answers may be at their end soon")
+def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
+    """The alarm of a `stall` record."""
+    part, usual_s = str(stall.get("part")), float(stall.get("usual_s", math.nan))
+    what = "no step" if part.startswith(TRAINER) else "no token or group"
+    lasted = format_duration(max(0.0, now - float(stall.get("since", now))))
+    head = f"{what} for {lasted}, where a step takes {format_duration(usual_s)}"
+    return alarm(part, f"{head}: {stall.get('words')}", str(stall.get("advice")))
+
+
+def late_step(stats: BufferStats, last: Record, late_s: float, usual_s: float) -> Finding | None:
+    """A hint for a step that takes long although something moves; `late_s`: since `last`."""
+    if late_s <= max(FACTOR * usual_s, AT_LEAST_S) or trainer_words(stats, last):
+        return None
+    head = f"no step for {format_duration(late_s)}, where one takes {format_duration(usual_s)}"
+    words = f"{head}: {ready_words(stats)}, and {stats.running} are being sampled"
+    return hint("rollout", words, "long answers may be at their end soon")
+
+
+def trainer_words(stats: BufferStats, last: Record) -> str:
+    """The trainer's work after its step `last`, in words; "" if it waits for a batch."""
+    version, wanted = stats.trainer_version, stats.groups_per_step
+    if version > last.count("version") + 1:
+        return f"which hands over version {version}, or saves it"
+    # In the middle of an update that takes several batches it may wait for the next of them.
+    if stats.leased and (stats.gradient_accumulation_steps == 1 or stats.ready >= wanted):
+        return f"which has its {stats.leased} groups"
+    return f"which takes none of {stats.ready} groups that are ready" * (stats.ready >= wanted)
+
+
+def ready_words(stats: BufferStats) -> str:
+    verb = "is" if stats.ready == 1 else "are"
+    return f"{stats.ready} of {format_number_of(stats.groups_per_step, 'group')} {verb} ready"
 
 
 def eval_failed(record: Record) -> Finding:

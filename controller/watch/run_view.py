@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 
 from buffer.results import BufferStats
 from configs.choices import OnStale
 from configs.rollout_schema import RolloutConfig
 from configs.schema import Config
-from controller.metrics.history import ATTACHED, EVAL_FAILED, RESUMED, TUNED, Record, Waits
+from controller.metrics.history import (
+    ATTACHED,
+    EVAL_FAILED,
+    RESUMED,
+    STALL,
+    STALL_ENDED,
+    TUNED,
+    WORKER_LOST,
+    Record,
+    Waits,
+)
 from controller.metrics.weights import WeightsPace, WeightsView
 from controller.watch.bottleneck import WaitFractions, Window, wait_fractions
 from controller.watch.faults import Room
@@ -26,12 +38,14 @@ ENGINES_HORIZON_S = 30.0
 PUSHES = ("pushes", "room")
 """The wait of pushes to a full buffer, beside those of the pools."""
 NEW_CONDITIONS = {
-    *(ATTACHED, TUNED, "redis_restarted"),
+    *(ATTACHED, TUNED, WORKER_LOST, "redis_restarted"),
     *("engine_lost", "engine_restarted", "engine_joined", "engine_left"),
 }
 """Kinds of records, and events, after which waits and rates are measured anew, as after RESUMED."""
-OVERDUE, OVERDUE_AT_LEAST_S = 3.0, 20.0
-"""A step is overdue after so many times its usual duration, and not before so many seconds."""
+FEW = 3
+"""Times between steps that have a median."""
+UNSEEN_S = 10.0
+"""Nothing is known of a time in which nobody looked for so long, as Redis was away."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,6 +101,13 @@ class RunView:
     weights: WeightsView = field(default_factory=WeightsView)
     moved_at: float = 0.0
     """When a token or a pushed group was last seen to have come."""
+    trainer_at: float = 0.0
+    """When the trainer was last seen to take a batch, to hand over a version, or to end a step."""
+    workers_away: int = 0
+    """Workers that have lost their process and are not back."""
+    stall: Record | None = None
+    """The stall that goes on, if there is one."""
+    _observed_at: float = 0.0
     _judged: tuple[Record, list[Finding]] | None = None
     """The last step, and the alarms after it."""
 
@@ -112,6 +133,7 @@ class RunView:
         elif record.kind == "step":
             self.step = record.count("step")
             self.steps.append(record)
+            self.trainer_at = max(self.trainer_at, record.t)
         elif record.kind == RESUMED:
             self.step = record.count("step")
             self.steps = [step for step in self.steps if step.count("step") <= self.step]
@@ -130,6 +152,10 @@ class RunView:
         elif record.kind == TUNED and record.values.get("setting") == "rollout.num_engines":
             with suppress(ValueError):
                 self.num_engines = int(str(record.values.get("after")))
+        elif record.kind == WORKER_LOST:
+            self.workers_away += 1
+        elif record.kind in (STALL, STALL_ENDED):
+            self.stall = record if record.kind == STALL else None
         elif record.kind == "engine":
             engine, worker = (str(record.values.get(name)) for name in ("engine", "worker"))
             self.engines[engine, worker] = record
@@ -146,13 +172,14 @@ class RunView:
 
     def _begin_again(self, t: float) -> None:
         """Forgets what was lost, late or failed before `t`, which says nothing about now."""
-        self.resumed_at = t
-        self.eval_failure = self.checkpoint_failure = None
+        self.resumed_at, self.workers_away = t, 0
+        self.eval_failure = self.checkpoint_failure = self.stall = None
         self.weights = WeightsView(publish_every=self.weights.publish_every)
         self._measure_anew(t)
 
     def _measure_anew(self, t: float) -> None:
         self.changed_at = t
+        self.stall = None
         for window in (self.waits, self.counted, self.answers):
             window.clear()
 
@@ -169,6 +196,11 @@ class RunView:
         Replaces `apply` for the `buffer` record of the same sample.
         """
         self.now = max(self.now, now)
+        if self._observed_at and now - self._observed_at > UNSEEN_S:
+            self._measure_anew(now)
+        self._observed_at = now
+        if self.stats is None or _trainer_marks(stats) != _trainer_marks(self.stats):
+            self.trainer_at = now
         marks = ("tokens_generated", "turns")
         has_moved = any(counters.get(name) != self.counters.get(name) for name in marks)
         if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
@@ -178,7 +210,8 @@ class RunView:
 
     def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
         restarts = "workers_restarted"
-        if counters.get(restarts, 0.0) > self.counters.get(restarts, 0.0):
+        if (back := counters.get(restarts, 0.0) - self.counters.get(restarts, 0.0)) > 0:
+            self.workers_away = max(0, self.workers_away - int(back))
             self._measure_anew(t)
         self.counters = counters
         self.waits.add(t, waits)
@@ -200,13 +233,20 @@ class RunView:
         return (recent[-1].t - recent[0].t) / (len(recent) - 1) if len(recent) > 1 else None
 
     @property
-    def overdue_s(self) -> float | None:
-        """The time since the last step, if that is far more than a step takes."""
-        usual_s = self.seconds_per_step
-        if usual_s is None or self.phase != "training":
-            return None
-        since_s = self.now - self.steps[-1].t
-        return since_s if since_s > max(OVERDUE * usual_s, OVERDUE_AT_LEAST_S) else None
+    def recent_steps(self) -> list[Record]:
+        """The last twenty steps at most, since the run's conditions changed if they are enough;
+        none before the fourth since the start."""
+        for since in (self.changed_at, self.resumed_at):
+            recent = [step for step in self.steps[-20:] if step.t >= since]
+            if len(recent) > FEW:
+                return recent
+        return []
+
+    @property
+    def usual_step_s(self) -> float | None:
+        """Median time from one of the recent steps to the next."""
+        times = [step.t for step in self.recent_steps]
+        return median(b - a for a, b in pairwise(times)) if times else None
 
     @property
     def eta_s(self) -> float | None:
@@ -264,3 +304,7 @@ class RunView:
         if seconds is not None:
             seconds *= self.steps_per_version * self.weights.publish_every
         return self.weights.pace(seconds, self.stats.trainer_version, self.stats.engine_versions)
+
+
+def _trainer_marks(stats: BufferStats) -> tuple[int, int, bool]:
+    return stats.trained, stats.trainer_version, stats.leased > 0

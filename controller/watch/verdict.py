@@ -1,7 +1,7 @@
 """Everything that an operator should know about a run, what matters most first (pure).
 
-    alarms   rewards, engines, memory, disk and checkpoints that fail; a step that is overdue; a run
-             that does not learn, or trains short answers only
+    alarms   rewards, engines, memory, disk and checkpoints that fail; a run in which nothing moves,
+             that does not learn, or that trains short answers only
     hints    what bounds the run, and what else somebody should look at
 
 The first one is the verdict. What is measured over time is of the last minutes, and never from
@@ -34,7 +34,8 @@ from controller.watch.remarks import (
     checkpoint_failed,
     engine_findings,
     eval_failed,
-    overdue,
+    late_step,
+    stall_finding,
 )
 from controller.watch.run_view import PUSHES, RunView
 
@@ -53,7 +54,8 @@ def findings(view: RunView) -> list[Finding]:
 
 def _in_order(view: RunView) -> Iterator[Finding | None]:
     """The order among alarms and that among hints."""
-    stats, waited = view.stats, view.wait_fractions.trainer_for_rollout
+    stats, usual_s = view.stats, view.usual_step_s
+    waited = view.wait_fractions.trainer_for_rollout
     grown, elapsed_s = view.counted.growth(), view.counted.elapsed_s
     yield full_memory(view.room)
     yield full_disk(view.room, view.checkpoint)
@@ -61,6 +63,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
         yield checkpoint_failed(view.checkpoint_failure)
     yield failed_rewards(grown, elapsed_s, view.rollout)
     yield from full_caches(grown, elapsed_s, view.recent_engines, waited)
+    if view.stall is not None:
+        yield stall_finding(view.stall.values, view.now)
     if stats is not None:
         if view.is_measured:
             for_rewards = view.wait_fractions.rollout_for_rewards
@@ -68,9 +72,9 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
             yield low_admission(stats, waited, for_rewards, engines, view.rollout)
             yield _bottleneck(view, stats)
         yield from engine_findings(stats, view.weights)
-        since_s, usual_s = view.overdue_s, view.seconds_per_step
-        if since_s is not None and usual_s is not None:
-            yield overdue(stats, since_s, usual_s, view.now - view.moved_at)
+        if usual_s is not None and view.phase == "training" and view.stall is None:
+            late_s = view.now - view.steps[-1].t
+            yield late_step(stats, view.steps[-1], late_s, usual_s)
         yield from buffer_findings(stats, view.waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms
     if view.eval_failure is not None:

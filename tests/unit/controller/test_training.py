@@ -15,7 +15,8 @@ from rich.console import Console
 
 from buffer.connect import Buffer
 from buffer.run_state import RunState
-from configs.schema import Config
+from configs.choices import OnStall
+from configs.schema import Config, StallConfig
 from controller import training
 from controller.buffer_access import BufferAddress
 from controller.metrics.history import read_metrics
@@ -23,6 +24,8 @@ from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.training import Pools, Training
+from controller.watch import stall_watch
+from controller.watch.stalls import Stall
 from controller.watch.supervise import RunFailed
 from rollout_pool.pool import RolloutPool
 from rollout_pool.types import EvalReport
@@ -197,6 +200,35 @@ async def test_rank_that_hangs_alone_starts_again(
     resumed_from, said = await train(hanging, Ranks(REPORT), config=config)
     assert len(resumed_from) == 1 and answers == []
     assert "trainer-0 does not answer within 0.01 s: the ranks start again" in said
+
+
+@pytest.mark.parametrize("part", ["trainer", "engines"])
+async def test_part_that_stalls_starts_again_if_that_is_the_policy(
+    train: Train, config: Config, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    monkeypatch.setattr(training, "DEATH_GRACE_S", 0.1)
+    monkeypatch.setattr(stall_watch, "LOOK_S", 0.01)
+    stall = Stall(part=part, since=0.0, usual_s=1.0, words="they wait", advice="look")
+    lost, ranks = list[str](), Ranks(REPORT)
+
+    def restart(_: IdleEngine, name: str) -> None:
+        lost.append(name)
+        ranks.training.set_result(REPORT)
+
+    monkeypatch.setattr(stall_watch, "find_stall", lambda *_: None if lost else stall)
+    monkeypatch.setattr(IdleEngine, "restart", restart, raising=False)
+    monkeypatch.setattr(ranks, "pids", lambda: {"trainer-0": done(17)})
+    ranks.while_closing = lambda: lost.append("ranks")
+    ranks.training = Result()
+    ranks.training.set_running_or_notify_cancel()
+    run = replace(config.run, stall=StallConfig(policy=OnStall.restart))
+    resumed_from, said = await train(ranks, Ranks(REPORT), config=replace(config, run=run))
+    assert "No " in said and "they wait. Look." in said
+    if part == "trainer":
+        assert "the run stalled: the ranks start again" in said
+        assert len(resumed_from) == 1 and lost == ["ranks"]
+    else:
+        assert "engine-0 starts again" in said and lost == ["engine-0"]
 
 
 async def test_ranks_that_cannot_be_made_again_end_the_run_with_the_cause(

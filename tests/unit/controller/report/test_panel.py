@@ -239,31 +239,3 @@ def test_buffer_record_keeps_the_waits() -> None:
     assert Record(t=0.0, kind="buffer", values=values).waits == waits
     assert values["limit"] == 48
     assert values["engine_lag"] == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "tokens", "words"),
-    [
-        (
-            {"leased": 0, "ready": 3, "running": 9},
-            9_500,
-            "No step for 30 s, where one takes 500 ms: 3 of 16 groups are ready, 9 are being "
-            "sampled, and no token has come for 30 s. See the logs of the engines.",
-        ),
-        ({"leased": 0, "ready": 3, "running": 9}, 9_501, "9 are being sampled, and tokens arrive."),
-        ({"leased": 0, "ready": 3}, 9_500, "none is being sampled. See the logs of the workers."),
-        ({"leased": 16}, 9_500, "the trainer has its 16 groups. logs/trainer-0.log may say why."),
-    ],
-)
-def test_step_that_is_overdue_says_once_who_keeps_it_waiting(
-    changes: dict[str, Any], tokens: int, words: str
-) -> None:
-    out = io.StringIO()
-    view = trained_view()
-    panel = Panel(enabled=False, console=Console(file=out, width=300))
-    view.observe(1029.0, replace(STATS, **changes), {}, {"tokens_generated": 9_500})
-    assert view.overdue_s is None  # the last step was at 1009.5
-    view.observe(1039.5, replace(STATS, **changes), {}, {"tokens_generated": tokens})
-    for _ in range(3):
-        panel.show(view)
-    assert out.getvalue().count(words) == 1, out.getvalue()

@@ -557,3 +557,17 @@ def test_memory_without_room_for_copies_of_the_training_state_is_refused(tmp_pat
         config = load_config(settings)
         with pytest.raises(ValueError, match=message):
             check_shared_memory(config, make_plan(config, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [("", "is not set"), ("hooks.example/secret", "holds no address as https://host/path")],
+)
+def test_launch_refuses_a_webhook_without_an_address(
+    monkeypatch: pytest.MonkeyPatch, address: str, words: str
+) -> None:
+    monkeypatch.setenv("HOOK", address)
+    with pytest.raises(ValueError, match=words) as refused:
+        check_inputs(load_config(["run.stall.webhook_env=HOOK"]))
+    assert str(refused.value).startswith("run.stall.webhook_env='HOOK': ")
+    assert "secret" not in str(refused.value)

@@ -73,7 +73,7 @@ class Pool:
         assert limit_s == 20.0
         return self._ref("drain", name)
 
-    def restart_worker(self, name: str) -> None:
+    def restart(self, name: str) -> None:
         self.restarted.append(name)
 
     def leave(self, engine: str, drain_s: float) -> Ref:

@@ -1,0 +1,116 @@
+"""Detects that nothing moves in a run any more, and who waits for whom (pure).
+
+    trainer    it has a batch, or could take one, or hands a version over: since its last change
+    rollouts   the trainer waits for a batch: since the last token, turn or pushed group
+
+A stage stalls after `factor` times what a step of the same run usually takes of it: the median of
+the last steps, those since the run's conditions changed if they are enough. What has its own reason
+does not count: checkpoints, parts that start again, a Redis that was away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from buffer.results import BufferStats
+from controller.metrics.history import Record, Scalar
+from controller.metrics.weights import behind_words, engines_behind
+from controller.watch.finding import Finding
+from controller.watch.remarks import (
+    AT_LEAST_S,
+    FACTOR,
+    TRAINER,
+    ready_words,
+    stall_finding,
+    trainer_words,
+)
+from controller.watch.run_view import RunView
+
+_WORK = ("step_s", "snapshot_s", "snapshot_wait_s")
+_SAVING = ("checkpoint_s", "memory_copy_s")
+_UNKNOWN_START_S = 900.0
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Stall:
+    part: str
+    """The one that the others wait for: trainer, engines, workers, or one process by its name."""
+    since: float
+    """Unix time of the last progress."""
+    usual_s: float
+    """How long the stage takes in a usual step."""
+    words: str
+    """Say who waits for whom."""
+    advice: str
+
+    def values(self) -> dict[str, Scalar]:
+        """Its `stall` record."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    def finding(self, now: float) -> Finding:
+        return stall_finding(self.values(), now)
+
+
+def find_stall(view: RunView, factor: float = FACTOR) -> Stall | None:
+    """The stall of a run that trains, if there is one; None before four steps were trained."""
+    stats, steps = view.stats, view.recent_steps
+    if stats is None or not steps or view.phase != "training" or view.step >= view.num_steps:
+        return None
+    found, at_least_s = _of_trainer(view, stats, steps), AT_LEAST_S
+    if found is None:
+        found = _of_rollouts(view, stats, view.usual_step_s or 0.0)
+        if stats.engines_gone or view.workers_away:
+            at_least_s += view.config.cluster.start_timeout_s if view.config else _UNKNOWN_START_S
+    return found if view.now - found.since > max(factor * found.usual_s, at_least_s) else None
+
+
+def _of_trainer(view: RunView, stats: BufferStats, steps: Sequence[Record]) -> Stall | None:
+    """A stall, if it has lasted for long enough; None if the trainer waits for others."""
+    if not (words := trainer_words(stats, view.steps[-1])):
+        return None
+    return Stall(
+        part=TRAINER,
+        since=max(view.trainer_at, view.changed_at),
+        usual_s=median(_seconds(step, _WORK) for step in steps) + _saving_s(view, steps),
+        words=f"rollouts wait for the trainer, {words}",
+        advice="logs/trainer-*.log may say why",
+    )
+
+
+def _saving_s(view: RunView, steps: Sequence[Record]) -> float:
+    """How long the step that goes on may take to save its state."""
+    if view.config is not None:
+        trainer, number = view.config.trainer, view.step + 1
+        periods = (trainer.checkpoint_every, trainer.memory_copy_every)
+        is_due = any(period and number % period == 0 for period in periods)
+        if not is_due and number < view.num_steps:
+            return 0.0
+    written = view.checkpoint.number("write_s") if view.checkpoint else 0.0
+    known = [*(_seconds(step, _SAVING) for step in steps), *([written] * (written > 0))]
+    return max(known)
+
+
+def _seconds(step: Record, names: Sequence[str]) -> float:
+    return sum(x for name in names if math.isfinite(x := step.number(name)))
+
+
+def _of_rollouts(view: RunView, stats: BufferStats, usual_s: float) -> Stall:
+    """A stall, if it has lasted for long enough."""
+    part, who = "engines", f"{ready_words(stats)}, and {stats.running} are being sampled"
+    served, every = stats.engine_versions, view.weights.publish_every
+    behind = engines_behind(stats.trainer_version, served, every)
+    if behind and max(behind.values()) >= stats.max_staleness + every:
+        part = max(behind, key=behind.__getitem__)
+        who = f"rollouts may not begin, as {behind_words(behind)}"
+    elif not stats.running:
+        part, who = "workers", f"{ready_words(stats)}, and none is being sampled"
+    return Stall(
+        part=part,
+        since=max(view.steps[-1].t, view.moved_at, view.changed_at),
+        usual_s=usual_s,
+        words=f"the trainer waits for rollouts: {who}",
+        advice=f"logs/{part.rstrip('s')}{'-*' * part.endswith('s')}.log may say why",
+    )

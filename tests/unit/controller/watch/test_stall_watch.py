@@ -1,0 +1,194 @@
+"""The answer to a stall: alarm, stacks, command and webhook, and the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.choices import OnStall
+from configs.load import load_config
+from configs.schema import StallConfig
+from controller.metrics.history import Record
+from controller.run_dir import RunDir
+from controller.watch import stall_watch
+from controller.watch.run_view import RunView
+from controller.watch.stall_watch import Stalled, StallWatch
+from tests.support.collector import collecting
+from tests.support.controller.records import STATS, step_record
+
+HUNG = replace(STATS, trainer_version=6)
+
+
+class Answer(Future[Any]):
+    """A process that answers, or hangs."""
+
+    def __init__(self, answers: bool = True) -> None:
+        super().__init__()
+        if answers:
+            self.set_result(1)
+
+    def future(self) -> Future[Any]:
+        return self
+
+
+class Run:
+    """A run whose trainer has held its groups for a minute."""
+
+    def __init__(self, run_dir: RunDir, *hung: str, **settings: Any) -> None:
+        self.view = RunView(run="night", num_steps=90, started=0.0)
+        self.view.apply(Record(t=0.0, kind="phase", values={"phase": "training"}))
+        for step in range(6):
+            self.view.apply(step_record(step, float(step)))
+        for t in range(6, 67):
+            self.view.observe(float(t), HUNG, {}, {})
+        self.hung, self.said = hung, list[str]()
+        self.recorded = list[tuple[str, Mapping[str, Any]]]()
+        self.restarted = list[tuple[Stalled, Sequence[str]]]()
+        self.has_ended = asyncio.Event()
+        self.watch = StallWatch(
+            StallConfig(**settings),
+            self.view,
+            run_dir,
+            processes=self._processes,
+            restart=lambda why, names: self.restarted.append((why, names)),
+            record=self._record,
+            say=self.said.append,
+        )
+        self.task = asyncio.create_task(self.watch.run())
+
+    def _processes(self, part: str) -> Mapping[str, Answer]:
+        assert part == "trainer"
+        return {name: Answer(name not in self.hung) for name in ("trainer-0", "trainer-1")}
+
+    def _record(self, kind: str, values: Mapping[str, Any]) -> None:
+        self.recorded.append((kind, values))
+        if kind == "stall_ended":
+            self.has_ended.set()
+
+    async def until_said(self, words: str) -> str:
+        async with asyncio.timeout(60):
+            while not (found := [line for line in self.said if words in line]):
+                await asyncio.sleep(0.01)
+        return found[0]
+
+    async def go_on(self) -> None:
+        """It trains its step, and the stall ends."""
+        self.view.apply(step_record(6, 67.0))
+        async with asyncio.timeout(60):
+            await self.has_ended.wait()
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(stall_watch, "ANSWER_S", 0.2)
+
+
+async def test_stall_is_told_once_with_its_stacks_and_so_is_its_end(run_dir: RunDir) -> None:
+    run = Run(run_dir)
+    said = await run.until_said("Stacks are in")
+    path = Path(said.removeprefix("Stacks are in ").removesuffix("."))
+    assert path.parent == run_dir.path / "stacks" and "0 processes" in path.read_text()
+    await run.go_on()
+    await run.close()
+    assert [kind for kind, _ in run.recorded] == ["stall", "stall_ended"]
+    assert "rollouts wait for the trainer, which has its 16 groups" in run.said[0]
+    assert run.said[-1].startswith("The stall has ended after 1m") and run.restarted == []
+
+
+async def test_process_that_does_not_answer_is_named_and_alone_starts_again(
+    run_dir: RunDir,
+) -> None:
+    run = Run(run_dir, "trainer-1", policy=OnStall.restart)
+    await run.until_said("Stacks")
+    await run.go_on()
+    await run.close()
+    (why, names), (_, values) = run.restarted[0], run.recorded[0]
+    assert list(names) == ["trainer-1"] and values["part"] == "trainer-1"
+    assert str(why).startswith("the run stalled; stacks are in ")
+    assert str(why).endswith("which has its 16 groups; trainer-1 does not answer")
+    assert len(run.restarted) == 1
+
+
+async def test_policy_may_end_the_run(run_dir: RunDir) -> None:
+    run = Run(run_dir, policy=OnStall.end)
+    async with asyncio.timeout(60):
+        assert "has its 16 groups" in str(await run.task)
+
+
+async def test_stacks_that_cannot_be_written_end_nothing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_dir.path / "stacks").write_text("in the way")
+    run = Run(run_dir, policy=OnStall.restart)
+    await run.until_said("no stacks could be written: FileExistsError")
+    await run.go_on()
+    await run.close()
+    assert list(run.restarted[0][1]) == ["trainer"]
+
+
+async def test_command_gets_both_events_on_its_input(run_dir: RunDir, tmp_path: Path) -> None:
+    run = Run(run_dir, command=f"cat >> {tmp_path}/heard; exit 3")
+    line = await run.until_said("run.stall.command ended with exit code 3")
+    assert line.endswith("stall-command.log may say why")
+    run.said.clear()
+    await run.go_on()
+    await run.until_said("exit code 3")
+    await run.close()
+    begun, ended = map(json.loads, (tmp_path / "heard").read_text().splitlines())
+    assert (begun["event"], ended["event"]) == ("stall", "stall_ended")
+    assert begun["run"] == run_dir.name and begun["part"] == "trainer" and begun["since"] == 6.0
+    assert Path(begun["stacks"]).is_file()
+
+
+async def test_command_that_does_not_end_is_killed(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stall_watch, "COMMAND_S", 0.2)
+    run = Run(run_dir, command="sleep 1000")
+    await run.until_said("exit code -9")
+    await run.close()
+
+
+async def test_webhook_gets_the_event_and_its_address_is_never_told(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    with collecting() as (url, posts):
+        monkeypatch.setenv("HOOK", f"{url}/secret")
+        run = Run(run_dir, webhook_env="HOOK")
+        await run.until_said("Stacks")
+        async with asyncio.timeout(60):
+            while not posts:
+                await asyncio.sleep(0.01)
+        assert posts[0].path.endswith("/secret")
+        assert json.loads(posts[0].body)["text"].startswith(f"{run_dir.name}: stall: No step for")
+    await run.go_on()  # nobody listens there any more
+    await run.until_said("run.stall.webhook_env=HOOK was not reached (ConnectError)")
+    await run.close()
+    assert "secret" not in "\n".join([*run.said, caplog.text])
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("run.stall.factor=1", r"run\.stall\.factor=1\.0: .*above 1"),
+        ("run.stall.policy=panic", r"run\.stall\.policy='panic': expected"),
+        ("run.stall.webhook_env=https://a/b", r"run\.stall\.webhook_env=.*not its value"),
+        ("run.stall.command=' '", r"run\.stall\.command=' ': .*not empty"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(setting: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_config([setting])

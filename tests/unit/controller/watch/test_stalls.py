@@ -1,0 +1,263 @@
+"""When nothing moves any more, and what is slow but moves: planted stalls and healthy runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from buffer.results import BufferStats
+from configs.schema import Config, ModelConfig, TrainerConfig
+from controller.metrics.history import STALL, STALL_ENDED, Record
+from controller.watch.finding import Level
+from controller.watch.remarks import AT_LEAST_S
+from controller.watch.run_view import NEW_CONDITIONS, RunView
+from controller.watch.stalls import find_stall
+from controller.watch.verdict import findings
+from tests.support.controller.records import STATS, event_record, step_record
+
+WAITING = replace(STATS, leased=0, ready=3, running=9, acked=0, consumed=0)
+"""The trainer waits for a batch of 16 groups."""
+TRAINING = replace(WAITING, leased=16)
+SAMPLE_S = 1.0
+
+
+def config(**trainer: int) -> Config:
+    return Config(
+        model=ModelConfig(path="some/model"), trainer=TrainerConfig(num_ranks=2, **trainer)
+    )
+
+
+class Clock:
+    """A run that is sampled every second; `usual_s` is how long a step takes."""
+
+    def __init__(self, usual_s: float = 10.0, num_steps: int = 6, **trainer: int) -> None:
+        self.view = RunView.of_run("night", config(**trainer), 0.0)
+        self.view.num_steps = 1000
+        self.t, self.tokens, self.counters = 0.0, 0.0, dict[str, float]()
+        self.alarms: list[float] = []
+        self.apply("phase", phase="training")
+        for _ in range(num_steps):
+            self.step(usual_s)
+
+    def apply(self, kind: str, **values: Any) -> None:
+        self.view.apply(Record(t=self.t, kind=kind, values=values))
+
+    def stats(self, stats: BufferStats) -> BufferStats:
+        """With the trainer's version, and engines that serve it."""
+        version = self.view.step
+        return replace(
+            stats,
+            trainer_version=version,
+            consumed=16 * version,
+            engine_versions={"engine-0": version},
+        )
+
+    def go_on(self, seconds: float, stats: BufferStats, *, tokens: bool) -> None:
+        for _ in range(round(seconds / SAMPLE_S)):
+            self.t += SAMPLE_S
+            self.tokens += tokens
+            counters = {"tokens_generated": self.tokens, **self.counters}
+            self.view.observe(self.t, self.stats(stats), {}, counters)
+            if find_stall(self.view) is not None:
+                self.alarms.append(self.t)
+
+    def step(self, seconds: float, *, work: float = 0.4, saving_s: float = 0.0) -> None:
+        """Samples for a while, then trains for `work` of the step, and then saves."""
+        self.go_on(seconds * (1 - work), WAITING, tokens=True)
+        self.go_on(seconds * work + saving_s, TRAINING, tokens=True)
+        done = step_record(self.view.step, self.t, step_s=seconds * work, checkpoint_s=saving_s)
+        self.view.apply(done)
+
+
+def test_usual_step_is_the_median_and_needs_four_steps() -> None:
+    clock = Clock(num_steps=3)
+    assert clock.view.usual_step_s is None
+    clock.step(300.0)
+    clock.step(10.0)
+    assert clock.view.usual_step_s == 10.0
+
+
+@pytest.mark.parametrize(
+    ("stats", "version", "part", "words"),
+    [
+        (TRAINING, 6, "trainer", "no step for 20 s, where a step takes 4.0 s: rollouts wait for "
+         "the trainer, which has its 16 groups"),
+        (replace(WAITING, ready=16), 6, "trainer", "which takes none of 16 groups that are ready"),
+        (WAITING, 7, "trainer", "which hands over version 7, or saves it"),
+        (WAITING, 6, "engines", "no token or group for 30 s, where a step takes 10 s: the trainer "
+         "waits for rollouts: 3 of 16 groups are ready, and 9 are being sampled"),
+        (replace(WAITING, running=0), 6, "workers", "3 of 16 groups are ready, and none is being"),
+    ],
+)  # fmt: skip
+def test_stall_names_who_waits_for_whom(
+    stats: BufferStats, version: int, part: str, words: str
+) -> None:
+    clock = Clock()
+    clock.view.step = version
+    began = clock.t
+    clock.go_on(60.0, stats, tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None and found.part == part
+    usual_s = 4.0 if part == "trainer" else 10.0
+    assert clock.alarms[0] - began == pytest.approx(max(3 * usual_s, AT_LEAST_S), abs=3.0)
+    assert words in found.finding(clock.alarms[0] - SAMPLE_S).words
+    assert found.finding(clock.t).level is Level.alarm
+
+
+def test_engine_so_far_behind_that_nothing_may_begin_is_the_cause() -> None:
+    clock = Clock()
+    stats = replace(clock.stats(WAITING), engine_versions={"engine-0": 6, "engine-1": 2})
+    for second in range(60):
+        clock.view.observe(clock.t + second, stats, {}, {"tokens_generated": clock.tokens})
+    found = find_stall(clock.view)
+    assert found is not None and found.part == "engine-1"
+    assert found.words.endswith("rollouts may not begin, as engine-1 is 4 versions behind")
+
+
+def test_hung_trainer_is_found_by_its_own_work_where_rollouts_take_long() -> None:
+    clock = Clock(usual_s=200.0)
+    clock.view.steps = [replace(s, values={**s.values, "step_s": 8.0}) for s in clock.view.steps]
+    began = clock.t
+    clock.go_on(60.0, TRAINING, tokens=True)
+    assert clock.alarms[0] - began == pytest.approx(3 * 8.05, abs=2.5)
+
+
+def steps_of_all_lengths(clock: Clock) -> None:
+    for seconds in (10.0, 25.0, 4.0, 2.0, 28.0) * 8:
+        clock.step(seconds)
+
+
+def step_with_answers_far_longer_than_usual(clock: Clock) -> None:
+    clock.step(300.0, work=0.01)
+
+
+def slow_checkpoints(clock: Clock) -> None:
+    """The first was written before the first step, and the disk gets slower."""
+    clock.apply("checkpoint", step=0, write_s=60.0)
+    for _ in range(40):
+        clock.step(5.0, saving_s=150.0 if (clock.view.step + 1) % 20 == 0 else 0.0)
+
+
+def slow_evaluation(clock: Clock) -> None:
+    """It takes half of the engines, and its answers are tokens too."""
+    clock.step(80.0, work=0.05)
+    clock.apply("eval", seconds=75.0)
+
+
+def engines_that_start_again(clock: Clock) -> None:
+    clock.view.apply(event_record("engine_lost", "engine-0", t=clock.t))
+    clock.go_on(400.0, replace(WAITING, engines_gone=True), tokens=False)
+    clock.view.apply(event_record("engine_restarted", "engine-0", t=clock.t))
+    clock.go_on(25.0, WAITING, tokens=False)
+    clock.step(10.0)
+
+
+def worker_that_starts_again(clock: Clock) -> None:
+    clock.apply("worker_lost", worker="worker-0")
+    clock.go_on(100.0, replace(WAITING, running=0), tokens=False)
+    clock.counters = {"workers_restarted": 1.0}
+    clock.go_on(25.0, WAITING, tokens=False)
+    clock.step(10.0)
+
+
+def redis_that_was_away(clock: Clock) -> None:
+    clock.t += 300.0
+    clock.go_on(5.0, WAITING, tokens=False)
+    clock.step(10.0)
+
+
+def controller_that_stood_still_in_a_step(clock: Clock) -> None:
+    clock.go_on(5.0, TRAINING, tokens=True)
+    clock.t += 300.0
+    clock.go_on(5.0, TRAINING, tokens=False)
+    clock.step(10.0)
+
+
+def trainer_that_starts_again(clock: Clock) -> None:
+    clock.apply("phase", phase="restarting the trainer")
+    clock.go_on(120.0, TRAINING, tokens=False)
+    clock.apply("resumed", step=3)
+    clock.apply("phase", phase="training")
+    for seconds in (60.0, 10.0, 10.0, 10.0):
+        clock.step(seconds)
+
+
+def last_version_on_its_way(clock: Clock) -> None:
+    clock.view.num_steps = clock.view.step
+    clock.go_on(100.0, WAITING, tokens=False)
+
+
+def other_phases(clock: Clock) -> None:
+    for phase in ("evaluating the result", "saving the model"):
+        clock.apply("phase", phase=phase)
+        clock.go_on(200.0, WAITING, tokens=False)
+
+
+HEALTHY = [
+    steps_of_all_lengths,
+    step_with_answers_far_longer_than_usual,
+    slow_checkpoints,
+    slow_evaluation,
+    engines_that_start_again,
+    worker_that_starts_again,
+    redis_that_was_away,
+    controller_that_stood_still_in_a_step,
+    trainer_that_starts_again,
+    last_version_on_its_way,
+    other_phases,
+]
+
+
+@pytest.mark.parametrize("go_on", HEALTHY)
+def test_healthy_run_has_no_stall(go_on: Callable[[Clock], None]) -> None:
+    clock = Clock(checkpoint_every=20)
+    go_on(clock)
+    assert clock.alarms == []
+
+
+def test_half_an_hour_without_a_fault_has_no_alarm() -> None:
+    clock = Clock(usual_s=6.0, checkpoint_every=20)
+    while clock.t < 1800:
+        clock.step(4.0 + 7.0 * (clock.view.step % 5 == 0), saving_s=3.0)
+    assert clock.alarms == [] and all(one.level is Level.hint for one in findings(clock.view))
+
+
+@pytest.mark.parametrize("stats", [WAITING, TRAINING])
+@pytest.mark.parametrize("change", sorted(NEW_CONDITIONS))
+def test_time_before_a_change_does_not_count(change: str, stats: BufferStats) -> None:
+    clock = Clock()
+    clock.go_on(15.0, stats, tokens=False)
+    if change.startswith("engine_"):
+        clock.view.apply(event_record(change, "engine-7", t=clock.t))
+    else:
+        clock.apply(change)
+    clock.go_on(18.0, stats, tokens=False)
+    assert clock.alarms == []
+    clock.go_on(930.0 if change == "worker_lost" else 20.0, stats, tokens=False)
+    assert clock.alarms, "it has still stalled"
+
+
+def test_step_that_is_late_while_tokens_come_is_a_hint() -> None:
+    clock = Clock()
+    clock.go_on(30.0, WAITING, tokens=True)
+    assert [one for one in findings(clock.view) if one.words.startswith("no step")] == []
+    clock.go_on(10.0, WAITING, tokens=True)
+    (found,) = [one for one in findings(clock.view) if one.words.startswith("no step")]
+    assert found.level is Level.hint and found.words == (
+        "no step for 40 s, where one takes 10 s: 3 of 16 groups are ready, and 9 are being sampled"
+    )
+
+
+def test_stall_is_the_verdict_until_its_end_or_a_resume() -> None:
+    clock = Clock()
+    clock.go_on(40.0, WAITING, tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None
+    for end in (STALL_ENDED, "resumed"):
+        clock.view.apply(Record(t=clock.t, kind=STALL, values=found.values()))
+        assert findings(clock.view)[0] == found.finding(clock.t)
+        clock.apply(end, step=6)
+        assert all(one.level is Level.hint for one in findings(clock.view))
