@@ -43,7 +43,7 @@ from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import Fleet
 from controller.watch.remarks import TRAINER, checkpoint_failed, eval_failed
 from controller.watch.run_view import RunView
-from controller.watch.stall_watch import ANSWER_S, Stalled, StallWatch, silent_of
+from controller.watch.stall_watch import ANSWER_S, RESTARTING, Stalled, StallWatch, silent_of
 from controller.watch.supervise import RunFailed, cause_of, death, error_of, failure
 from processes.child import exit_of, has_ended
 from processes.pending import Pending, T, value
@@ -220,10 +220,7 @@ class Training:
                 await self._results_of_ranks(self.pools.trainer.publish_last())
                 return report
             except RunFailed as error:
-                # The others fail in a collective, maybe before the death is reported.
-                lost = await _first_of(self._trainer_deaths, DEATH_GRACE_S)
-                lost = lost or await self._hanging_rank(ANSWER_S)
-                lost = lost or (error if isinstance(error, Stalled) else None)
+                lost = error if isinstance(error, Stalled) else await self._lost_rank()
                 if lost is None:
                     raise
                 if not restarts_left or store.latest() is None:
@@ -252,6 +249,11 @@ class Training:
         usual_s, limit_s = self._history.view.usual_step_s, self.config.trainer.timeout_s
         return limit_s if usual_s is None else min(limit_s, max(OUTLAST_S, HANGS * usual_s))
 
+    async def _lost_rank(self) -> BaseException | None:
+        # The others fail in a collective, maybe before the death is reported.
+        death = await _first_of(self._trainer_deaths, DEATH_GRACE_S)
+        return death or await self._hanging_rank(ANSWER_S)
+
     async def _all_ranks_answer(self, limit_s: float) -> bool:
         return await self._hanging_rank(limit_s) is None
 
@@ -263,7 +265,7 @@ class Training:
         return failure(name, f"does not answer within {limit_s:g} s", self.run_dir.log_of(name))
 
     async def _restart_trainer(self, store: CheckpointStore, lost: BaseException) -> None:
-        await self._enter_phase("restarting the trainer")
+        await self._enter_phase(RESTARTING)
         self._training, self._stalled_ranks = {}, asyncio.Queue()
         # The others may hang in a collective.
         await asyncio.to_thread(self.pools.trainer.close, 0.0)

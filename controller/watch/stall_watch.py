@@ -36,6 +36,8 @@ from processes.pending import Pending, value
 from processes.stacks import collect, write_stacks
 from rollout_pool.cancelling import end_tasks
 
+RESTARTING = "restarting the trainer"
+"""A phase of the run."""
 LOOK_S = 1.0
 ANSWER_S = 10.0
 """A live process answers at once, also in the middle of its work."""
@@ -75,30 +77,41 @@ class StallWatch:
         try:
             while True:
                 await asyncio.sleep(LOOK_S)  # a stall is the absence of events
-                if (stall := find_stall(self.view, self.config.factor)) is None:
+                if (found := find_stall(self.view, self.config.factor)) is None:
                     continue
-                failed = await self._begin(stall)
-                if failed is not None:
+                stall, silent = await self._with_silent(found)
+                if (failed := await self._begin(stall, silent)) is not None:
                     return failed
-                while find_stall(self.view, self.config.factor) is not None:
+                while self._goes_on:
                     await asyncio.sleep(LOOK_S)
                 self._end(stall)
         finally:
             await end_tasks(self._telling)
 
-    async def _begin(self, stall: Stall) -> Stalled | None:
-        if silent := await silent_of(self.processes(stall.part), ANSWER_S):
-            who = f"{', '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
-            stall = replace(stall, part=silent[0], words=f"{stall.words}; {who}")
+    @property
+    def _goes_on(self) -> bool:
+        if self.view.phase == RESTARTING:
+            return True
+        return find_stall(self.view, self.config.factor) is not None
+
+    async def _with_silent(self, stall: Stall) -> tuple[Stall, list[str]]:
+        """The stall with the processes that do not answer as its cause, if there are any."""
+        if not (silent := await silent_of(self.processes(stall.part), ANSWER_S)):
+            return stall, silent
+        who = f"{', '.join(silent)} {'does' if len(silent) == 1 else 'do'} not answer"
+        words, advice = f"{stall.words}; {who}", f"logs/{silent[0]}.log may say why"
+        return replace(stall, part=silent[0], words=words, advice=advice), silent
+
+    async def _begin(self, stall: Stall, silent: Sequence[str]) -> Stalled | None:
         self.record(STALL, stall.values())
         found = stall.finding(self.view.now)
         self.say(found.sentence)
         stacks = await self._write_stacks(stall.part)
         self._tell(STALL, stall, found, str(stacks or ""))
-        if self.config.policy is OnStall.alarm or find_stall(self.view, self.config.factor) is None:
+        if self.config.policy is OnStall.alarm or not self._goes_on:
             return None
         at = f"; stacks are in {stacks}" if stacks else ""
-        failed = Stalled(f"the run stalled{at}: {found.words}")
+        failed = Stalled(f"the run stalled: {found.words}{at}")
         if self.config.policy is OnStall.end:
             return failed
         self.restart(failed, silent or [stall.part])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -25,6 +26,7 @@ from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.training import Pools, Training
 from controller.watch import stall_watch
+from controller.watch.run_view import RunView
 from controller.watch.stalls import Stall
 from controller.watch.supervise import RunFailed
 from rollout_pool.pool import RolloutPool
@@ -184,6 +186,23 @@ async def test_ranks_start_again_if_one_hangs_and_if_one_dies_as_it_starts_again
     assert "trainer-0 died: the ranks start again" in said
 
 
+async def test_rank_that_hangs_is_given_up_after_a_multiple_of_its_usual_step(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = set[float]()
+
+    async def note(_: object, limit_s: Callable[[], float]) -> float:
+        limits.add(limit_s())
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(training, "wait_silent", note)
+    for usual_s, expected_s in ((None, 600.0), (1.0, 120.0), (20.0, 200.0), (100.0, 600.0)):
+        monkeypatch.setattr(RunView, "usual_step_s", usual_s)
+        await train(Ranks(REPORT))
+        assert limits == {expected_s}
+        limits.clear()
+
+
 async def test_rank_that_hangs_alone_starts_again(
     train: Train, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +244,7 @@ async def test_part_that_stalls_starts_again_if_that_is_the_policy(
     resumed_from, said = await train(ranks, Ranks(REPORT), config=replace(config, run=run))
     assert "No " in said and "they wait. Look." in said
     if part == "trainer":
-        assert "the run stalled: the ranks start again" in said
+        assert "they wait: the ranks start again" in said
         assert len(resumed_from) == 1 and lost == ["ranks"]
     else:
         assert "engine-0 starts again" in said and lost == ["engine-0"]

@@ -116,9 +116,21 @@ async def test_process_that_does_not_answer_is_named_and_alone_starts_again(
     await run.close()
     (why, names), (_, values) = run.restarted[0], run.recorded[0]
     assert list(names) == ["trainer-1"] and values["part"] == "trainer-1"
-    assert str(why).startswith("the run stalled; stacks are in ")
-    assert str(why).endswith("which has its 16 groups; trainer-1 does not answer")
+    assert str(why).startswith("the run stalled: no step for ")
+    assert "which has its 16 groups; trainer-1 does not answer; stacks are in /" in str(why)
     assert len(run.restarted) == 1
+    assert [values["part"] for _, values in run.recorded] == ["trainer-1", "trainer-1"]
+
+
+async def test_stall_does_not_end_before_its_ranks_train_again(run_dir: RunDir) -> None:
+    run = Run(run_dir, policy=OnStall.restart)
+    await run.until_said("Stacks")
+    for phase in (stall_watch.RESTARTING, "training"):
+        run.view.apply(Record(t=68.0, kind="phase", values={"phase": phase}))
+        await asyncio.sleep(0.1)  # nothing tells that something was not done
+        assert not run.has_ended.is_set()
+    await run.go_on()
+    await run.close()
 
 
 async def test_policy_may_end_the_run(run_dir: RunDir) -> None:
