@@ -32,8 +32,6 @@ DUMP_S = 10.0
 """Longest that the stacks of one process may take."""
 MOST_BYTES = 256 * 1024
 """The most that is kept of the stacks of one process."""
-MOST_PROCESSES = 128
-KEPT_FILES = 50
 _AT_ONCE = 4
 _QUIET_S = 0.3
 """A log that has not grown for so long has all stacks."""
@@ -55,15 +53,12 @@ def collect(run_id: str, names: Sequence[str], limit_s: float) -> str:
         if (name := _name(process)).startswith(tuple(names)) and name
     }
     deadline = time.monotonic() + limit_s
-    chosen = sorted(found)[:MOST_PROCESSES]
 
     def dump(title: str) -> str:
         return stacks_of(title, found[title], deadline - time.monotonic())
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        texts = list(threads.map(dump, chosen))
-    if left := len(found) - len(chosen):
-        texts.append(f"... and {left} more processes")
+        texts = list(threads.map(dump, sorted(found)))
     host = f"{socket.gethostname()}, {datetime.now():%Y-%m-%d %H:%M:%S}"
     return "\n\n".join([f"==== {host}: {len(found)} processes", *texts]) + "\n"
 
@@ -127,11 +122,9 @@ def _by_signal(process: psutil.Process, limit_s: float) -> str:
 
 
 def write_stacks(run_folder: Path, what: str, text: str) -> Path:
-    """Write RUN/stacks/<time>-<what>.txt; the oldest files beyond the newest fifty are removed."""
+    """Write RUN/stacks/<time>-<what>.txt."""
     folder = run_folder / "stacks"
     folder.mkdir(exist_ok=True)
     path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{what}.txt"
     path.write_text(text)
-    for old in sorted(folder.glob("*.txt"))[:-KEPT_FILES]:
-        old.unlink(missing_ok=True)
     return path

@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import ray
@@ -26,7 +26,7 @@ from configs.schema import StallConfig
 from controller.metrics.history import STALL, STALL_ENDED, Scalar
 from controller.run_dir import RunDir
 from controller.units import format_duration
-from controller.watch.finding import Finding
+from controller.watch.finding import Finding, log_once
 from controller.watch.remarks import TRAINER
 from controller.watch.run_view import RunView
 from controller.watch.stalls import Stall, find_stall
@@ -77,16 +77,31 @@ class StallWatch:
         try:
             while True:
                 await asyncio.sleep(LOOK_S)  # a stall is the absence of events
-                if (found := find_stall(self.view, self.config.factor)) is None:
+                try:
+                    failed = await self._look()
+                except Exception:  # a watch that fails must not end the run
+                    log_once("the watch for stalls")
                     continue
-                stall, silent = await self._with_silent(found)
-                if (failed := await self._begin(stall, silent)) is not None:
+                if failed is not None:
+                    if self._telling:
+                        await asyncio.wait(self._telling, timeout=WEBHOOK_S)
                     return failed
-                while self._goes_on:
-                    await asyncio.sleep(LOOK_S)
-                self._end(stall)
         finally:
             await end_tasks(self._telling)
+
+    async def _look(self) -> Stalled | None:
+        """Sees a stall through, if there is one; returns what ends the run."""
+        if (found := find_stall(self.view, self.config.factor)) is None:
+            return None
+        stall, silent = await self._with_silent(found)
+        if not self._goes_on:
+            return None
+        if (failed := await self._begin(stall, silent)) is not None:
+            return failed
+        while self._goes_on:
+            await asyncio.sleep(LOOK_S)
+        self._end(stall)
+        return None
 
     @property
     def _goes_on(self) -> bool:
@@ -177,7 +192,7 @@ class StallWatch:
             why = f"answered {answer.status_code}" if answer.is_error else ""
         except ValueError as error:
             why = f"has no address: {error}"
-        except httpx.HTTPError as error:  # its words may quote the address
+        except (httpx.HTTPError, httpx.InvalidURL) as error:  # its words may quote the address
             why = f"was not reached ({type(error).__name__})"
         if why:
             self.say(f"the webhook of run.stall.webhook_env={name} {why}")
@@ -186,12 +201,7 @@ class StallWatch:
 def webhook_address(variable: str) -> str:
     """The address in this environment variable. Raises ValueError, which does not quote it."""
     address = os.environ.get(variable, "")
-    try:
-        parts = urlsplit(address)
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        is_valid = False
-    if not is_valid:
+    if not re.match(r"https?://[^/\s]", address):
         what = "holds no address as https://host/path" if address else "is not set"
         raise ValueError(
             f"run.stall.webhook_env={variable!r}: that environment variable {what}; export it "

@@ -97,11 +97,7 @@ def test_processes_of_other_names_and_without_time_left_are_not_read(
     assert "no time was left for it" in collect(str(tmp_path), ["trainer-"], 0.0)
 
 
-def test_oldest_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "KEPT_FILES", 2)
-    (tmp_path / "stacks").mkdir()
-    for day in ("01", "02"):
-        (tmp_path / "stacks" / f"200001{day}-000000-trainer.txt").touch()
+def test_file_is_named_by_time_and_part(tmp_path: Path) -> None:
     path = write_stacks(tmp_path, "trainer-1", "all")
-    assert path.name.endswith("-trainer-1.txt") and path.read_text() == "all"
-    assert [one.name[:8] for one in sorted(path.parent.iterdir())][:-1] == ["20000102"]
+    assert path.parent == tmp_path / "stacks" and path.read_text() == "all"
+    assert path.name.endswith("-trainer-1.txt")

@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from buffer.results import BufferStats
 from configs.choices import OnStall
 from configs.load import load_config
 from configs.schema import StallConfig
 from controller.metrics.history import Record
 from controller.run_dir import RunDir
 from controller.watch import stall_watch
+from controller.watch.finding import log_once
 from controller.watch.run_view import RunView
 from controller.watch.stall_watch import Stalled, StallWatch
 from tests.support.collector import collecting
@@ -133,10 +135,28 @@ async def test_stall_does_not_end_before_its_ranks_train_again(run_dir: RunDir) 
     await run.close()
 
 
-async def test_policy_may_end_the_run(run_dir: RunDir) -> None:
-    run = Run(run_dir, policy=OnStall.end)
+async def test_policy_may_end_the_run_once_that_is_told(run_dir: RunDir, tmp_path: Path) -> None:
+    run = Run(run_dir, policy=OnStall.end, command=f"cat > {tmp_path}/heard")
     async with asyncio.timeout(60):
         assert "has its 16 groups" in str(await run.task)
+    assert json.loads((tmp_path / "heard").read_text())["policy"] == "end"
+
+
+async def test_watch_that_fails_ends_nothing(
+    run_dir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_once.cache_clear()
+    run = Run(run_dir)
+    whole, run.view.stats = run.view.stats, cast("BufferStats", "broken")
+    async with asyncio.timeout(60):
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    run.view.stats = whole
+    await run.until_said("Stacks are in")
+    await run.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the watch for stalls failed, and the run goes on without"
+    ]
 
 
 async def test_stacks_that_cannot_be_written_end_nothing(
