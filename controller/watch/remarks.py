@@ -72,7 +72,8 @@ def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
 
 def late_step(stats: BufferStats, last: Record, late_s: float, usual_s: float) -> Finding | None:
     """A hint for a step that takes long although something moves; `late_s`: since `last`."""
-    if late_s <= max(FACTOR * usual_s, AT_LEAST_S) or trainer_words(stats, last):
+    is_late = late_s > max(FACTOR * usual_s, AT_LEAST_S)
+    if not is_late or not stats.running or trainer_words(stats, last):
         return None
     head = f"no step for {format_duration(late_s)}, where one takes {format_duration(usual_s)}"
     words = f"{head}: {ready_words(stats)}, and {stats.running} are being sampled"
