@@ -173,7 +173,7 @@ class RunView:
     def _begin_again(self, t: float) -> None:
         """Forgets what was lost, late or failed before `t`, which says nothing about now."""
         self.resumed_at, self.workers_away = t, 0
-        self.eval_failure = self.checkpoint_failure = self.stall = None
+        self.eval_failure = self.checkpoint_failure = None
         self.weights = WeightsView(publish_every=self.weights.publish_every)
         self._measure_anew(t)
 
