@@ -14,6 +14,10 @@ LEASH := $(PYTHON_BIN) -m controller.main
 OVERRIDES := $(if $(RAY_ADDRESS),cluster.ray_address=$(RAY_ADDRESS)) $(call said,ARGS)
 EXPERIMENT_FLAG := $(if $(call said,EXPERIMENT),--experiment '$(EXPERIMENT)')
 RUN_FLAG := $(if $(call said,RUN),--run $(RUN)) $(if $(call said,DIR),--dir $(DIR))
+# With CLUSTER a run has a Ray of its own there. Then nothing is installed: where jobs are submitted there may be no GPU.
+$(if $(filter-out slurm ssh k8s,$(call said,CLUSTER)),$(error CLUSTER=$(CLUSTER): choose slurm, ssh or k8s))
+THERE := $(if $(call said,CLUSTER),$(foreach name,HOSTS SBATCH LEAD_S IMAGE NODES GPUS CPUS MEMORY SHM CLAIM DRY,$(name)='$(call said,$(name))') deploy/cluster/$(CLUSTER).sh,$(LEASH))
+HERE := $(if $(call said,CLUSTER),,install)
 BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
@@ -40,11 +44,11 @@ TEACHER := runs/teacher/final_model
 $(TEACHER): | install
 	@$(LEASH) launch --experiment quickstart run.name=teacher
 
-launch: install $(if $(filter distill-quickstart,$(call said,EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=name or file.yaml] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto]
-	@$(LEASH) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
+launch: $(HERE) $(if $(filter distill-quickstart,$(call said,EXPERIMENT)),$(TEACHER)) ## train: make launch [EXPERIMENT=name or file.yaml] [ARGS="buffer.max_staleness=4 ..."] [RAY_ADDRESS=auto, or CLUSTER=slurm SBATCH="--nodes=4 ...", CLUSTER=ssh HOSTS="a b", CLUSTER=k8s IMAGE=...; DRY=1 prints what it would do]
+	@$(THERE) launch $(EXPERIMENT_FLAG) $(OVERRIDES)
 
-resume: install ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings)
-	@$(LEASH) resume $(RUN_FLAG) $(if $(call said,EXPERIMENT),experiment='$(EXPERIMENT)') $(OVERRIDES)
+resume: $(HERE) ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings; CLUSTER as for launch)
+	@$(THERE) resume $(RUN_FLAG) $(if $(call said,EXPERIMENT),experiment='$(EXPERIMENT)') $(OVERRIDES)
 
 attach: install ## be the controller of a run whose own controller and guard were killed (RUN=name; default: the newest)
 	@$(LEASH) attach $(RUN_FLAG)
@@ -164,8 +168,8 @@ soak-lengths: install ## the same of trained lengths alone (15 minutes): every p
 
 HOST_SIZES := CUT_S=60
 
-soak-hosts: install ## a run over three machines (network namespaces, needs root): one is cut off for a minute, slow, then dead (10 minutes)
-	@env $(addprefix LEASH_SOAK_,$(HOST_SIZES) $(SOAK)) $(PYTHON_BIN) -m pytest tests/soak/test_three_hosts.py --timeout 0 -s
+soak-hosts: install ## a run over three machines (network namespaces, needs root): one is cut off for a minute, slow, then dead; and by the launchers of CLUSTER=ssh and slurm (15 minutes)
+	@env $(addprefix LEASH_SOAK_,$(HOST_SIZES) $(SOAK)) $(PYTHON_BIN) -m pytest tests/soak/test_three_hosts.py tests/soak/test_cluster_launchers.py --timeout 0 -s
 
 # CHAOS_SEED repeats a schedule, CHAOS_STEPS sets the length of the run, CHAOS_ONLY="SIGKILL,disk" leaves kinds out.
 

@@ -225,7 +225,7 @@ def _join(address: str, run_dir: RunDir) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise PlacementError(
             f"no Ray cluster answers at cluster.ray_address={address!r} ({error}); start one "
-            "with `ray start --head`, or leave the address out to run on this machine"
+            "with deploy/cluster/node.sh, or leave the address out to run on this machine"
         ) from error
 
 

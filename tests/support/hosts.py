@@ -70,15 +70,19 @@ class Host:
         self.check(f"mount -t tmpfs tmpfs /dev/shm && {_own_tmp(shared)}")
 
     def start(
-        self, command: str, environment: Mapping[str, str] | None = None
+        self,
+        command: str,
+        environment: Mapping[str, str] | None = None,
+        streams: Sequence[int] = (subprocess.PIPE, subprocess.PIPE, subprocess.STDOUT),
     ) -> subprocess.Popen[str]:
         """Run a line of shell in the checkout, as a user of this machine would."""
         enter = ["nsenter", "-t", str(self.pid), *_NAMESPACES]
+        stdin, stdout, stderr = streams
         return subprocess.Popen(
             [*enter, "bash", "-c", f"cd {ROOT} && {command}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
             text=True,
             env={**self.environment, **(environment or {})},
             start_new_session=True,
@@ -204,20 +208,22 @@ def blocks(heading: str) -> list[str]:
 
 def start_ray(hosts: Sequence[Host], num_cpus: Sequence[int]) -> None:
     """On all machines, which have so many CPUs."""
-    token, every, head, other, status = blocks("Before the first launch")
+    token, head, other, status = blocks("By hand")
     first = hosts[0]
     first.check(token)
     copied = first.check("cat ~/.ray/auth_token")
     for host in hosts[1:]:
         host.check(f"umask 077 && mkdir ~/.ray && printf %s '{copied}' > ~/.ray/auth_token")
     for host, cpus in zip(hosts, num_cpus, strict=True):
-        host.check(every)
-        command = head if host is first else other.replace("10.0.0.6", host.address)
-        assert command.count("ray start ") == 1
-        host.check(command.replace("ray start ", f"ray start --num-cpus={cpus} "))
+        command = head if host is first else other
+        host.check(f"exec >/tmp/node.log 2>&1\n{command.strip()} --num-cpus={cpus} &")
+        if host is first:  # which listens before the others join
+            wait = f"wait {first.address} 1 60"
+            host.check(f". deploy/ray.env\n.venv/bin/python deploy/cluster/nodes.py {wait}")
     deadline = time.monotonic() + 60  # the head hears of a new node a moment later
     while f"0.0/{sum(num_cpus)}.0 CPU" not in (seen := first.check(status)):
-        assert time.monotonic() < deadline, seen
+        nodes = [host.check("cat /tmp/node.log") for host in hosts]
+        assert time.monotonic() < deadline, "\n".join([seen, *nodes])
         time.sleep(1)
 
 

@@ -34,6 +34,23 @@ def test_address_of_the_ray_cluster_may_be_a_variable_of_the_shell() -> None:
     assert "cluster.ray_address=auto" in would_run("launch", RAY_ADDRESS="auto")
 
 
+def test_cluster_leads_to_its_launcher_and_installs_nothing_here() -> None:
+    """The shell's CLUSTER is of something else, and a machine that submits jobs may have no GPU."""
+    of_others = {"CLUSTER": "slurm", "HOSTS": "others", "SBATCH": "others"}
+    assert "-m controller.main launch" in would_run("launch", **of_others)
+    for target in ("launch", "resume"):
+        words = (target, "CLUSTER=ssh", "HOSTS=a b", "DRY=1", "ARGS=run.dir=/r", "RUN=night")
+        line = shlex.split(would_run(*words, **of_others))
+        assert {"HOSTS=a b", "DRY=1", "SBATCH="} <= {*line}
+        script = line.index("deploy/cluster/ssh.sh")
+        assert line[script + 1] == target and line[-1] == "run.dir=/r"
+    command = ["make", "--dry-run", "launch", "CLUSTER=slurm"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "deploy/install.sh" not in told.stdout
+    told = subprocess.run([*command, "CLUSTER=run"], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode != 0 and "choose slurm, ssh or k8s" in told.stderr
+
+
 def test_what_a_target_needs_is_asked_for() -> None:
     asked = {"trace": "GROUP", "scale": "ROLLOUT", "buffer-dump": "FILE", "buffer-load": "FILE"}
     for target, name in asked.items():

@@ -1,0 +1,188 @@
+"""Reads what would be submitted to Kubernetes, and runs the pod's script with a false `leash`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.support.repository import ROOT
+
+LIMIT_S = 60.0
+VARIABLES = {"IMAGE": "registry/leash:1", "NODES": "3", "GPUS": "8", "SHM": "9Gi", "DRY": "1"}
+
+
+def submit(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / "deploy/cluster/k8s.sh"), *words],
+        env={"PATH": os.environ["PATH"], **variables},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def manifest(*words: str) -> dict[str, Any]:
+    told = submit("launch", *words, **VARIABLES)
+    assert told.returncode == 0, told.stderr
+    (document,) = yaml.safe_load_all(told.stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.fixture(scope="module")
+def job() -> dict[str, Any]:
+    return manifest("run.name=night", 'task.path=it\'s "my" $HOME/file')
+
+
+@pytest.fixture(scope="module")
+def pod(job: dict[str, Any]) -> dict[str, Any]:
+    pod = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    assert isinstance(pod, dict)
+    return pod
+
+
+def test_job_has_a_cluster_with_a_token_and_so_many_equal_machines(job: dict[str, Any]) -> None:
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert job["metadata"] == {"name": "night"}
+    assert job["spec"]["shutdownAfterJobFinishes"] is True and job["spec"]["backoffLimit"] == 3
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token"}
+    assert f"ray=={cluster['rayVersion']} " in (ROOT / "deploy/requirements-gpu.lock").read_text()
+    (workers,) = cluster["workerGroupSpecs"]
+    assert {workers[f"{name}eplicas"] for name in ("r", "minR", "maxR")} == {2}
+    assert workers["template"] == cluster["headGroupSpec"]["template"]
+
+
+def test_pod_mounts_its_memory_and_the_runs_and_names_what_kuberay_wants(
+    pod: dict[str, Any],
+) -> None:
+    (container,) = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"shm": "/dev/shm", "runs": "/runs"}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "9Gi"}
+    (claim,) = yaml.safe_load_all((ROOT / "deploy/cluster/k8s-runs.yaml").read_text())
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"gcs-server": 6379, "dashboard": 8265, "client": 10001}
+    limits = container["resources"]["limits"]
+    assert limits == container["resources"]["requests"] and limits["nvidia.com/gpu"] == "8"
+    assert container["envFrom"] == [{"secretRef": {"name": "leash", "optional": True}}]
+    for probe in ("readinessProbe", "livenessProbe"):
+        patience_s = container[probe]["failureThreshold"] * container[probe]["periodSeconds"]
+        assert patience_s > 120 and container[probe]["httpGet"]["port"] == 52365
+    stop = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert stop == ["/opt/leash/deploy/cluster/k8s_job.sh", "stop"]
+    assert pod["terminationGracePeriodSeconds"] == 600
+
+
+def test_pod_has_the_limits_of_every_cluster(pod: dict[str, Any]) -> None:
+    given = {pair["name"]: pair["value"] for pair in pod["containers"][0]["env"]}
+    limits = dict(re.findall(r"export (\w+)=(\d+)", (ROOT / "deploy/ray.env").read_text()))
+    assert len(limits) == 4 and limits.items() <= given.items()
+
+
+def test_image_has_the_scripts_where_the_job_looks_for_them(job: dict[str, Any]) -> None:
+    entrypoint = job["spec"]["entrypoint"].split()
+    assert entrypoint == ["/opt/leash/deploy/cluster/k8s_job.sh", "run"]
+    text = (ROOT / "deploy/Containerfile").read_text()
+    assert "WORKDIR /opt/leash" in text and "ENV PATH=/opt/leash/.venv/bin:" in text
+    assert os.access(ROOT / "deploy/cluster/k8s_job.sh", os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("words", "without", "fix"),
+    [
+        (("launch",), "IMAGE", "IMAGE is missing"),
+        (("launch", "run.name=Night_1"), None, "small letters"),
+        (("launch", "run.dir=/data"), None, "runs are in /runs"),
+        (("resume",), None, "RUN is missing"),
+    ],
+)
+def test_submission_is_refused_with_the_fix(
+    words: tuple[str, ...], without: str | None, fix: str
+) -> None:
+    given = {name: value for name, value in VARIABLES.items() if name != without}
+    told = submit(*words, **given)
+    assert (told.returncode, told.stdout) == (2, "") and fix in told.stderr
+
+
+# The pod's script ---------------------------------------------------------------------------------
+
+
+LEASH = """#!/usr/bin/env bash
+printf '%s\\n' "$@" >>calls
+if [ "$1" = stop ]; then kill "$(<pid)" && exit; fi
+[ -e trains ] || exit 7
+trap 'sed -i s/running/stopped/ runs/night/run.json; kill "$sleep"; exit 130' TERM
+sleep 600 & sleep=$!
+mkdir -p runs/night
+printf '"host": "%s"\\n"state": "running"\\n' "$(hostname)" >runs/night/run.json
+echo "$$" >pid.new && mv pid.new pid
+wait "$sleep"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Iterator[Path]:
+    """With the folder of runs in it, and a `leash` that trains until it is stopped."""
+    shutil.copytree(ROOT / "deploy/cluster", tmp_path / "deploy/cluster")
+    script = tmp_path / "deploy/cluster/k8s_job.sh"
+    script.write_text(script.read_text().replace("/runs", str(tmp_path / "runs")))
+    leash = tmp_path / ".venv/bin/leash"
+    leash.parent.mkdir(parents=True)
+    leash.write_text(LEASH)
+    leash.chmod(0o755)
+    yield tmp_path
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+
+
+def start(checkout: Path, verb: str, words: str = "") -> subprocess.Popen[bytes]:
+    script = str(checkout / "deploy/cluster/k8s_job.sh")
+    environment = {"PATH": os.environ["PATH"], "RUN": "night", "WORDS": words}
+    return subprocess.Popen([script, verb], env=environment)
+
+
+def test_job_in_the_pod_runs_the_words_as_they_were_typed_and_passes_the_exit_code(
+    checkout: Path, pod: dict[str, Any]
+) -> None:
+    given = {pair["name"]: pair["value"] for pair in pod["containers"][0]["env"]}
+    assert start(checkout, "run", given["WORDS"]).wait(LIMIT_S) == 7
+    words = (checkout / "calls").read_text().splitlines()
+    assert words[0] == "launch" and 'task.path=it\'s "my" $HOME/file' in words
+    assert words[-1] == "cluster.ray_address=auto"
+
+
+@pytest.mark.parametrize("is_pod_ended", [False, True])
+def test_job_in_the_pod_lets_the_run_stop_in_order(checkout: Path, is_pod_ended: bool) -> None:
+    """It is no descendant of the job: Ray would signal it, and its Redis, with the job."""
+    (checkout / "trains").touch()
+    running = start(checkout, "run", f"launch run.dir={checkout}/runs run.name=night")
+    deadline = time.monotonic() + LIMIT_S
+    while not (checkout / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run = int((checkout / "pid").read_text())
+    descendants = psutil.Process(running.pid).children(recursive=True)
+    assert run not in {child.pid for child in descendants}
+    if is_pod_ended:
+        assert start(checkout, "stop").wait(LIMIT_S) == 0
+        assert "stopped" in (checkout / "runs/night/run.json").read_text()
+    else:
+        running.terminate()
+    assert running.wait(LIMIT_S) == 130
+    assert (checkout / "calls").read_text().split()[-5:-3] == ["stop", "--dir"]
