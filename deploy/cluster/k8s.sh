@@ -23,5 +23,6 @@ if [ -n "${DRY:-}" ]; then
     echo "$text"
     exit
 fi
-kubectl create -f - <<<"$text"
-echo "cluster: kubectl get rayjob $RUN says how it is; kubectl logs -f -l job-name=$RUN shows the launch; kubectl delete rayjob $RUN ends it in order"
+job=$(kubectl create -o name -f - <<<"$text")
+job=${job##*/}
+echo "cluster: kubectl get rayjob $job says how it is, kubectl logs -f job/$job what the launch prints; kubectl delete rayjob $job ends it in order"

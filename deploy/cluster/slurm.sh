@@ -6,6 +6,7 @@
 #SBATCH --job-name=leash
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --requeue
 #SBATCH --no-kill
 #SBATCH --open-mode=append

@@ -55,7 +55,7 @@ def pod(job: dict[str, Any]) -> dict[str, Any]:
 
 def test_job_has_a_cluster_with_a_token_and_so_many_equal_machines(job: dict[str, Any]) -> None:
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert job["metadata"] == {"name": "night"}
+    assert job["metadata"] == {"generateName": "night-"}
     assert job["spec"]["shutdownAfterJobFinishes"] is True and job["spec"]["backoffLimit"] == 3
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
@@ -118,6 +118,20 @@ def test_submission_is_refused_with_the_fix(
     given = {name: value for name, value in VARIABLES.items() if name != without}
     told = submit(*words, **given)
     assert (told.returncode, told.stdout) == (2, "") and fix in told.stderr
+
+
+def test_launch_submits_what_a_dry_run_prints(tmp_path: Path) -> None:
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(
+        '#!/bin/sh\necho "$@" >"$0.call"; cat >"$0.got"; echo rayjob.ray.io/night-1\n'
+    )
+    kubectl.chmod(0o755)
+    given = {**VARIABLES, "DRY": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    told = submit("launch", "run.name=night", **given)
+    assert "kubectl delete rayjob night-1 ends it in order" in told.stdout
+    assert (tmp_path / "kubectl.call").read_text() == "create -o name -f -\n"
+    submitted = yaml.safe_load((tmp_path / "kubectl.got").read_text())
+    assert submitted == manifest("run.name=night")
 
 
 # The pod's script ---------------------------------------------------------------------------------
