@@ -78,6 +78,7 @@ run_on_nodes() { # this machine's address, then the command of the run
     if [ "${#others[@]}" -gt 0 ]; then
         rm -rf -- "$folder"
         mkdir -p -- "$run_dir" && mkdir -m 700 -- "$folder" && mkdir -- "$LOGS"
+        . deploy/ray.env && unset RAY_AUTH_TOKEN # which would come before the file
         (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$folder/token")
         start_node head "$here" "$address"
         wait_for_nodes "$address" 1

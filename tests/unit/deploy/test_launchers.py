@@ -43,6 +43,7 @@ PROGRAMS = {
     """,
     ".venv/bin/python": f"""
         [ "$2" = address ] && echo {HEAD} && exit
+        [ "$RAY_AUTH_MODE" = token ] && [ -z "${{RAY_AUTH_TOKEN:-}}" ] || exit 1
         until [ "$(grep -c ' ray start' SCENE/calls)" -ge "$4" ]; do sleep 0.05; done
     """,
     "bin/ssh": """
@@ -217,7 +218,7 @@ def test_node_that_fails_passes_its_exit_code_on(scene: Scene) -> None:
 
 def test_ssh_starts_the_head_then_each_host_then_the_run_and_ends_all(scene: Scene) -> None:
     scene.write("leash-exits", "0")
-    code, output = scene.run("ssh", *WORDS, HOSTS="b c")
+    code, output = scene.run("ssh", *WORDS, HOSTS="b c", RAY_AUTH_TOKEN="of another cluster")
     assert code == 0, output
     head, one, two = scene.calls("mode")
     assert f"--head --port=6379 --node-ip-address={HEAD}" in head
