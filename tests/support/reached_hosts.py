@@ -94,7 +94,7 @@ class ReachedHosts:
             while connection.recv(16):
                 self._signal(process, signal.SIGTERM)
             self._signal(process, signal.SIGHUP)
-        except OSError:
+        except (OSError, psutil.NoSuchProcess):
             return  # it has ended
 
     def _signal(self, process: subprocess.Popen[str], number: signal.Signals) -> None:
