@@ -47,14 +47,19 @@ if [ "$kind" = head ]; then
 else
     options+=(--address="$head:6379" --node-ip-address="$(.venv/bin/python deploy/cluster/nodes.py address "$head")")
 fi
+node='' stopped=''
+stop() {
+    stopped=1
+    kill -TERM "$node" 2>/dev/null || true
+}
+trap stop TERM INT HUP
 set -m # a group of its own: Ctrl-C reaches it through this script alone, and is not ignored in what Ray starts
 .venv/bin/ray start "${options[@]}" "$@" </dev/null &
 node=$!
 set +m
-stopped=
-trap 'stopped=1; kill -TERM "$node" 2>/dev/null || true' TERM INT HUP
+[ -z "$stopped" ] || stop # a signal that came before its number was known
 if [ -n "${BY_PIPE:-}" ]; then
-    { cat >/dev/null && kill -TERM "$$"; } <&0 &
+    { cat && kill -TERM "$$"; } <&0 >/dev/null 2>&1 & # holds no stream that ssh would wait for
     trap 'kill "$!" 2>/dev/null || true; rm -rf -- "$private"' EXIT
 fi
 while kill -0 "$node" 2>/dev/null; do wait "$node" || true; done # a signal ends `wait` alone

@@ -5,6 +5,7 @@
 here=$(hostname)
 others=()
 node_pids=()
+asked='' leash='' waiter=''
 START_S=300
 END_S=60
 
@@ -47,16 +48,17 @@ go_on() { # words of a run whose job is started again: of what it had started be
 
 wait_for_nodes() { # address, number
     .venv/bin/python deploy/cluster/nodes.py wait "$1" "$2" "$START_S" 9>&- &
-    local waiter=$! pid
+    waiter=$!
+    local pid
     wait -n "$waiter" "${node_pids[@]}" || true
     for pid in "${node_pids[@]}"; do
         if ! kill -0 "$pid" 2>/dev/null; then
-            kill "$waiter" 2>/dev/null || true
             tail -n 15 -- "$LOGS"/*.log >&2
             refuse "a Ray node ended at its start; above are the last lines of each"
         fi
     done
     wait "$waiter"
+    waiter=''
 }
 
 run_on_nodes() { # this machine's address, then the command of the run
@@ -85,17 +87,21 @@ run_on_nodes() { # this machine's address, then the command of the run
         for other in "${others[@]}"; do start_node worker "$other" "$address"; done
         wait_for_nodes "$address" $((1 + ${#others[@]}))
     fi
+    trap 'asked=INT && stop_leash' INT HUP
+    trap 'asked=TERM && stop_leash' TERM
     "$@" 9>&- &
     leash=$!
-    trap 'kill -TERM "$leash" 2>/dev/null || true' INT HUP
-    trap 'asked=TERM; kill -TERM "$leash" 2>/dev/null || true' TERM
+    [ -z "$asked" ] || stop_leash # a signal that came before its number was known
     while kill -0 "$leash" 2>/dev/null; do wait "$leash" || true; done # a signal ends `wait` alone
     wait "$leash"
 }
 
+stop_leash() { kill -TERM "$leash" 2>/dev/null || true; }
+
 end_run() {
     local code=$? pid deadline=$((SECONDS + END_S))
     trap '' INT TERM HUP # a second Ctrl-C does not interrupt this
+    kill "$waiter" 2>/dev/null || true
     [ "${#node_pids[@]}" = 0 ] || stop_nodes
     for pid in "${node_pids[@]}"; do
         timeout $((deadline > SECONDS ? deadline - SECONDS : 1)) tail -f -s 0.2 --pid="$pid" /dev/null || kill -KILL "$pid" || true

@@ -50,9 +50,9 @@ def reached(tmp_path: Path, hosts: list[Host]) -> Iterator[ReachedHosts]:
         yield reached
 
 
-def make(reached: ReachedHosts, runs: Path, words: str, *settings: str) -> str:
+def make(reached: ReachedHosts, runs: Path, words: str) -> str:
     """The line of shell, with the settings of the run."""
-    given = [f"run.dir={runs}", "run.name=three", f"trainer.num_steps={NUM_STEPS}", *settings]
+    given = [*SMALL, f"run.dir={runs}", "run.name=three", f"trainer.num_steps={NUM_STEPS}"]
     return f"export PATH={reached.path}:$PATH\nexec make launch {words} ARGS='{' '.join(given)}'"
 
 
@@ -69,7 +69,7 @@ def test_ssh_trains_over_three_machines_and_leaves_nothing_on_any(
 ) -> None:
     runs = tmp_path / "runs"
     words = "CLUSTER=ssh HOSTS='10.0.0.6 10.0.0.7'"
-    launch = hosts[0].start(make(reached, runs, words, *SMALL))
+    launch = hosts[0].start(make(reached, runs, words))
     output = finish(launch, LIMIT_S)
     assert launch.returncode == 0, output[-6000:]
     assert result_of(output)["state"] == "finished"
@@ -86,7 +86,7 @@ def test_slurm_job_saves_ahead_of_its_limit_and_goes_on_when_it_is_queued_again(
         "SLURMD_NODENAME": hosts[0].address,
         "SLURM_CPUS_ON_NODE": "2",
     }
-    command = make(reached, runs, "CLUSTER=slurm", *SMALL)
+    command = make(reached, runs, "CLUSTER=slurm")
     first = hosts[0].start(command, job)
     wait_for_line(first, "step 3/", LIMIT_S)
     hosts[0].check("pkill -TERM -f '^bash deploy/cluster/slurm.sh'")

@@ -28,11 +28,14 @@ PROGRAMS = {
         mkdir -p "$private/session_2026/logs"
         echo said >"$private/session_2026/logs/gcs.out"
         stat -c %a "$RAY_AUTH_TOKEN_PATH" "$(dirname "$private")" >>SCENE/modes
-        cat "$RAY_AUTH_TOKEN_PATH" >>SCENE/tokens && echo >>SCENE/tokens
+        echo "$(cat "$RAY_AUTH_TOKEN_PATH")" >>SCENE/tokens
         if [[ " $* " == *" --address="* ]] && [ -e SCENE/worker-fails ]; then
             echo no room; exit 1
         fi
         trap 'tell ray has ended; exit 1' TERM
+        if [[ " $* " == *" --address="* ]] && [ -e SCENE/worker-hangs ]; then
+            tell_and_hang worker hangs
+        fi
         tell_and_hang "mode=$RAY_AUTH_MODE ray $*"
     """,
     ".venv/bin/leash": """
@@ -262,6 +265,16 @@ def test_ssh_ends_the_other_nodes_if_one_does_not_start(scene: Scene) -> None:
     assert code == 2 and "a Ray node ended at its start" in output and "no room" in output
     assert scene.calls("ray") == ["ray has ended"] and scene.calls("leash") == []
     assert not (scene.path / "runs" / ".night.nodes" / "token").exists()
+
+
+def test_ssh_ends_the_nodes_after_ctrl_c_before_all_have_joined(scene: Scene) -> None:
+    scene.write("worker-hangs")
+    launcher = scene.start("ssh", *WORDS, HOSTS="b")
+    scene.wait_for_call("worker hangs")
+    os.killpg(launcher.pid, signal.SIGINT)
+    launcher.communicate(timeout=LIMIT_S)  # also the one that waits for them has ended
+    assert launcher.returncode == 130
+    assert scene.calls("ray") == ["ray has ended"] * 2 and scene.calls("leash") == []
 
 
 def test_ssh_ends_the_nodes_of_a_run_that_fails(scene: Scene) -> None:
