@@ -36,7 +36,7 @@ PROGRAMS = {
         if [[ " $* " == *" --address="* ]] && [ -e SCENE/worker-hangs ]; then
             tell_and_hang worker hangs
         fi
-        tell_and_hang "mode=$RAY_AUTH_MODE ray $*"
+        tell_and_hang "mode=$RAY_AUTH_MODE${RAY_AUTH_TOKEN-} ray $*"
     """,
     ".venv/bin/leash": """
         mkdir -p runs/night/logs
@@ -385,6 +385,13 @@ def test_slurm_job_saves_at_sigterm_and_is_queued_again_if_it_is_not_being_ended
     looked = ["scontrol show job --oneliner 77"]
     calls = scene.calls("leash", "ray", "scontrol show job", "scontrol requeue")
     assert calls[1:] == [*ended, *looked, *last]
+
+
+def test_slurm_job_whose_run_fails_is_not_queued_again(scene: Scene) -> None:
+    scene.write("leash-exits", "1")
+    scene.write("job-state", "JobState=RUNNING")
+    assert scene.run("slurm", *WORDS, **in_a_job("n1 n2"))[0] == 1
+    assert scene.calls("ray") == ["ray has ended"] * 2 and scene.calls("scontrol requeue") == []
 
 
 def test_slurm_job_that_was_queued_again_goes_on_from_the_checkpoint(scene: Scene) -> None:
