@@ -172,6 +172,13 @@ class StreamTokens(Enum):
     observations = "observations"  # those that an environment or a tool put between its turns
 
 
+class Thoughts(Enum):
+    """The fate of an answer's <think>...</think> when the next question comes."""
+
+    kept = "kept"  # the model goes on reading them
+    stripped = "stripped"  # the conversation is rendered anew without them
+
+
 class ToolParser(Enum):
     """The format of a model's tool calls."""
 

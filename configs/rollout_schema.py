@@ -35,6 +35,7 @@ from configs.choices import (
     RewardScope,
     TailPolicy,
     TaskKind,
+    Thoughts,
     ToolParser,
 )
 
@@ -730,6 +731,10 @@ class TaskConfig(TaskSource):
     """`module:name` or `file.py:name`, an async function called with (session, prompt): a program
     that talks to the model through the OpenAI-compatible endpoint and returns the reward."""
     tool_parser: ToolParser = ToolParser.hermes
+    thoughts: Thoughts = Thoughts.kept
+    """The fate of <think>...</think> when the next question comes: docs/openai.md#thoughts.
+    `kept`: the model reads it again, and an episode stays one trajectory, also if an agent's client
+    leaves it out. `stripped`: each question is asked without it, and begins another trajectory."""
     max_turns: int = field(default=1, metadata=at_least(1))
     """The most answers of the model in one episode."""
     max_turn_tokens: int | None = field(default=None, metadata=at_least(1))

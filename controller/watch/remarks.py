@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from buffer.results import BufferStats
-from controller.metrics.history import Record, Scalar
+from controller.metrics.history import Record, Scalar, below
 from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
 from controller.watch.finding import Finding, Level, alarm, hint
@@ -15,6 +15,9 @@ TRAINER = "trainer"
 """The part of a stall that is the trainer's."""
 FACTOR, AT_LEAST_S = 3.0, 20.0
 """A step is late after so many times its usual duration, and not before so many seconds."""
+FEWEST_EPISODES = 32
+MANY_BRANCHES, MANY_OF_ANSWERS = 1.5, 0.5
+"""Trajectories for each episode and for each of its answers from which they are many."""
 
 
 def buffer_findings(stats: BufferStats, waited_s: float, when: str) -> list[Finding]:
@@ -94,6 +97,22 @@ def trainer_words(stats: BufferStats, last: Record) -> str:
 def ready_words(stats: BufferStats) -> str:
     verb = "is" if stats.ready == 1 else "are"
     return f"{stats.ready} of {format_number_of(stats.groups_per_step, 'group')} {verb} ready"
+
+
+def rewritten_histories(grown: Mapping[str, float]) -> Finding | None:
+    """A hint if most answers of longer episodes begin another trajectory. `grown`: counters of a
+    while."""
+    num_episodes = sum(grown[name] for name, _ in below(grown, "episodes_ended:"))
+    branches, turns = (grown.get(name, 0.0) for name in ("branches", "turns"))
+    is_many = branches > MANY_BRANCHES * num_episodes and branches > MANY_OF_ANSWERS * turns
+    if num_episodes < FEWEST_EPISODES or not is_many:
+        return None
+    words = (
+        f"an episode is {branches / num_episodes:.1f} trajectories for its "
+        f"{turns / num_episodes:.1f} answers, each with the whole history before it"
+    )
+    advice = "its requests do not extend the earlier ones; docs/openai.md says when they do"
+    return hint("rollout", words, advice)
 
 
 def eval_failed(record: Record) -> Finding:

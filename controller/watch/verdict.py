@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from buffer.results import BufferStats
 from configs.checks import with_live
+from configs.choices import Thoughts
 from controller.metrics.history import Record, of_kind
 from controller.metrics.weights import WeightsView
 from controller.units import format_duration
@@ -35,6 +36,7 @@ from controller.watch.remarks import (
     engine_findings,
     eval_failed,
     late_step,
+    rewritten_histories,
     stall_finding,
 )
 from controller.watch.run_view import PUSHES, RunView
@@ -81,6 +83,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
         yield eval_failed(view.eval_failure)
     if stats is not None and (lengths := view.lengths) is not None:
         yield length_bias(lengths, stats.max_staleness, view.on_stale)
+    if view.config is None or view.config.task.thoughts is not Thoughts.stripped:
+        yield rewritten_histories(view.answers.growth())
 
 
 def _bottleneck(view: RunView, stats: BufferStats) -> Finding:

@@ -12,7 +12,11 @@ from rollout_pool.endpoint.schema import ChatRequest, message_json, only, read_m
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import ContentStream, TextStream, Turn, logprob_entries, rest_of
 from rollout_pool.episodes.conversation import Message
+from rollout_pool.episodes.thoughts import END_OF_THINK, THINK, ThoughtStream
 from rollout_pool.sampling.stop import before_stop
+
+PROMPT_END = 16
+"""Tokens of a prompt's end, where a template may open thoughts."""
 
 
 class ChatTurn(Turn):
@@ -38,6 +42,8 @@ class ChatTurn(Turn):
         """If False, tool calls in the text are left as text."""
         limits = (request.max_completion_tokens, request.max_tokens)
         self.max_tokens = min((limit for limit in limits if limit is not None), default=None)
+        self._thoughts: ThoughtStream | None = None
+        """Made with the first text of the completion that it writes."""
 
     def new_texts(self) -> TextStream | ContentStream:
         tokenizer = self.session.serving.tokenizer
@@ -71,9 +77,27 @@ class ChatTurn(Turn):
     def _note(self, completion: PendingCompletion, message: Message) -> None:
         """Lets a later conversation that includes `message` reuse the sampled tokens."""
         sample = completion.sample
+        if self._begins_in_thoughts(completion) and not message.content.lstrip().startswith(THINK):
+            # As a client's thoughts and content are joined.
+            message = dataclasses.replace(message, content=THINK + message.content)
         self.session.conversations.note(
             (*self._messages, message), self._tools, sample.prompt, sample.output_ids
         )
+
+    def _begins_in_thoughts(self, completion: PendingCompletion) -> bool:
+        """Returns whether the prompt opened thoughts. A renderer has written their mark itself, and
+        those whose end is a special token, which text leaves out, can't be told apart."""
+        tokenizer = self.session.serving.tokenizer
+        end = tokenizer.decode(completion.sample.prompt[-PROMPT_END:]).rstrip()
+        added = tokenizer.added_tokens_decoder.values()
+        is_text = not any(one.special and one.content == END_OF_THINK for one in added)
+        return end.endswith(THINK) and self._parser is not None and is_text
+
+    def _divide(self, completion: PendingCompletion, text: str, *, is_end: bool) -> tuple[str, str]:
+        """Thoughts and content in the next `text` of the completion."""
+        if self._thoughts is None:
+            self._thoughts = ThoughtStream(are_open=self._begins_in_thoughts(completion))
+        return self._thoughts.feed(text, is_end=is_end)
 
     def _message(self, completion: PendingCompletion) -> Message:
         sample = completion.sample
@@ -81,7 +105,8 @@ class ChatTurn(Turn):
         parsed = self.session.serving.chat.parse(
             sample.output_ids, sample.finish_reason, sample.prompt, self._tools
         )
-        if not self._may_call or not parsed.tool_calls:
+        thinks = self._begins_in_thoughts(completion) and END_OF_THINK not in parsed.text
+        if not self._may_call or not parsed.tool_calls or thinks:
             return Message(role="assistant", content=before_stop(parsed.text, self.stop))
         calls = tuple(
             dataclasses.replace(call, call_id=f"call_{sample.sample_id}.{place}")
@@ -92,9 +117,10 @@ class ChatTurn(Turn):
 
     def whole(self, completion: PendingCompletion) -> dict[str, Any]:
         message = self._deliver(completion)
+        thoughts, content = self._divide(completion, message.content, is_end=True)
         return {
             "index": self.index,
-            "message": message_json(message),
+            "message": message_json(dataclasses.replace(message, content=content), thoughts),
             "logprobs": self._logprobs(completion, 0),
             "finish_reason": _finish_reason(completion, message),
         }
@@ -103,15 +129,23 @@ class ChatTurn(Turn):
         return [self._choice({"role": "assistant", "content": ""})]
 
     def piece(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
-        content = self.feed(completion, is_end=False)
+        said = self._divide(completion, self.feed(completion, is_end=False), is_end=False)
         logprobs = self._logprobs(completion, start)
-        if not content and not logprobs:
+        if not any(said) and not logprobs:
             return []
-        return [self._choice({"content": content}, logprobs)]
+        return [self._choice(_delta(*said), logprobs)]
 
     def ending(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        message, *said = self._rest(completion)
+        choices = [self._choice(_delta(*said))] if any(said) else []
+        for index, call in enumerate(message_json(message, "").get("tool_calls", ())):
+            choices.append(self._choice({"tool_calls": [{"index": index, **call}]}))
+        reason = _finish_reason(completion, message)
+        return [*choices, self._choice({}, self._logprobs(completion, start), reason)]
+
+    def _rest(self, completion: PendingCompletion) -> tuple[Message, str, str]:
+        """The delivered message, and its thoughts and content that have not been streamed."""
         message = self._deliver(completion)
-        choices = []
         rest = self.feed(completion, is_end=True)
         if isinstance(self.texts, ContentStream):
             unsent = rest_of(message.content, self.streamed)
@@ -120,12 +154,7 @@ class ChatTurn(Turn):
         if self.streamed != message.content:
             # Invalid UTF-8 can decode differently in pieces.
             self._note(completion, dataclasses.replace(message, content=self.streamed))
-        if rest:
-            choices.append(self._choice({"content": rest}))
-        for index, call in enumerate(message_json(message).get("tool_calls", ())):
-            choices.append(self._choice({"tool_calls": [{"index": index, **call}]}))
-        reason = _finish_reason(completion, message)
-        return [*choices, self._choice({}, self._logprobs(completion, start), reason)]
+        return message, *self._divide(completion, rest, is_end=True)
 
     def _logprobs(self, completion: PendingCompletion, start: int) -> dict[str, Any] | None:
         if not self._wants_logprobs or start >= completion.sample.num_ready:
@@ -141,6 +170,11 @@ class ChatTurn(Turn):
     ) -> dict[str, Any]:
         body = {"index": self.index, "delta": delta, "logprobs": logprobs}
         return {**body, "finish_reason": finish_reason}
+
+
+def _delta(thoughts: str, content: str) -> dict[str, Any]:
+    shown = {"reasoning_content": thoughts} if thoughts else {}
+    return {**shown, "content": content} if content or not thoughts else shown
 
 
 def _finish_reason(completion: PendingCompletion, message: Message) -> str | None:

@@ -18,6 +18,7 @@ from buffer.types import SamplingParams
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.episodes.conversation import Message, ToolCall, ToolSpec
 from rollout_pool.episodes.template import as_template_message, join_arguments
+from rollout_pool.episodes.thoughts import join_thoughts
 
 MAX_TOP_K = 1024
 GROUP_TIMEOUT_S = 600.0
@@ -100,6 +101,7 @@ class Call(Struct, kw_only=True):
 class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
     tool_calls: list[Call] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -329,8 +331,9 @@ def _read_message(given: ChatMessage, path: str, names: dict[str | None, str]) -
     """`names` holds those of the tools called so far, by call id."""
     for key in ("function_call", "audio", "refusal"):
         only(f"{path}.{key}", getattr(given, key), None, "a message has only text and tool calls")
-    if given.tool_calls and given.role != "assistant":
-        raise refuse(f"{path}.tool_calls", f"a {given.role} message has none")
+    for key in ("tool_calls", "reasoning_content"):
+        if getattr(given, key) and given.role != "assistant":
+            raise refuse(f"{path}.{key}", f"a {given.role} message has none")
     content, call_id = given.content, given.tool_call_id if given.role == "tool" else None
     if content is None and given.role != "assistant":
         raise refuse(f"{path}.content", "is missing: it must be a string")
@@ -340,7 +343,7 @@ def _read_message(given: ChatMessage, path: str, names: dict[str | None, str]) -
         content = "".join(part.text for part in content)
     return Message(
         role="system" if given.role == "developer" else given.role,
-        content=content or "",
+        content=join_thoughts(given.reasoning_content or "", content or ""),
         tool_calls=tuple(
             ToolCall(
                 call_id=call.id,
@@ -367,9 +370,15 @@ def _read_arguments(text: str, path: str) -> dict[str, Any]:
     return arguments
 
 
-def message_json(message: Message) -> dict[str, Any]:
-    """The model's message in the API's format."""
+def message_json(message: Message, thoughts: str) -> dict[str, Any]:
+    """The model's message, which has no `thoughts` any more, in the API's format."""
     written = as_template_message(message)
     join_arguments(written)
     has_content = message.content or not message.tool_calls
-    return {**written, "content": message.content if has_content else None, "refusal": None}
+    shown = {"reasoning_content": thoughts} if thoughts else {}
+    return {
+        **written,
+        "content": message.content if has_content else None,
+        **shown,
+        "refusal": None,
+    }

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from buffer.types import SamplingParams
+from configs.choices import Thoughts
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.errors import ApiError
@@ -34,6 +35,7 @@ from rollout_pool.episodes.episode import (
     EpisodeRequest,
     add_turn,
 )
+from rollout_pool.episodes.thoughts import divide, without_thoughts
 from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.sampling.grammars import ConstraintFailed, Grammars
 from rollout_pool.sampling.sample import Completer, Constraint, Sample, SampleFailed
@@ -113,7 +115,7 @@ class Session:
         self.key = key
         self.request = request
         self.serving = serving
-        self.conversations = Conversations(serving.chat)
+        self.conversations = Conversations(serving.chat, serving.task.thoughts)
         self.texts = Texts()
         self.messages: tuple[Message, ...] = ()
         """The conversation that the model completed last."""
@@ -482,22 +484,33 @@ class Conversations:
 
     Clients send text. Tokenizing the model's text again need not give the tokens that it sampled,
     and then the log-probabilities would not match. So messages that a session has already completed
-    keep their original tokens, and only new text is tokenized.
+    keep their original tokens, and only new text is tokenized. Messages that a client sends back
+    without their thoughts are the same messages; whether the model still reads these thoughts is
+    for task.thoughts to say.
     """
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, thoughts: Thoughts) -> None:
         self._chat = chat
+        self._thoughts = thoughts
         self._tokens: dict[bytes, tuple[list[int], list[int]]] = {}
         """Digest of messages up to a completion -> the tokens before it, and its own."""
+        self._with_thoughts: dict[bytes, bytes] = {}
+        """Digest of messages whose last one lacks its thoughts -> the digest with them."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """The prompt's tokens. They extend those of the longest known conversation that `messages`
-        continue; without one, or if the new messages include an assistant's, all are rendered."""
-        for place, digest in reversed(list(enumerate(_digests(messages, tools), start=1))):
+        continue; without one, or if the new messages include an assistant's, all are rendered. So
+        they are for a question behind thoughts that task.thoughts=stripped leaves out."""
+        strips = self._thoughts is Thoughts.stripped
+        links = enumerate(self._links(messages, tools), start=1)
+        for place, (digest, has_thoughts) in reversed(list(links)):
             known, new = self._tokens.get(digest), messages[place:]
-            if known is not None and new and all(m.role != "assistant" for m in new):
+            roles = {message.role for message in new}
+            if known is None or not new or "assistant" in roles:
+                continue
+            if not (strips and has_thoughts and "user" in roles):
                 return self._chat.next_prompt(*known, new, tools)
-        return self._chat.first_prompt(messages, tools)
+        return self._chat.first_prompt(without_thoughts(messages) if strips else messages, tools)
 
     def note(
         self,
@@ -507,8 +520,25 @@ class Conversations:
         completion: list[int],
     ) -> None:
         """`completion` has the tokens of the last of `messages`, `prompt` those before it."""
-        *_, digest = _digests(messages, tools)
+        *before, (digest, _) = self._links(messages, tools)
         self._tokens[digest] = prompt, completion
+        start = before[-1][0] if before else _opening_digest(tools)
+        self._with_thoughts[_next_digest(start, messages[-1], thoughts="")] = digest
+
+    def _links(
+        self, messages: Sequence[Message], tools: Sequence[ToolSpec]
+    ) -> Iterator[tuple[bytes, bool]]:
+        """After each message: the digest of everything so far, and whether the model had thoughts
+        since the last question."""
+        digest, has_thoughts = _opening_digest(tools), False
+        for message in messages:
+            thoughts = divide(message.content)[0] if message.role == "assistant" else ""
+            digest = sent = _next_digest(digest, message, thoughts)
+            if digest not in self._tokens:
+                digest = self._with_thoughts.get(digest, digest)
+            has_thoughts |= bool(thoughts) or digest != sent
+            has_thoughts &= message.role != "user"
+            yield digest, has_thoughts
 
 
 class Texts:
@@ -531,22 +561,24 @@ class Texts:
         self._tokens[text] = tokens
 
 
-def _digests(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[bytes]:
-    """After each message, the digest of everything so far."""
+def _opening_digest(tools: Sequence[ToolSpec]) -> bytes:
     known = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
-    digest = hashlib.blake2b(json.dumps(known, sort_keys=True).encode(), digest_size=16)
-    for message in messages:
-        digest.update(json.dumps(_normal_form(message), sort_keys=True).encode())
-        yield digest.digest()
+    return _digest_of(b"", known)
 
 
-def _normal_form(message: Message) -> list[object]:
-    """Equal for messages that say the same.
+def _next_digest(before: bytes, message: Message, thoughts: str) -> bytes:
+    """Equal for conversations that say the same.
 
     Leaves out call ids, which some frameworks replace, and white space around and in the model's
     own words, which frameworks strip.
     """
-    is_own = message.role == "assistant"
-    content = "".join(message.content.split()) if is_own else message.content
+    content = message.content
+    if message.role == "assistant":
+        content, thoughts = ("".join(one.split()) for one in (divide(content)[1], thoughts))
     calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-    return [message.role, content, calls]
+    return _digest_of(before, [message.role, content, calls, thoughts])
+
+
+def _digest_of(before: bytes, value: object) -> bytes:
+    text = json.dumps(value, sort_keys=True).encode()
+    return hashlib.blake2b(before + text, digest_size=16).digest()

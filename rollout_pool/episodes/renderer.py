@@ -32,15 +32,9 @@ from rollout_pool.episodes.template import (
     as_template_tool,
     call_id,
 )
+from rollout_pool.episodes.thoughts import END_OF_THINK, THINK, join_thoughts, split_thoughts
 from rollout_pool.episodes.tokenizer import PlainWords, TextTokens, Tokenizer
-from rollout_pool.episodes.tool_calls import (
-    END_OF_THINK,
-    SHOWN,
-    THINK,
-    BadCall,
-    as_call,
-    split_thoughts,
-)
+from rollout_pool.episodes.tool_calls import SHOWN, BadCall, as_call
 from tensors.pictures import PictureProcessor
 
 AUTO = "auto"
@@ -85,7 +79,7 @@ def check_template_args(tokenizer: Tokenizer, task: TaskConfig) -> None:
             )
 
 
-_THOUGHT = Message(role="assistant", content=f"{THINK}\nHm.\n{END_OF_THINK}\n\nYes.")
+_THOUGHT = Message(role="assistant", content=join_thoughts("Hm.", "Yes."))
 _TRIED = (
     (QUESTION,),
     (Message(role="system", content="Be brief."), QUESTION),
@@ -330,7 +324,7 @@ def _with_thoughts(parsed: Any) -> str:
     thoughts = (parsed.reasoning_content or "").strip()
     if parsed.reasoning_complete is False:
         return f"{THINK}\n{thoughts}"
-    return f"{THINK}\n{thoughts}\n{END_OF_THINK}\n\n{content}".rstrip() if thoughts else content
+    return join_thoughts(thoughts, content).rstrip()
 
 
 def _name_calls(messages: Sequence[dict[str, Any]]) -> None:

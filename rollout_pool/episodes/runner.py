@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from configs.choices import OnLongPrompt
+from configs.choices import OnLongPrompt, Thoughts
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import contained
 from rollout_pool.episodes.conversation import Chat, Completion, Message, ToolSpec, with_files
@@ -34,6 +34,7 @@ from rollout_pool.episodes.episode import (
     add_turn,
     constraint_of,
 )
+from rollout_pool.episodes.thoughts import without_thoughts
 from rollout_pool.sampling.sample import Completer, Sample
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class EpisodeRunner:
-    """Settings: task.max_turns, max_turn_tokens, stop, grammar, min_turn_tokens, turn_timeout_s and
-    episode_timeout_s; rollout.max_prompt_tokens, max_response_tokens and on_long_prompt."""
+    """Settings: task.max_turns, max_turn_tokens, stop, grammar, min_turn_tokens, thoughts,
+    turn_timeout_s and episode_timeout_s; rollout.max_prompt_tokens, max_response_tokens and
+    on_long_prompt."""
 
     _completer: Completer
     _chat: Chat
@@ -104,10 +106,14 @@ class EpisodeRunner:
         if not progress.num_turns or observation.replaces_history:  # it opens a branch
             tools = observation.tools or progress.tools
             return _Turn(prompt=self._chat.first_prompt(messages, tools), messages=messages)
+        whole = [*progress.messages, *messages]
+        if self._task.thoughts is Thoughts.stripped and (shown := without_thoughts(whole)) != whole:
+            prompt = self._chat.first_prompt(shown, progress.tools)
+            return _Turn(prompt=prompt, messages=shown)
         prompt = self._chat.next_prompt(
             progress.prompt, progress.output_ids, messages, progress.tools
         )
-        return _Turn(prompt=prompt, messages=[*progress.messages, *messages])
+        return _Turn(prompt=prompt, messages=whole)
 
     def _check_length(self, progress: _Progress, length: int) -> None:
         most = self._rollout.max_prompt_tokens

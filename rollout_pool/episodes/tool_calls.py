@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.choices import ToolParser
+from rollout_pool.episodes.thoughts import split_thoughts
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 _LLAMA_START = re.compile(r'\s*\{(?=.*"name").*"(parameters|arguments)"', re.DOTALL)
-THINK, END_OF_THINK = "<think>", "</think>"
 SHOWN = 80
 """Characters of a broken call that are quoted."""
 
@@ -57,15 +57,6 @@ _Parsed = tuple[str, list[Call], str | None]
 
 class BadCall(ValueError):
     """Its message goes to the model as the reason."""
-
-
-def split_thoughts(text: str) -> tuple[str, str]:
-    """Thoughts and content."""
-    end = text.rfind(END_OF_THINK)
-    if end >= 0:
-        end += len(END_OF_THINK)
-        return text[:end], text[end:]
-    return (text, "") if text.lstrip().startswith(THINK) else ("", text)
 
 
 # Hermes -------------------------------------------------------------------------------------------

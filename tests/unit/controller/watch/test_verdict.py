@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from buffer.results import BufferStats
-from configs.rollout_schema import RolloutConfig
+from configs.choices import Thoughts
+from configs.rollout_schema import RolloutConfig, TaskConfig
 from configs.schema import ClusterConfig, Config, ModelConfig, TrainerConfig
 from controller.metrics.history import Record
 from controller.watch.faults import Room
@@ -84,6 +85,16 @@ def test_healthy_run_has_no_alarm_and_nothing_to_change(last: float) -> None:
     found = findings(view_of(last=last))
     assert [one.level for one in found] == [Level.hint]
     assert found[0].words.startswith("well balanced") and found[0].command() == ""
+
+
+def test_histories_that_are_no_longer_extended_are_told() -> None:
+    often = {"turns": 80.0, "branches": 70.0}
+    view = view_of(counts=often)
+    [told] = [one for one in findings(view) if "trajectories" in one.words]
+    assert told.words.startswith("an episode is 3.5 trajectories for its 4.0 answers")
+    view.config = Config(model=ModelConfig(path="m"), task=TaskConfig(thoughts=Thoughts.stripped))
+    for usual in (view, view_of(counts={**often, "branches": 39.0}), view_of(counts={"turns": 80})):
+        assert [one.words for one in findings(usual) if "trajectories" in one.words] == []
 
 
 MIB = 2**20

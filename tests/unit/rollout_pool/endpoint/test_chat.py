@@ -284,7 +284,7 @@ async def test_renderers_answers_are_streamed_once_read_and_keep_their_tokens(ma
     scene.author.says = iter([[*spell("Let me see."), *called, END_TOKEN], [*thinks, END_TOKEN]])
     session = scene.session()
     client = scene.client(session)
-    await converse(client, ("Let me see.", 1), ("<think>\nhm\n</think>\n\nIt rains.", 0))
+    await converse(client, ("Let me see.", 1), ("It rains.", 0))
     with pytest.raises(BadRequestError, match=r"tool_choice.*this run has a task.renderer"):
         await chat(client, [USER], tools=[WEATHER], tool_choice="required")
     check_session(session, scene.author.written)

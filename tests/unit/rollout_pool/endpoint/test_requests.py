@@ -120,8 +120,9 @@ REFUSED = [
     (
         body(messages=[{**USER, "reasoning_content": "so"}]),
         "messages[0].reasoning_content",
-        "not supported",
+        "a user message has none",
     ),
+    (body(messages=[{**USER, "reasoning": "so"}]), "messages[0].reasoning", "not supported"),
     (
         body(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
         "messages[0].content[0].type",

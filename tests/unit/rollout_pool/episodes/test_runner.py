@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from buffer.types import SamplingParams, VersionSpan
-from configs.choices import OnLongPrompt
+from configs.choices import OnLongPrompt, Thoughts
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.environment import Observation, SingleTurn, Step
@@ -181,6 +181,20 @@ async def test_rewritten_history_continues_in_a_branch():
         "c",
     ]
     assert episode.end == "done"
+
+
+@pytest.mark.parametrize("thoughts", Thoughts)
+async def test_thoughts_are_read_at_the_next_question_if_they_are_kept(thoughts):
+    model = Model("<think>hm</think>a", "b", "c")
+    episode = await runner(model, thoughts=thoughts).run(Talk("1? ", " 2? ", " 3? "), ask())
+    shown = [text_of(branch) for branch in episode.branches]
+    contents = [message.content for message in episode.messages]
+    if thoughts is Thoughts.kept:
+        assert shown == ["1? [<think>hm</think>a|] 2? [b|] 3? [c|]"]
+        assert contents == ["1? ", "<think>hm</think>a", " 2? ", "b", " 3? ", "c"]
+    else:
+        assert shown == ["1? [<think>hm</think>a|]", "1? a 2? [b|] 3? [c|]"]
+        assert contents == ["1? ", "a", " 2? ", "b", " 3? ", "c"]
 
 
 async def test_last_turn_is_still_scored():
