@@ -1,6 +1,7 @@
 """The endpoint's HTTP routes.
 
 POST /v1/chat/completions   /v1/completions      GET /v1/models     with a session's key
+     /v1/messages   /v1/messages/count_tokens
 the same under /sessions/KEY/v1, for clients that can't send a key
 POST /sessions/ID/reward                                            with its key or the admin key
 POST /groups      GET /groups/ID                                    with the admin key
@@ -36,10 +37,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from host.http_server import HttpLimits, ServerConfig, read_body
 from rollout_pool.cancelling import end_tasks, unless_gone
-from rollout_pool.endpoint.chat import ChatTurn
+from rollout_pool.endpoint.chat import ChatTurn, MessagesTurn
 from rollout_pool.endpoint.completions import CompletionTurn
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.groups import ExternalGroups, GroupStream
+from rollout_pool.endpoint.messages import CountRequest, MessagesRequest
 from rollout_pool.endpoint.pending_completion import PendingCompletion
 from rollout_pool.endpoint.request_limits import RequestLimits
 from rollout_pool.endpoint.schema import (
@@ -59,6 +61,7 @@ log = logging.getLogger(__name__)
 MAX_SMALL_BODY_BYTES = 64 * 1024
 """Limit of a request without a conversation."""
 MAX_RETRY_COUNT_DIGITS = 6
+COUNT_PAGE = "messages/count_tokens"
 REQUEST_ID = "x-request-id"
 REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -118,6 +121,8 @@ class _Api:
             pages += [
                 (f"{start}/chat/completions", self.chat, "POST"),
                 (f"{start}/completions", self.completions, "POST"),
+                (f"{start}/messages", self.messages, "POST"),
+                (f"{start}/{COUNT_PAGE}", self.count_tokens, "POST"),
                 (f"{start}/models", self.models, "GET"),
                 (f"{start}/models/{{model:path}}", self.models, "GET"),
             ]
@@ -139,6 +144,16 @@ class _Api:
     async def completions(self, request: Request) -> Response:
         return await self._serve(
             request, lambda session, body: CompletionTurn(session, decode(body, CompletionRequest))
+        )
+
+    async def messages(self, request: Request) -> Response:
+        return await self._serve(
+            request, lambda session, body: MessagesTurn(session, decode(body, MessagesRequest))
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        return await self._serve(
+            request, lambda session, body: MessagesTurn(session, decode(body, CountRequest))
         )
 
     async def _serve(self, request: Request, turn_of: Callable[[Session, bytes], Turn]) -> Response:
@@ -169,6 +184,9 @@ class _Api:
         session.check_requests(fingerprint_of)
         with session.activity():
             turn, fingerprint = await self._limits.read(body, read)
+            if page == COUNT_PAGE:
+                prompt = await self._limits.read(body, turn.render)
+                return JSONResponse({"input_tokens": len(prompt)})
             is_retry = _is_retry(request) and not session.was_refused(fingerprint)
             fingerprints = [fingerprint + index.to_bytes() for index in range(turn.n)]
             known = self._first_completions(request, fingerprints, is_retry)
@@ -309,11 +327,13 @@ class _Api:
 
 
 def _bearer(request: Request) -> str:
+    """The key, which Anthropic's clients may send in a header of its own."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key:
-        raise ApiError(
-            401, "a request needs the header 'Authorization: Bearer KEY'", code="invalid_api_key"
-        )
+        key = request.headers.get("x-api-key", "")
+    if not key.strip():
+        words = "a request needs the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+        raise ApiError(401, words, code="invalid_api_key")
     return key.strip()
 
 

@@ -1,17 +1,33 @@
-"""POST /v1/chat/completions: the request and its response."""
+"""POST /v1/chat/completions and /v1/messages: a conversation that the model continues."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollout_pool.endpoint.constraints import read_form
-from rollout_pool.endpoint.errors import refuse
+from rollout_pool.endpoint.errors import ApiError, refuse
+from rollout_pool.endpoint.messages import (
+    BlockStream,
+    CountRequest,
+    blocks_of,
+    read_blocks,
+    read_tools,
+)
 from rollout_pool.endpoint.pending_completion import PendingCompletion
 from rollout_pool.endpoint.schema import ChatRequest, message_json, only, read_messages
 from rollout_pool.endpoint.sessions import Session
-from rollout_pool.endpoint.stream import ContentStream, TextStream, Turn, logprob_entries, rest_of
-from rollout_pool.episodes.conversation import Message
+from rollout_pool.endpoint.stream import (
+    ContentStream,
+    TextStream,
+    Turn,
+    event_of,
+    logprob_entries,
+    rest_of,
+    usage,
+)
+from rollout_pool.episodes.conversation import Message, ToolSpec
 from rollout_pool.episodes.thoughts import END_OF_THINK, THINK, ThoughtStream
 from rollout_pool.sampling.stop import before_stop
 
@@ -24,16 +40,21 @@ class ChatTurn(Turn):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, session: Session, request: ChatRequest) -> None:
+    def __init__(
+        self,
+        session: Session,
+        request: ChatRequest,
+        messages: tuple[Message, ...] = (),
+        tools: Sequence[ToolSpec] = (),
+    ) -> None:
+        """`messages` and `tools`, if `request` has none."""
         super().__init__(session, request)
         only("modalities", request.modalities or ["text"], ["text"], "the model only writes text")
         why = "only the log-probability of the token itself is recorded"
         only("top_logprobs", request.top_logprobs, 0, why)
         self._wants_logprobs = request.logprobs
-        self._messages = read_messages(request.messages)
-        self._tools = tuple(
-            tool.spec(f"tools[{place}]") for place, tool in enumerate(request.tools)
-        )
+        self._messages = messages or read_messages(request.messages)
+        self._tools = tools or [tool.spec(f"tools[{i}]") for i, tool in enumerate(request.tools)]
         task = session.serving.task
         self._parser = task.tool_parser if task.renderer is None else None
         form = read_form(request, self._tools, self._parser, session.serving.tokenizer)
@@ -125,11 +146,11 @@ class ChatTurn(Turn):
             "finish_reason": _finish_reason(completion, message),
         }
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, completion: PendingCompletion) -> list[dict[str, Any]]:
         return [self._choice({"role": "assistant", "content": ""})]
 
     def piece(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
-        said = self._divide(completion, self.feed(completion, is_end=False), is_end=False)
+        said = self._new_text(completion)
         logprobs = self._logprobs(completion, start)
         if not any(said) and not logprobs:
             return []
@@ -142,6 +163,10 @@ class ChatTurn(Turn):
             choices.append(self._choice({"tool_calls": [{"index": index, **call}]}))
         reason = _finish_reason(completion, message)
         return [*choices, self._choice({}, self._logprobs(completion, start), reason)]
+
+    def _new_text(self, completion: PendingCompletion) -> tuple[str, str]:
+        """Thoughts and content that have arrived."""
+        return self._divide(completion, self.feed(completion, is_end=False), is_end=False)
 
     def _rest(self, completion: PendingCompletion) -> tuple[Message, str, str]:
         """The delivered message, and its thoughts and content that have not been streamed."""
@@ -170,6 +195,76 @@ class ChatTurn(Turn):
     ) -> dict[str, Any]:
         body = {"index": self.index, "delta": delta, "logprobs": logprobs}
         return {**body, "finish_reason": finish_reason}
+
+
+class MessagesTurn(ChatTurn):
+    """The same in Anthropic's API. A choice is an event of its stream."""
+
+    prefix = "msg"
+
+    def __init__(self, session: Session, request: CountRequest) -> None:
+        messages, tools = tuple(read_blocks(request)), tuple(read_tools(request.tools))
+        super().__init__(session, request.as_chat(), messages, tools)
+        self._blocks = BlockStream()
+
+    def result(self, completions: Sequence[PendingCompletion]) -> dict[str, Any]:
+        [completion] = completions
+        message = self._deliver(completion)
+        said = self._divide(completion, message.content, is_end=True)
+        return {
+            **self._head(completion),
+            "content": blocks_of(*said, message.tool_calls),
+            **self._stop_reason(completion, message),
+        }
+
+    def event(self, completions: Sequence[PendingCompletion], *choices: dict[str, Any]) -> bytes:
+        [event] = choices
+        return event_of(event, event["type"])
+
+    def closing(self, completions: Sequence[PendingCompletion]) -> Iterator[bytes]:
+        return iter(())  # the last choice says that it is the last
+
+    def error_event(self, error: ApiError, request_id: str) -> bytes:
+        return event_of(error.anthropic_body(request_id), "error")
+
+    def opening(self, completion: PendingCompletion) -> list[dict[str, Any]]:
+        head = {**self._head(completion), "content": [], "stop_reason": None, "stop_sequence": None}
+        return [{"type": "message_start", "message": head}]
+
+    def piece(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        return list(self._blocks.grow(*self._new_text(completion)))
+
+    def ending(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        message, *said = self._rest(completion)
+        events = [*self._blocks.grow(*said), *self._blocks.close()]
+        for call in message.tool_calls:
+            events += self._blocks.call(call)
+        head, stop = self._head(completion), self._stop_reason(completion, message)
+        known = {name: head[name] for name in ("usage", "leash")}
+        events.append({"type": "message_delta", "delta": stop, **known})
+        return [*events, {"type": "message_stop"}]
+
+    def _head(self, completion: PendingCompletion) -> dict[str, Any]:
+        about, counts = self.about([completion], ""), usage([completion])
+        given, written = counts["prompt_tokens"], counts["completion_tokens"]
+        return {
+            **{name: about[name] for name in ("id", "model", "leash")},
+            "type": "message",
+            "role": "assistant",
+            "usage": {"input_tokens": given, "output_tokens": written},
+        }
+
+    def _stop_reason(self, completion: PendingCompletion, message: Message) -> dict[str, Any]:
+        sample, reason, text = completion.sample, "end_turn", None
+        if sample.finish_reason == "length":
+            reason = "max_tokens"
+        elif message.tool_calls:
+            reason = "tool_use"
+        elif sample.ends_at is not None:
+            said = self.session.serving.tokenizer.decode(sample.output_ids)
+            reason = "stop_sequence"
+            text = min((one for one in self.stop if one in said), key=said.find, default=None)
+        return {"stop_reason": reason, "stop_sequence": text}
 
 
 def _delta(thoughts: str, content: str) -> dict[str, Any]:

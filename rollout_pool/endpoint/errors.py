@@ -1,4 +1,4 @@
-"""Errors of the endpoint, in the format of OpenAI's API."""
+"""Errors of the endpoint, in the format of OpenAI's API, and to requests of Anthropic's in its."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
+
+MESSAGES = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 @dataclass(eq=False)
@@ -39,13 +48,20 @@ class ApiError(Exception):
             }
         }
 
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = ANTHROPIC_KINDS.get(self.status, usual)
+        error = {"type": kind, "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
+
     def response(self, request: Request) -> JSONResponse:
         headers: dict[str, str] = {}
         if self.should_retry is not None:
             headers["x-should-retry"] = "true" if self.should_retry else "false"
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
-        return JSONResponse(self.body(request.state.request_id), self.status, headers=headers)
+        body_of = self.anthropic_body if MESSAGES in request.url.path else self.body
+        return JSONResponse(body_of(request.state.request_id), self.status, headers=headers)
 
 
 def refuse(param: str, problem: str, code: str | None = None) -> ApiError:

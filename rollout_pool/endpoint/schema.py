@@ -7,7 +7,7 @@ session's tokens are trained on, so the run and not the client decides how they 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -189,7 +189,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(str(error), given) from error
+        raise _refusal(str(error), given, getattr(kind, "CHOICES", _CHOICES)) from error
 
 
 def _without_nulls(given: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +212,7 @@ _CHOICES = {
 """Values of the fields with a choice, by path; of all others: function."""
 
 
-def _refusal(problem: str, given: Any) -> ApiError:
+def _refusal(problem: str, given: Any, choices_of: Mapping[str, str]) -> ApiError:
     """Tells msgspec's `problem`, as "Expected `int`, got `str` - at `$.n`", in the API's words."""
     problem, _, path = problem.partition(" - at `$")
     param = path.rstrip("`").partition("[...]")[0].lstrip(".")
@@ -221,14 +221,14 @@ def _refusal(problem: str, given: Any) -> ApiError:
         return refuse(f"{param}.{found[2]}" if param else found[2], fix)
     for name, place in re.findall(r"(\w+)|\[(\d+)\]", param):
         given = given[name or int(place)]
-    if problem.startswith("Invalid enum value"):
-        choices = _CHOICES.get(re.sub(r"\[\d+\]", "", param), "function")
+    if problem.startswith(("Invalid enum value", "Invalid value")):
+        choices = choices_of.get(re.sub(r"\[\d+\]", "", param), "function")
         return refuse(param, f"{shown(given)} is not supported, only {choices}")
     wanted = "a number"  # else it is one out of range
     if found := re.fullmatch(r"Expected `(.*?)`(.*?)(, got .*)?", problem):
         kinds = [_WORDS[kind] for kind in found[1].split(" | ") if kind != "null"]
         limit = found[2].replace(">=", "at least").replace("<=", "at most")
-        wanted = " or ".join(kinds) + limit
+        wanted = (" or ".join(kinds) or "null") + limit
     return refuse(param or "body", f"must be {wanted}, not {shown(given)}")
 
 

@@ -148,6 +148,7 @@ class Session:
             "api_key": self.key,
             "base_url": f"{url}/v1",
             "keyed_url": f"{url}/sessions/{self.key}/v1",
+            "anthropic_url": url,
             "model": self.serving.model,
         }
 
@@ -502,8 +503,9 @@ class Conversations:
         continue; without one, or if the new messages include an assistant's, all are rendered. So
         they are for a question behind thoughts that task.thoughts=stripped leaves out."""
         strips = self._thoughts is Thoughts.stripped
-        links = enumerate(self._links(messages, tools), start=1)
-        for place, (digest, has_thoughts) in reversed(list(links)):
+        for place, (digest, has_thoughts) in reversed(
+            list(enumerate(self._links(messages, tools)))
+        ):
             known, new = self._tokens.get(digest), messages[place:]
             roles = {message.role for message in new}
             if known is None or not new or "assistant" in roles:
@@ -520,24 +522,23 @@ class Conversations:
         completion: list[int],
     ) -> None:
         """`completion` has the tokens of the last of `messages`, `prompt` those before it."""
-        *before, (digest, _) = self._links(messages, tools)
+        *_, (before, _) = self._links(messages[:-1], tools)
+        bare, digest = _next_digests(before, messages[-1])
         self._tokens[digest] = prompt, completion
-        start = before[-1][0] if before else _opening_digest(tools)
-        self._with_thoughts[_next_digest(start, messages[-1], thoughts="")] = digest
+        self._with_thoughts[bare] = digest
 
     def _links(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec]
     ) -> Iterator[tuple[bytes, bool]]:
-        """After each message: the digest of everything so far, and whether the model had thoughts
-        since the last question."""
-        digest, has_thoughts = _opening_digest(tools), False
+        """Before the messages and after each: the digest of everything so far, and whether the
+        model had thoughts since the last question."""
+        known = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
+        digest, has_thoughts = _digest_of(b"", known), False
+        yield digest, has_thoughts
         for message in messages:
-            thoughts = divide(message.content)[0] if message.role == "assistant" else ""
-            digest = sent = _next_digest(digest, message, thoughts)
-            if digest not in self._tokens:
-                digest = self._with_thoughts.get(digest, digest)
-            has_thoughts |= bool(thoughts) or digest != sent
-            has_thoughts &= message.role != "user"
+            bare, sent = _next_digests(digest, message)
+            digest = sent if sent in self._tokens else self._with_thoughts.get(sent, sent)
+            has_thoughts = message.role != "user" and (has_thoughts or digest != bare)
             yield digest, has_thoughts
 
 
@@ -561,22 +562,18 @@ class Texts:
         self._tokens[text] = tokens
 
 
-def _opening_digest(tools: Sequence[ToolSpec]) -> bytes:
-    known = [[tool.name, tool.description, dict(tool.parameters)] for tool in tools]
-    return _digest_of(b"", known)
-
-
-def _next_digest(before: bytes, message: Message, thoughts: str) -> bytes:
-    """Equal for conversations that say the same.
+def _next_digests(before: bytes, message: Message) -> tuple[bytes, bytes]:
+    """Without the message's thoughts and with them. Equal for conversations that say the same.
 
     Leaves out call ids, which some frameworks replace, and white space around and in the model's
     own words, which frameworks strip.
     """
-    content = message.content
+    thoughts, content = "", message.content
     if message.role == "assistant":
-        content, thoughts = ("".join(one.split()) for one in (divide(content)[1], thoughts))
+        thoughts, content = ("".join(one.split()) for one in divide(content))
     calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
-    return _digest_of(before, [message.role, content, calls, thoughts])
+    bare = _digest_of(before, [message.role, content, calls])
+    return bare, _digest_of(bare, thoughts) if thoughts else bare
 
 
 def _digest_of(before: bytes, value: object) -> bytes:

@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Self
 
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -71,8 +71,9 @@ class EventStream(StreamingResponse, ABC):
     def events(self) -> AsyncGenerator[bytes]: ...
 
 
-def event_of(body: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+def event_of(body: Mapping[str, Any], name: str = "") -> bytes:
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {json.dumps(body)}\n\n".encode()
 
 
 class Stream(EventStream):
@@ -102,9 +103,9 @@ class Stream(EventStream):
         turn = self._turn
         running = dict(enumerate(zip(turn.each(), self._completions, strict=True)))
         sent = dict.fromkeys(running, 0)
-        for writer, _ in running.values():
-            for choice in writer.opening():
-                yield self._chunk(choice)
+        for writer, completion in running.values():
+            for choice in writer.opening(completion):
+                yield turn.event(self._completions, choice)
         while running:
             self._news.clear()
             for index, (writer, completion) in list(running.items()):
@@ -112,7 +113,7 @@ class Stream(EventStream):
                     try:
                         await ended(completion, turn.session)
                     except ApiError as error:
-                        yield event_of(error.body(self._request_id))
+                        yield turn.error_event(error, self._request_id)
                         return
                     choices = writer.ending(completion, sent[index])
                     del running[index]
@@ -122,18 +123,11 @@ class Stream(EventStream):
                 else:
                     continue
                 for choice in choices:
-                    yield self._chunk(choice)
+                    yield turn.event(self._completions, choice)
             if running and not await is_set_within(self._news, turn.session.serving.keep_alive_s):
                 yield b": the model has nothing new yet\n\n"
-        if turn.wants_usage:
-            yield self._chunk(usage=usage(self._completions))
-        yield b"data: [DONE]\n\n"
-
-    def _chunk(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        # Usage, if requested, is null in all chunks but the last.
-        extra = {"usage": usage} if self._turn.wants_usage else {}
-        body = self._turn.about(self._completions, self._turn.chunk_kind)
-        return event_of({**body, "choices": choices, **extra})
+        for event in turn.closing(self._completions):
+            yield event
 
 
 async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
@@ -146,7 +140,7 @@ async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 class Turn(ABC):
-    """One request to one of the two endpoints, and how its response is written.
+    """One request to one of the three endpoints, and how its response is written.
 
     Constructed from the request; raises ApiError naming a field that can't be served.
     """
@@ -215,7 +209,7 @@ class Turn(ABC):
                 problem = f"no completion can have this form: {error}"
                 raise refuse(self._form_field, problem) from error
 
-    def each(self) -> Iterator[Turn]:
+    def each(self) -> Iterator[Self]:
         """One for each of the request's completions, to write them side by side."""
         for index in range(self.n):
             turn = copy.copy(self)
@@ -233,7 +227,7 @@ class Turn(ABC):
     def whole(self, completion: PendingCompletion) -> dict[str, Any]:
         """The choice of a response in one piece; marks the completion as delivered."""
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self, completion: PendingCompletion) -> list[dict[str, Any]]:
         """Choices of a stream's first chunks."""
         return []
 
@@ -280,6 +274,22 @@ class Turn(ABC):
             "choices": choices,
             "usage": usage(completions),
         }
+
+    def event(self, completions: Sequence[PendingCompletion], *choices: dict[str, Any]) -> bytes:
+        """The event of a stream with these choices; without any, that of its usage."""
+        # Usage, if requested, is null in all chunks but the last.
+        counts = {"usage": None if choices else usage(completions)} if self.wants_usage else {}
+        body = self.about(completions, self.chunk_kind)
+        return event_of({**body, "choices": choices, **counts})
+
+    def closing(self, completions: Sequence[PendingCompletion]) -> Iterator[bytes]:
+        """A stream's events behind those of its choices."""
+        if self.wants_usage:
+            yield self.event(completions)
+        yield b"data: [DONE]\n\n"
+
+    def error_event(self, error: ApiError, request_id: str) -> bytes:
+        return event_of(error.body(request_id))
 
     def about(self, completions: Sequence[PendingCompletion], kind: str) -> dict[str, Any]:
         """Fields that all responses share; `leash` holds what OpenAI's API has no field for."""

@@ -30,6 +30,8 @@ class SessionHandle:
     """For any client of OpenAI's API, with `api_key`."""
     keyed_url: str = field(repr=False)
     """`base_url` with the key in its path, for clients that can't send one."""
+    anthropic_url: str
+    """For any client of Anthropic's API, with `api_key`."""
     api_key: str = field(repr=False)
     model: str
     _clients: list[AsyncOpenAI] = field(default_factory=list, init=False, repr=False)

@@ -1,4 +1,4 @@
-"""The official client and LangChain against the endpoint and a real SGLang server."""
+"""The official clients and LangChain against the endpoint and a real SGLang server."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import functools
 import itertools
 import json
 
+import httpx2
 import msgspec
 import pytest
 import pytest_asyncio
 import torch
+from anthropic import AsyncAnthropic
 from langchain.agents import create_agent
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_openai import ChatOpenAI
@@ -213,6 +215,54 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
     for sample in samples:
         assert sum(s.end - s.start for s in sample.version_spans) == len(sample.output_ids)
     assert worst_difference(policy.model, samples, 0.8) < 1e-4
+
+
+# Anthropic's client -------------------------------------------------------------------------------
+
+
+async def converse_in_blocks(session, prompt):
+    """The same conversation in Anthropic's API, with a way of answering at each turn."""
+    client = AsyncAnthropic(
+        base_url=session.anthropic_url,
+        api_key=session.api_key,
+        timeout=None,
+        max_retries=0,
+        http_client=httpx2.AsyncClient(trust_env=False, verify=False, timeout=None),
+    )
+    tool = {
+        "name": "weather",
+        "description": "Tells the weather.",
+        "input_schema": WEATHER["function"]["parameters"],
+    }
+    asked = {"model": session.model, "tools": [tool], "system": "Be brief."}
+    messages, num_events = [{"role": "user", "content": prompt.text}], 0
+    for turn in range(3):
+        counted = await client.messages.count_tokens(**asked, messages=messages)
+        if turn == 1:
+            answer = await client.messages.create(**asked, messages=messages, max_tokens=1000)
+        else:
+            api = client.messages if turn else client.beta.messages
+            async with api.stream(**asked, messages=messages, max_tokens=1000) as stream:
+                num_events += len([event async for event in stream])
+                answer = await stream.get_final_message()
+        assert answer.usage.input_tokens == counted.input_tokens
+        assert 0 < answer.usage.output_tokens <= TURN_TOKENS
+        reasons = {"end_turn", "max_tokens", "tool_use"}
+        assert answer.stop_reason in reasons and answer.leash["session"] == session.session_id
+        messages.append(answer.model_dump(include={"role", "content"}))
+        result = {"type": "tool_result", "tool_use_id": "weather-1", "content": "21 °C"}
+        messages.append({"role": "user", "content": [result]})
+    await client.close()
+    return float(num_events)
+
+
+async def test_anthropics_client_is_recorded_token_by_token_and_rescores(policy, play):
+    played = await asyncio.gather(*(play(converse_in_blocks) for _ in range(4)))
+    for episode, samples in played:
+        assert episode.end == "done", episode.error
+        check_recorded(episode, samples, 3)
+        assert episode.env_reward > 2 * 6  # tokens were streamed, not told at the end
+    assert worst_difference(policy.model, [s for _, own in played for s in own], 0.8) < 1e-4
 
 
 # Answers of a form --------------------------------------------------------------------------------

@@ -248,6 +248,17 @@ class Scene:
         self._clients.append(client)
         return client
 
+    def anthropic(self, session, **settings):
+        """A client of Anthropic's API."""
+        from anthropic import AsyncAnthropic
+        from httpx2 import AsyncClient
+
+        settings = {"max_retries": 0, "timeout": 60.0, "api_key": session.key, **settings}
+        http = AsyncClient(trust_env=False, verify=False)
+        client = AsyncAnthropic(base_url=self.endpoint.url, http_client=http, **settings)
+        self._clients.append(client)
+        return client
+
     async def say_hello(self, member):
         """A request of an external program in a session of its group."""
         client = self.client_of(member["api_key"], member["base_url"], max_retries=0)
