@@ -1,7 +1,7 @@
 """The endpoint's HTTP routes.
 
-POST /v1/chat/completions   /v1/completions      GET /v1/models     with a session's key
-     /v1/messages   /v1/messages/count_tokens
+POST /v1/chat/completions   /v1/completions   /v1/messages   /v1/messages/count_tokens
+GET  /v1/models                                                     with a session's key
 the same under /sessions/KEY/v1, for clients that can't send a key
 POST /sessions/ID/reward                                            with its key or the admin key
 POST /groups      GET /groups/ID                                    with the admin key

@@ -246,13 +246,10 @@ class MessagesTurn(ChatTurn):
 
     def _head(self, completion: PendingCompletion) -> dict[str, Any]:
         about, counts = self.about([completion], ""), usage([completion])
+        known = {name: about[name] for name in ("id", "model", "leash")}
         given, written = counts["prompt_tokens"], counts["completion_tokens"]
-        return {
-            **{name: about[name] for name in ("id", "model", "leash")},
-            "type": "message",
-            "role": "assistant",
-            "usage": {"input_tokens": given, "output_tokens": written},
-        }
+        known["usage"] = {"input_tokens": given, "output_tokens": written}
+        return {**known, "type": "message", "role": "assistant"}
 
     def _stop_reason(self, completion: PendingCompletion, message: Message) -> dict[str, Any]:
         sample, reason, text = completion.sample, "end_turn", None

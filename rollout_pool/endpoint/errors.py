@@ -8,7 +8,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-MESSAGES = "/v1/messages"
 ANTHROPIC_KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -51,8 +50,8 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
         usual = "invalid_request_error" if self.status < 500 else "api_error"
         kind = ANTHROPIC_KINDS.get(self.status, usual)
-        error = {"type": kind, "message": self.message}
-        return {"type": "error", "error": error, "request_id": request_id}
+        told = {"error": {"type": kind, "message": self.message}, "request_id": request_id}
+        return {"type": "error", **told}
 
     def response(self, request: Request) -> JSONResponse:
         headers: dict[str, str] = {}
@@ -60,7 +59,7 @@ class ApiError(Exception):
             headers["x-should-retry"] = "true" if self.should_retry else "false"
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
-        body_of = self.anthropic_body if MESSAGES in request.url.path else self.body
+        body_of = self.anthropic_body if "/v1/messages" in request.url.path else self.body
         return JSONResponse(body_of(request.state.request_id), self.status, headers=headers)
 
 

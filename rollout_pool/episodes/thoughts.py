@@ -77,15 +77,13 @@ class ThoughtStream:
         thoughts = ""
         if self._thinks:
             thoughts, mark, rest = text.partition(END_OF_THINK)
+            if not mark and not is_end:
+                thoughts = text[: safe_length(text, (END_OF_THINK,))]
+            thoughts = thoughts.rstrip()
+            self._held = "" if mark else text[len(thoughts) :]
+            thoughts, text = self._begun(thoughts), rest
             if mark:
-                self._thinks, text = False, rest
-                thoughts = self._begun(thoughts.rstrip())
-                self._is_start = True
-            else:
-                safe = thoughts if is_end else text[: safe_length(text, (END_OF_THINK,))]
-                thoughts = safe.rstrip()
-                self._held, text = text[len(thoughts) :], ""
-                thoughts = self._begun(thoughts)
+                self._thinks, self._is_start = False, True
         return thoughts, self._begun(text)
 
     def _begun(self, text: str) -> str:
