@@ -11,6 +11,7 @@ from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.messages import (
     BlockStream,
     CountRequest,
+    MessagesRequest,
     blocks_of,
     read_blocks,
     read_tools,
@@ -39,6 +40,8 @@ class ChatTurn(Turn):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
+    is_asked = True
+    """False if its tokens are only counted."""
 
     def __init__(
         self,
@@ -82,7 +85,8 @@ class ChatTurn(Turn):
             *(str(tool.parameters) for tool in self._tools),
         ]
         num_parts = len(self._messages) + len(calls) + len(self._tools)
-        self.session.check_size("messages", sum(map(len, texts)), num_parts)
+        size = sum(map(len, texts))
+        self.session.check_size("messages", size, num_parts, is_asked=self.is_asked)
         try:
             return self.session.conversations.render(self._messages, self._tools)
         except ValueError as error:  # the template may refuse a conversation
@@ -107,7 +111,11 @@ class ChatTurn(Turn):
 
     def _begins_in_thoughts(self, completion: PendingCompletion) -> bool:
         """Returns whether the prompt opened thoughts. A renderer has written their mark itself, and
-        those whose end is a special token, which text leaves out, can't be told apart."""
+        those whose end is a special token, which text leaves out, can't be told apart. A form that
+        does not name their end has no room for them: it is all content."""
+        form = self.constraint.grammar if self.constraint is not None else ""
+        if form and "/think>" not in form:  # in a regular expression its slash is escaped
+            return False
         tokenizer = self.session.serving.tokenizer
         end = tokenizer.decode(completion.sample.prompt[-PROMPT_END:]).rstrip()
         added = tokenizer.added_tokens_decoder.values()
@@ -206,6 +214,7 @@ class MessagesTurn(ChatTurn):
         messages, tools = tuple(read_blocks(request)), tuple(read_tools(request.tools))
         super().__init__(session, request.as_chat(), messages, tools)
         self._blocks = BlockStream()
+        self.is_asked = isinstance(request, MessagesRequest)
 
     def result(self, completions: Sequence[PendingCompletion]) -> dict[str, Any]:
         [completion] = completions

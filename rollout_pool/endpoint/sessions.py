@@ -279,6 +279,7 @@ class Session:
         self._check_spent(len(fingerprints))
         room = self.serving.max_tokens - len(prompt)
         if room < 1:
+            self.is_full = True
             raise self._no_room("messages", f"{len(prompt)}, so there is no room for a completion")
         limits = (room, max_tokens, self.serving.task.max_turn_tokens)
         max_new_tokens = min(limit for limit in limits if limit is not None)
@@ -302,18 +303,21 @@ class Session:
         self._completions += begun
         return begun
 
-    def check_size(self, param: str, num_characters: int, num_parts: int = 0) -> None:
+    def check_size(
+        self, param: str, num_characters: int, num_parts: int = 0, *, is_asked: bool = True
+    ) -> None:
         """Raises ApiError for a conversation that is too long however it is tokenized. Each of its
-        parts (messages, calls, tools) takes at least a token."""
-        most = self.serving.max_tokens
+        parts (messages, calls, tools) takes at least a token. `is_asked`: not only counted."""
+        most, words = self.serving.max_tokens, ""
         if num_parts > most:
-            raise self._no_room(param, f"{num_parts} messages, tool calls and tools")
-        if num_characters > CHARACTERS_PER_TOKEN * most:
+            words = f"{num_parts} messages, tool calls and tools"
+        elif num_characters > CHARACTERS_PER_TOKEN * most:
             words = f"{num_characters} characters, more than {CHARACTERS_PER_TOKEN} per token"
+        if words:
+            self.is_full |= is_asked
             raise self._no_room(param, words)
 
     def _no_room(self, param: str, words: str) -> ApiError:
-        self.is_full = True
         return ApiError(
             400,
             f"This model's maximum context length is {self.serving.max_tokens} tokens "

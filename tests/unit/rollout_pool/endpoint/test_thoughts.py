@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from buffer.types import SamplingParams
 from configs.choices import Thoughts
 from configs.rollout_schema import TaskConfig
 from tests.support.endpoint_scene import (
@@ -138,7 +139,7 @@ OPENED = CHATML.replace("assistant\\n' if", "assistant\\n<think>\\n' if")
 async def opened(make_scene):
     """Its template opens the model's thoughts, as DeepSeek R1's does."""
     made = merging_tokenizer(MERGES, SPECIALS, OPENED, eos_token=END)
-    return await make_scene(tokenizer=made)
+    return await make_scene(tokenizer=made, sampling=SamplingParams(top_k=20))
 
 
 @pytest.mark.parametrize("sent", [dropped, as_field, as_text])
@@ -169,6 +170,28 @@ async def test_thoughts_that_the_prompt_opened_are_told_apart(opened, sent, stre
     # A model that does not end its thoughts has called nothing.
     assert seen == [("hm", "one", 0), ("hm", "two", 1), ("hm, " + call("weather"), "", 0)]
     check_session(session, opened.author.written)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_form_without_room_for_opened_thoughts_is_content(opened, stream):
+    form = {"type": "grammar", "grammar": r"start: /[a-z ]*/ /<\/think>/ /[a-z]*/"}
+    wishes = [
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}', ("", '{"a": 1}', 0)),
+        ({"tools": [WEATHER], "tool_choice": "required"}, call("weather"), ("", "", 1)),
+        ({"extra_body": {"response_format": form}}, "hm</think>so", ("hm", "so", 0)),
+    ]
+    opened.author.says = iter([text for _, text, _ in wishes])
+    client = opened.client(opened.session())
+    for wish, _, expected in wishes:
+        answer = await chat(client, [USER], stream=stream, **wish)
+        if stream:
+            text, calls, _, chunks = await said_in(answer)
+            thoughts = "".join(thoughts_of(chunks))
+        else:
+            message = answer.choices[0].message
+            text, calls = message.content or "", message.tool_calls or []
+            thoughts = message.model_extra.get("reasoning_content", "")
+        assert (thoughts, text, len(calls)) == expected
 
 
 async def test_thoughts_that_were_cut_go_on_as_they_were_sampled(scene):
