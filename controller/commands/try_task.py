@@ -346,6 +346,9 @@ class ChatModel:
     ) -> list[int]:
         return [*prompt, *completion, *self._added(messages)]
 
+    def opens_thoughts(self, prompt: Sequence[int], grammar: str) -> bool:
+        return False  # the server divides them off
+
     def parse(
         self,
         output_ids: Sequence[int],

@@ -32,9 +32,6 @@ from rollout_pool.episodes.conversation import Message, ToolSpec
 from rollout_pool.episodes.thoughts import END_OF_THINK, THINK, ThoughtStream
 from rollout_pool.sampling.stop import before_stop
 
-PROMPT_END = 16
-"""Tokens of a prompt's end, where a template may open thoughts."""
-
 
 class ChatTurn(Turn):
     kind = "chat.completion"
@@ -95,32 +92,24 @@ class ChatTurn(Turn):
     def _deliver(self, completion: PendingCompletion) -> Message:
         """The message of `completion`, which becomes a turn of the session."""
         message = self._message(completion)
-        if self.session.deliver(completion, (*self._messages, message)):
+        before = self.session.conversations.as_said(self._messages, self._tools)
+        if self.session.deliver(completion, (*before, message)):
             self._note(completion, message)
         return message
 
     def _note(self, completion: PendingCompletion, message: Message) -> None:
         """Lets a later conversation that includes `message` reuse the sampled tokens."""
-        sample = completion.sample
+        sample, said = completion.sample, message.content
         if self._begins_in_thoughts(completion) and not message.content.lstrip().startswith(THINK):
             # As a client's thoughts and content are joined.
             message = dataclasses.replace(message, content=THINK + message.content)
         self.session.conversations.note(
-            (*self._messages, message), self._tools, sample.prompt, sample.output_ids
+            (*self._messages, message), self._tools, sample.prompt, sample.output_ids, said
         )
 
     def _begins_in_thoughts(self, completion: PendingCompletion) -> bool:
-        """Returns whether the prompt opened thoughts. A renderer has written their mark itself, and
-        those whose end is a special token, which text leaves out, can't be told apart. A form that
-        does not name their end has no room for them: it is all content."""
         form = self.constraint.grammar if self.constraint is not None else ""
-        if form and "/think>" not in form:  # in a regular expression its slash is escaped
-            return False
-        tokenizer = self.session.serving.tokenizer
-        end = tokenizer.decode(completion.sample.prompt[-PROMPT_END:]).rstrip()
-        added = tokenizer.added_tokens_decoder.values()
-        is_text = not any(one.special and one.content == END_OF_THINK for one in added)
-        return end.endswith(THINK) and self._parser is not None and is_text
+        return self.session.serving.chat.opens_thoughts(completion.sample.prompt, form)
 
     def _divide(self, completion: PendingCompletion, text: str, *, is_end: bool) -> tuple[str, str]:
         """Thoughts and content in the next `text` of the completion."""

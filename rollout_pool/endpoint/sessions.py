@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -499,6 +500,8 @@ class Conversations:
         self._thoughts = thoughts
         self._tokens: dict[bytes, tuple[list[int], list[int]]] = {}
         """Digest of messages up to a completion -> the tokens before it, and its own."""
+        self._said: dict[bytes, str] = {}
+        """The same digest -> the text that was sampled."""
         self._with_thoughts: dict[bytes, bytes] = {}
         """Digest of messages whose last one lacks its thoughts -> the digest with them."""
 
@@ -524,12 +527,21 @@ class Conversations:
         tools: Sequence[ToolSpec],
         prompt: list[int],
         completion: list[int],
+        said: str,
     ) -> None:
-        """`completion` has the tokens of the last of `messages`, `prompt` those before it."""
+        """`completion` has the tokens of the last of `messages`, whose text was sampled as `said`;
+        `prompt` those before it."""
         *_, (before, _) = self._links(messages[:-1], tools)
         bare, digest = _next_digests(before, messages[-1])
         self._tokens[digest] = prompt, completion
-        self._with_thoughts[bare] = digest
+        self._with_thoughts[bare], self._said[digest] = digest, said
+
+    def as_said(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Iterator[Message]:
+        """`messages` with the model's own words as they were sampled, also if a client leaves
+        thoughts out: so rewards get them."""
+        links = itertools.islice(self._links(messages, tools), 1, None)
+        for message, (digest, _) in zip(messages, links, strict=True):
+            yield replace(message, content=self._said.get(digest, message.content))
 
     def _links(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec]
@@ -570,14 +582,20 @@ def _next_digests(before: bytes, message: Message) -> tuple[bytes, bytes]:
     """Without the message's thoughts and with them. Equal for conversations that say the same.
 
     Leaves out call ids, which some frameworks replace, and white space around and in the model's
-    own words, which frameworks strip.
+    own words, which frameworks strip. Numbers are those of JavaScript, where 1.0 is 1.
     """
     thoughts, content = "", message.content
     if message.role == "assistant":
         thoughts, content = ("".join(one.split()) for one in divide(content))
-    calls = [[call.name, dict(call.arguments)] for call in message.tool_calls]
+    said = json.dumps([[call.name, dict(call.arguments)] for call in message.tool_calls])
+    calls = json.loads(said, parse_int=_number, parse_float=_number)
     bare = _digest_of(before, [message.role, content, calls])
     return bare, _digest_of(bare, thoughts) if thoughts else bare
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) <= 2**53 else number
 
 
 def _digest_of(before: bytes, value: object) -> bytes:

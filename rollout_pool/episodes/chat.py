@@ -25,6 +25,7 @@ from typing import Any
 from configs.choices import ToolParser
 from rollout_pool.episodes.conversation import Completion, Message, ToolCall, ToolSpec, with_files
 from rollout_pool.episodes.template import NO_ARGS, ChatTemplate, call_id
+from rollout_pool.episodes.thoughts import END_OF_THINK, THINK
 from rollout_pool.episodes.tokenizer import TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import parse_tool_calls
 from tensors.pictures import FAMILIES, PictureProcessor
@@ -35,6 +36,8 @@ TEXTS_KEPT = 64
 """The episodes of a group begin with the same text, which is tokenized once."""
 LONGEST_TEXT_KEPT = 256 * 1024
 """In characters."""
+PROMPT_END = 16
+"""Tokens of a prompt's end, where a template may open thoughts."""
 
 
 class ChatFormat:
@@ -125,6 +128,16 @@ class ChatFormat:
         return tokens[: ends[-1] + 1] if ends else [*tokens, *self._eos()]
 
     # Completions ----------------------------------------------------------------------------------
+
+    def opens_thoughts(self, prompt: Sequence[int], grammar: str) -> bool:
+        """Returns whether the text of a completion begins within thoughts. Those whose end is a
+        special token, which text leaves out, can't be told apart. A `grammar` that does not name
+        their end has no room for them."""
+        if grammar and "/think>" not in grammar:  # in a regular expression its slash is escaped
+            return False
+        added = self._tokenizer.added_tokens_decoder.values()
+        is_text = not any(one.special and one.content == END_OF_THINK for one in added)
+        return is_text and self._tokenizer.decode(prompt[-PROMPT_END:]).rstrip().endswith(THINK)
 
     def parse(
         self,

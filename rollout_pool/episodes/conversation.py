@@ -102,6 +102,7 @@ class Chat(Protocol):
         messages: Sequence[Message],
         tools: Sequence[ToolSpec] = (),
     ) -> list[int]: ...
+    def opens_thoughts(self, prompt: Sequence[int], grammar: str) -> bool: ...
     def parse(
         self,
         output_ids: Sequence[int],

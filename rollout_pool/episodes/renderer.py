@@ -32,7 +32,7 @@ from rollout_pool.episodes.template import (
     as_template_tool,
     call_id,
 )
-from rollout_pool.episodes.thoughts import END_OF_THINK, THINK, join_thoughts, split_thoughts
+from rollout_pool.episodes.thoughts import END_OF_THINK, THINK, divide, join_thoughts
 from rollout_pool.episodes.tokenizer import PlainWords, TextTokens, Tokenizer
 from rollout_pool.episodes.tool_calls import SHOWN, BadCall, as_call
 from tensors.pictures import PictureProcessor
@@ -236,6 +236,9 @@ class RendererFormat:
 
     # Completions ----------------------------------------------------------------------------------
 
+    def opens_thoughts(self, prompt: Sequence[int], grammar: str) -> bool:
+        return False  # `parse` writes their mark itself
+
     def parse(
         self,
         output_ids: Sequence[int],
@@ -308,10 +311,9 @@ class RendererFormat:
         written = as_template_message(message)
         if message.role != "assistant":
             return {key: self._plain_words.within(value) for key, value in written.items()}
-        thoughts, said = split_thoughts(message.content)
-        if thoughts:
-            thoughts = thoughts.strip().removeprefix(THINK).removesuffix(END_OF_THINK)
-            written |= {"content": said.lstrip(), "reasoning_content": thoughts.strip()}
+        thoughts, said = divide(message.content)
+        if said != message.content:
+            written |= {"content": said, "reasoning_content": thoughts}
         return written
 
     def _tools(self, tools: Sequence[ToolSpec]) -> list[Any] | None:

@@ -34,7 +34,7 @@ from rollout_pool.episodes.episode import (
     add_turn,
     constraint_of,
 )
-from rollout_pool.episodes.thoughts import without_thoughts
+from rollout_pool.episodes.thoughts import THINK, without_thoughts
 from rollout_pool.sampling.sample import Completer, Sample
 
 log = logging.getLogger(__name__)
@@ -105,15 +105,16 @@ class EpisodeRunner:
         messages = with_files(observation.messages)
         if not progress.num_turns or observation.replaces_history:  # it opens a branch
             tools = observation.tools or progress.tools
-            return _Turn(prompt=self._chat.first_prompt(messages, tools), messages=messages)
-        whole = [*progress.messages, *messages]
-        if self._task.thoughts is Thoughts.stripped and (shown := without_thoughts(whole)) != whole:
+            prompt = self._chat.first_prompt(messages, tools)
+            return _Turn(prompt=prompt, messages=messages, shown=messages)
+        whole, read = [*progress.messages, *messages], [*progress.shown, *messages]
+        if self._task.thoughts is Thoughts.stripped and (shown := without_thoughts(read)) != read:
             prompt = self._chat.first_prompt(shown, progress.tools)
-            return _Turn(prompt=prompt, messages=shown)
+            return _Turn(prompt=prompt, messages=whole, shown=shown)
         prompt = self._chat.next_prompt(
             progress.prompt, progress.output_ids, messages, progress.tools
         )
-        return _Turn(prompt=prompt, messages=whole)
+        return _Turn(prompt=prompt, messages=whole, shown=read)
 
     def _check_length(self, progress: _Progress, length: int) -> None:
         most = self._rollout.max_prompt_tokens
@@ -153,7 +154,8 @@ class EpisodeRunner:
         completion = self._chat.parse(
             sample.output_ids, sample.finish_reason, sample.prompt, progress.tools
         )
-        progress.note_completion(turn, sample, completion)
+        opens = self._chat.opens_thoughts(sample.prompt, self._task.grammar or "")
+        progress.note_completion(turn, sample, completion, mark=THINK if opens else "")
         if not has_ended:
             raise _Over("episode_timeout")
         return completion
@@ -233,7 +235,9 @@ class _Turn:
     prompt: list[int]
     """All tokens before the completion."""
     messages: list[Message]
-    """The same as a conversation."""
+    """The whole conversation so far."""
+    shown: list[Message]
+    """The same as `prompt` has it: without the thoughts that task.thoughts leaves out."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -249,19 +253,25 @@ class _Progress:
     output_ids: list[int] = field(default_factory=list)
     """All tokens of the current branch: those before its last completion, and the completion's."""
     messages: list[Message] = field(default_factory=list)
+    shown: list[Message] = field(default_factory=list)
+    """See _Turn; thoughts that the prompt opened have their mark."""
     num_turns: int = 0
     env_reward: float | None = None
     env_parts: dict[str, float] = field(default_factory=dict)
     end: str = ""
     error: str | None = None
 
-    def note_completion(self, turn: _Turn, sample: Sample, completion: Completion) -> None:
+    def note_completion(
+        self, turn: _Turn, sample: Sample, completion: Completion, *, mark: str
+    ) -> None:
+        """`mark`: of thoughts that the prompt opened."""
         add_turn(self.branches, sample)
         self.prompt, self.output_ids = sample.prompt, sample.output_ids
         message = Message(
             role="assistant", content=completion.content, tool_calls=completion.tool_calls
         )
         self.messages = [*turn.messages, message]
+        self.shown = [*turn.shown, replace(message, content=mark + message.content)]
         self.num_turns += 1
 
     def note_step(self, step: Step) -> None:

@@ -35,8 +35,8 @@ def without_thoughts(messages: Sequence[Message]) -> list[Message]:
     """
     asked = max((place for place, one in enumerate(messages) if one.role == "user"), default=0)
     return [
-        replace(one, content=split_thoughts(one.content)[1].lstrip())
-        if one.role == "assistant" and place < asked and split_thoughts(one.content)[0]
+        replace(one, content=divide(one.content)[1])
+        if one.role == "assistant" and place < asked
         else one
         for place, one in enumerate(messages)
     ]

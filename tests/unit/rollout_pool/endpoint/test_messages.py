@@ -191,6 +191,19 @@ async def test_session_may_be_continued_through_the_other_api(scene):
     check_session(session, scene.author.written)
 
 
+async def test_numbers_come_back_as_javascript_writes_them(scene):
+    scene.author.says = iter([call("weather", at=[1.0, -0.5, 1e20], n=2**53 + 1), "two"])
+    session = scene.session()
+    asked = {"model": MODEL, "max_tokens": 200, "tools": [TOOL]}
+    client = scene.anthropic(session)
+    [made] = (await client.messages.create(**asked, messages=[USER])).content
+    assert made.input == {"at": [1.0, -0.5, 1e20], "n": 2**53 + 1}
+    own = {**made.model_dump(), "input": {"at": [1, -0.5, 10**20], "n": 2**53}}
+    messages = [USER, {"role": "assistant", "content": [own]}, user(result(made.id, "21"))]
+    await client.messages.create(**asked, messages=messages)
+    check_session(session, scene.author.written)
+
+
 @pytest.mark.parametrize("piece", [1, 1000])
 async def test_stream_is_blocks_one_after_the_other(scene, piece):
     scene.author.says, scene.author.piece = iter(SAYS), piece

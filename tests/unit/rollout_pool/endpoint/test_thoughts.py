@@ -105,6 +105,8 @@ async def test_kept_thoughts_make_one_trajectory_however_a_client_sends_them_bac
         session = scene.session()
         await play(session)
         [branch] = check_session(session, scene.author.written)
+        own = [one.content for one in session.messages if one.role == "assistant"]
+        assert [one.count("hm, hello") for one in own] == [1] * 4, "rewards get them all"
         assert TOKENIZER.decode(branch.tokens).count("hm, hello") == 4
 
 
@@ -170,6 +172,8 @@ async def test_thoughts_that_the_prompt_opened_are_told_apart(opened, sent, stre
     # A model that does not end its thoughts has called nothing.
     assert seen == [("hm", "one", 0), ("hm", "two", 1), ("hm, " + call("weather"), "", 0)]
     check_session(session, opened.author.written)
+    own = [one.content for one in session.messages if one.role == "assistant"]
+    assert own == [says[0], "hm</think>two", says[2]], "rewards get them as they were sampled"
 
 
 @pytest.mark.parametrize("stream", [False, True])

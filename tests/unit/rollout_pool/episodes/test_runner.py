@@ -189,12 +189,26 @@ async def test_thoughts_are_read_at_the_next_question_if_they_are_kept(thoughts)
     episode = await runner(model, thoughts=thoughts).run(Talk("1? ", " 2? ", " 3? "), ask())
     shown = [text_of(branch) for branch in episode.branches]
     contents = [message.content for message in episode.messages]
+    assert contents == ["1? ", "<think>hm</think>a", " 2? ", "b", " 3? ", "c"]
     if thoughts is Thoughts.kept:
         assert shown == ["1? [<think>hm</think>a|] 2? [b|] 3? [c|]"]
-        assert contents == ["1? ", "<think>hm</think>a", " 2? ", "b", " 3? ", "c"]
     else:
         assert shown == ["1? [<think>hm</think>a|]", "1? a 2? [b|] 3? [c|]"]
-        assert contents == ["1? ", "a", " 2? ", "b", " 3? ", "c"]
+
+
+@pytest.mark.parametrize(
+    ("said", "grammar", "shown"),
+    [
+        ("hm</think>a </think>", None, "1? <think>a </think> 2? [b|]"),
+        ("hm, a", None, "1? <think> 2? [b|]"),  # cut within its thoughts
+        ("a", 'start: "a"', "1? <think>[a|] 2? [b|]"),  # a form without room for thoughts
+    ],
+)
+async def test_thoughts_that_the_prompt_opened_are_stripped(said, grammar, shown):
+    run = runner(Model(said, "b"), thoughts=Thoughts.stripped, grammar=grammar)
+    episode = await run.run(Talk("1? <think>", " 2? "), ask())
+    assert text_of(episode.branches[-1]) == shown
+    assert episode.messages[1].content == said, "as it was sampled"
 
 
 async def test_last_turn_is_still_scored():

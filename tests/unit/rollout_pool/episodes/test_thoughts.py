@@ -55,10 +55,13 @@ def test_thoughts_come_as_soon_as_they_cannot_be_their_end():
 
 def test_thoughts_before_the_last_question_are_left_out():
     roles = ("user", "assistant", "user", "assistant", "tool", "assistant")
-    texts = ("1?", "hm\n</think>\n\n1", "2?", "<think>so</think>", "x", "<think>so</think>2")
+    texts = ("1?", "<think>hm\n</think>\n\n1", "2?", "<think>so</think>", "x", "<think>so</think>2")
     messages = [Message(role=r, content=t) for r, t in zip(roles, texts, strict=True)]
     shown = [message.content for message in without_thoughts(messages)]
     assert shown == ["1?", "1", *texts[2:]]
     assert without_thoughts(messages[:2]) == messages[:2]
+    for said in ("<think>hm</think>Write `</think>` to end it.", "Write `</think>` to end it."):
+        answer = [Message(role="assistant", content=said), messages[0]]
+        assert without_thoughts(answer)[0].content == "Write `</think>` to end it."
     more = [*messages, Message(role="user", content="3?")]
     assert [m.content for m in without_thoughts(more)] == ["1?", "1", "2?", "", "x", "2", "3?"]
