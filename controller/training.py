@@ -105,6 +105,8 @@ class Training:
         self._may_evaluate = False
         self._steps = dict[int, int]()
         """The step after which each version was the policy."""
+        self._unwritten = list[Best]()
+        """Evaluated before their checkpoints were written."""
         self._copy_error: Scalar | None = None
         """Why the last step has no copy in host memory."""
 
@@ -300,6 +302,9 @@ class Training:
             f"the ranks go on from step {restored.step} ({source}), after {seconds:.0f} s"
         )
         await self._history.resume(restored.step, source)
+        # The repeated steps have other weights than those that were evaluated.
+        self._steps = {v: step for v, step in self._steps.items() if step <= restored.step}
+        self._unwritten = [one for one in self._unwritten if one.step <= restored.step]
         await self._enter_phase(TRAINING)
 
     async def _results(self, pending: Mapping[str, Pending[T]]) -> list[T]:
@@ -320,8 +325,12 @@ class Training:
         elif record.kind == "agreement":
             if "error" in record.values:
                 self._disagreements.put_nowait(str(record.values["error"]))
-        elif {"error", "groups_error"} & record.values.keys():
-            self.panel.say(checkpoint_failed(record).sentence)
+        else:
+            if {"error", "groups_error"} & record.values.keys():
+                self.panel.say(checkpoint_failed(record).sentence)
+            written, self._unwritten = self._unwritten, []
+            for one in written:
+                self._note_best(one)
 
     # Evaluation ----------------------------------------------------------------------------------
 
@@ -355,14 +364,19 @@ class Training:
             return
         if step % trainer.checkpoint_every and step < trainer.num_steps:
             return  # a later version was evaluated than the one asked for: it has none
+        self._note_best(Best(step=step, metric=metric, value=value))
+
+    def _note_best(self, one: Best) -> None:
         store = CheckpointStore(self.run_dir.path / "checkpoints")
-        why = "it is gone already; raise trainer.keep_checkpoints"
+        why = "it was not written, or is gone already: raise trainer.keep_checkpoints"
         try:
-            is_kept = store.note_best(Best(step=step, metric=metric, value=value))
+            is_kept = store.note_best(one)
         except (OSError, ValueError) as error:
             is_kept, why = False, str(error)
-        if not is_kept:
-            what = f"the checkpoint of step {step}, with {metric} {value:.3g}"
+        if is_kept is None:
+            self._unwritten.append(one)
+        elif not is_kept:
+            what = f"the checkpoint of step {one.step}, with {one.metric} {one.value:.3g}"
             self.panel.say(f"{what}, is not kept as the best: {why}")
 
     # The end -------------------------------------------------------------------------------------

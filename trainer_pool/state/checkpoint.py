@@ -202,17 +202,20 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
 
-    def note_best(self, one: Best) -> bool:
-        """Keeps the checkpoint of `one` if it is the best so far. Returns False if it is gone.
+    def note_best(self, one: Best) -> bool | None:
+        """Keeps the checkpoint of `one` if it is the best so far. Returns False if it is gone, or
+        could not be written, and None if it is not written yet: until then the former stays.
 
-        It may be written only now. A repeated step, after a rollback, has other weights than before
-        and replaces itself. Raises ValueError and OSError.
+        A repeated step, after a rollback, has other weights than before and replaces itself. Raises
+        ValueError and OSError.
         """
-        before, newest = self.best(), self.latest()
+        before, newest, steps = self.best(), self.latest(), self.steps()
         is_other = before is not None and before.metric == one.metric and before.step != one.step
-        if before is not None and is_other and before.value >= one.value:
+        if before is not None and is_other and before.step in steps and before.value >= one.value:
             return True
-        if newest is not None and one.step < newest[1].step and one.step not in self.steps():
+        if newest is None or newest[1].step < one.step:
+            return None
+        if one.step not in steps:
             return False
         self._put(_BEST_FILE, json.dumps(asdict(one)))
         return True

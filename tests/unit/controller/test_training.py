@@ -31,7 +31,7 @@ from controller.watch.stalls import Stall
 from controller.watch.supervise import RunFailed
 from rollout_pool.pool import RolloutPool
 from rollout_pool.types import EvalReport
-from tests.support.controller.records import step_record
+from tests.support.controller.records import step_record, write_checkpoint
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import Best, CheckpointStore
 from trainer_pool.types import Restored, TrainReport
@@ -318,8 +318,22 @@ async def test_checkpoint_of_the_best_evaluation_is_named(
     config = replace(config, trainer=trainer)
     step = {**step_record(7, 1000.0).values, "version": 8}
     await open_run[2].append_metrics(step, "step")
-    _, said = await train(Ranks(REPORT), config=config)
     store = CheckpointStore(ended_run.path / "checkpoints")
+    found = list[Best | None]()
+
+    async def write() -> None:
+        found.append(store.best())
+        write_checkpoint(ended_run, 8, 9)
+        await open_run[2].append_metrics({"step": 8}, "checkpoint")
+
+    ranks = Ranks(REPORT)
+    loop, written = asyncio.get_running_loop(), Result()
+    monkeypatch.setattr(
+        written, "future", lambda: asyncio.run_coroutine_threadsafe(write(), loop), raising=False
+    )
+    ranks.exported = written
+    _, said = await train(ranks, config=config)
+    assert found == [None], "it was evaluated before it was written"
     expected = Best(step=8, metric="accuracy", value=0.75)
     assert store.best() == (expected if metric == "accuracy" else None)
     (store.folder / "best").write_text("{")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -302,8 +303,12 @@ def test_best_checkpoint_is_kept_until_a_better_one_is_found(tmp_path: Path) -> 
         assert note(step, {10: 0.4, 20: 0.8, 30: 0.8}[step])
     assert names(tmp_path) == {"step-000020", "step-000030", "latest", "best"}
     assert store.best() == Best(step=20, metric="accuracy", value=0.8)
-    assert note(40, 0.9)  # it is evaluated before it is written
+    assert note(40, 0.9) is None, "it is evaluated before it is written"
+    ranks.begin(40)
+    ranks.discard(40)  # the disk is full: the former best stays
+    assert store.best() == Best(step=20, metric="accuracy", value=0.8)
     write_checkpoint(ranks, 40)
+    assert note(40, 0.9)
     write_checkpoint(ranks, 50)
     assert names(tmp_path) == {"step-000040", "step-000050", "latest", "best"}
     assert not note(30, 1.0), "it is gone"
@@ -311,6 +316,9 @@ def test_best_checkpoint_is_kept_until_a_better_one_is_found(tmp_path: Path) -> 
     assert note(50, 0.3) and store.best() == Best(step=50, metric="accuracy", value=0.3)
     assert note(40, 0.1, "pass_at_4")  # resumed with another metric: values do not compare
     assert store.best() == Best(step=40, metric="pass_at_4", value=0.1)
+    shutil.rmtree(tmp_path / "step-000040")
+    assert note(50, 0.05, "pass_at_4"), "a checkpoint that is gone is not the best"
+    assert store.best() == Best(step=50, metric="pass_at_4", value=0.05)
 
 
 def test_nothing_is_removed_while_the_best_is_unknown(tmp_path: Path) -> None:
