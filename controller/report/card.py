@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from configs.load import experiment_yaml
 from configs.rollout_schema import TaskConfig
@@ -25,8 +28,15 @@ FIGURES = (
 """Fields of the result that are of the model, not of the run's course."""
 PACKAGES = ("torch", "transformers", "deepspeed", "sglang", "ray", "datasets", "numpy")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_SECRET = re.compile(r"(?i)((?:key|token|password|secret)['\"]?\s*[:=]\s*|bearer\s+)[^\s,&}'\"]+")
+_NAME = r"(?:key|token|password|secret|authorization)"
+_SECRET_NAME = re.compile(rf"(?i){_NAME}(s?)(?![a-z])(?!.*_(?:env|file)$)")
 """Anybody's own parameters may hold them. The settings name only files and variables of keys."""
+_SECRET = re.compile(
+    rf"""(?ix) ( (?: {_NAME}s? [\\'"]* \s*[:=] | (?<!\S) --?[\w-]*{_NAME}s?(?=\s) ) \s*
+               (?: (?:basic|bearer|token|digest) \s+ )? | bearer\s+ )
+         (?: "(?:\\.|[^"\\])*" | '[^']*' | \[[^\]]*\] | \S+ )"""
+)
+"""What a text says of one, up to the quote, the bracket or the white space that ends it."""
 
 
 def write_card(folder: Path, run_dir: RunDir, config: Config, result: RunResult) -> None:
@@ -61,7 +71,8 @@ def model_card(config: Config, result: RunResult, data: Mapping[str, str]) -> st
         (name or one.kind.name, _source(one), data.get(name, "made by the task"))
         for name, one in config.task.by_name.items()
     ]
-    settings = _SECRET.sub(r"\1***", experiment_yaml(config))
+    tree = OmegaConf.to_container(OmegaConf.create(experiment_yaml(config)))
+    settings = OmegaConf.to_yaml(OmegaConf.create(_masked(tree)))
     return "\n".join(
         (
             *("---", *head, "pipeline_tag: text-generation", "tags: [reinforcement-learning]"),
@@ -75,6 +86,19 @@ def model_card(config: Config, result: RunResult, data: Mapping[str, str]) -> st
             *(settings.rstrip(), "```", "", "## Packages", "", ", ".join(_versions()), ""),
         )
     )
+
+
+def _masked(value: Any, named: re.Match[str] | None = None) -> Any:
+    """The settings without secrets. `named`: the name of a secret that the value is under."""
+    if isinstance(value, dict):
+        return {n: _masked(v, _SECRET_NAME.search(str(n)) or named) for n, v in value.items()}
+    if isinstance(value, list):
+        return [_masked(one, named) for one in value]
+    if isinstance(value, str):
+        return "***" if named else _SECRET.sub(r"\1***", value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Several are no secret but a count, as in max_prompt_tokens.
+    return "***" if named and not named[1] and is_number else value
 
 
 def _source(task: TaskConfig) -> str:

@@ -102,6 +102,19 @@ def test_card_of_an_earlier_end_stays_as_it_was(run_dir: RunDir) -> None:
         "task.tools=['mcp:server --api-key=SECRET']",
         "task.params={api_key: SECRET}",
         "task.params={headers: {Authorization: 'Bearer SECRET'}}",
+        "task.params={api_key: 'my SECRET, and more'}",
+        "task.params={api_key: '77SECRET', note: 'a=b&c'}",
+        "task.params={api_keys: [SECRET, 'other SECRET']}",
+        "task.params={apiKeys: {judge: SECRET}}",
+        "task.params={headers: {Authorization: 'Basic SECRET'}}",
+        "task.params={header: 'Authorization: Basic SECRET'}",
+        "task.params={api_keys: [SECRET], api_key_env: KEPT}",
+        "task.params={password: 'a&SECRET,SECRET'}",
+        'task.params={text: \'{"API_KEY": "my SECRET"}\'}',
+        "task.params={text: 'password=a&SECRET,SECRET'}",
+        "task.params={text: 'api_keys: [sk-1, SECRET]'}",
+        "task.tools=['mcp:server --api-key SECRET']",
+        "task.tools=['mcp:server --api-key \"my SECRET\"']",
     ],
 )
 def test_card_names_no_secret(run_dir: RunDir, setting: str) -> None:
@@ -109,3 +122,20 @@ def test_card_names_no_secret(run_dir: RunDir, setting: str) -> None:
     config = load_config([*own, setting])
     text = model_card(config, write_summary(run_dir, []), {})
     assert "SECRET" not in text and "***" in text
+    assert ("KEPT" in text) == ("KEPT" in setting)
+
+
+def test_card_has_what_only_sounds_like_a_secret(run_dir: RunDir) -> None:
+    config = load_config(
+        [
+            "rollout.max_prompt_tokens=77",
+            "task.params={tokenizer: fast, num_tokens: 5, has_token: true, text: 'the key idea'}",
+            "task.rewards={right: {kind: judge, model: m, url: 'http://h', api_key_env: ENV}}",
+        ]
+    )
+    text = model_card(config, write_summary(run_dir, []), {})
+    settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert settings["rollout"]["max_prompt_tokens"] == 77
+    assert settings["task"]["rewards"]["right"]["api_key_env"] == "ENV"
+    names = {"tokenizer": "fast", "num_tokens": 5, "has_token": True, "text": "the key idea"}
+    assert settings["task"]["params"].items() >= names.items()
