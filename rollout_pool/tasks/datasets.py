@@ -135,7 +135,7 @@ class ProblemTask(SingleTurnTask, Generic[P]):
 def _data(problems: Sequence[Problem]) -> str:
     digest = hashlib.sha256()
     for problem in problems:
-        digest.update(repr(_key(problem)).encode())
+        digest.update(repr((*_key(problem), *getattr(problem, "episode", ()))).encode())
     return f"{len(problems)} problems (sha256 {digest.hexdigest()[:16]})"
 
 
@@ -220,7 +220,9 @@ class Question:
     def right(self) -> Hashable:
         # As text: calls of tools have no hash. Without any, as in data of earlier runs.
         more = (self.pictures, *map(repr, self.conversation))
-        return (self.answers, *more) if any(more) else self.answers
+        # A model's answer decides nothing: its question may have several, in as many rows.
+        answers = () if self.episode else self.answers
+        return (answers, *more) if any(more) else answers
 
     @property
     def solution(self) -> str:

@@ -562,6 +562,19 @@ def test_rows_of_one_question_are_told_apart_by_their_answers(tmp_path):
     assert {task.solution(prompt) for prompt in prompts} == {"0", "1", "2"}
 
 
+def test_rows_with_several_conversations_about_one_question_are_that_question(tmp_path):
+    def row(question, answer):
+        said = (("user", question), ("assistant", answer))
+        return {"messages": [{"role": role, "content": text} for role, text in said]}
+
+    rows = [row("1+1?", "Two."), row("2+2?", "Four."), row("1+1?", "It is two.")]
+    settings = {"params": {"question": "messages", "answer": "messages"}, "chat_template": True}
+    task = of_rows(tmp_path / "a.jsonl", rows, **settings)
+    assert in_epoch(task, 3).keys() == {"2+2?"}
+    rows[1] = row("2+2?", "Five.")
+    assert of_rows(tmp_path / "b.jsonl", rows, **settings).data != task.data
+
+
 @pytest.mark.parametrize(
     ("kind", "held_out"),
     [
