@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from controller.metrics.history import read_metrics
-from controller.report.card import result_at, write_card
+from controller.report.card import CARD, model_card, result_at
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count
 from trainer_pool.state.checkpoint import CheckpointStore, read_state
@@ -21,6 +21,9 @@ def export_model(run_dir: RunDir, step: str | None, to: Path | None) -> None:
     folder = to or run_dir.path / f"model-{checkpoint.name}"
     if folder.exists():
         raise RunDirError(f"TO={folder}: exists already; choose another folder, or remove it")
+    # Before the model is written: after a failure the next try would find its folder.
+    result = result_at(run_dir, config, read_metrics(run_dir.metrics), state)
+    card = model_card(config, result, run_dir.read_data())
     num_parameters = export_checkpoint(
         checkpoint,
         config.model.path or str(run_dir.model),
@@ -28,8 +31,7 @@ def export_model(run_dir: RunDir, step: str | None, to: Path | None) -> None:
         trust_remote_code=config.model.trust_remote_code,
         lora=config.model.lora,
     )
-    records = read_metrics(run_dir.metrics)
-    write_card(folder, run_dir, config, result_at(run_dir, config, records, state))
+    (folder / CARD).write_text(card, encoding="utf-8")
     size = format_count(num_parameters)
     print(f"{run_dir.name}: {size} parameters of step {state.step} in {folder}")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from controller.commands import export
 from controller.main import EXIT_BAD_INPUT
 from controller.run_dir import RunDir
 from tests.support.controller.buffers import Command
@@ -21,3 +24,14 @@ def test_checkpoint_that_is_not_there_is_refused(run_dir: RunDir, leash: Command
     (run_dir.path / "model-step-000006").mkdir()
     error = leash("export", "--step", "best", exit_code=EXIT_BAD_INPUT)
     assert "model-step-000006: exists already" in error
+
+
+def test_damaged_records_are_found_before_the_model_is_written(
+    run_dir: RunDir, leash: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = list[object]()
+    monkeypatch.setattr(export, "export_checkpoint", lambda *a, **k: written.append(a) or 0)
+    write_checkpoint(run_dir, 6, 6)
+    (run_dir.path / "data.json").write_text("{")
+    assert "data.json is damaged" in leash("export", exit_code=EXIT_BAD_INPUT)
+    assert written == []
