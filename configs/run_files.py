@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
@@ -14,12 +16,19 @@ T = TypeVar("T")
 
 def read_bytes(path: Path) -> bytes:
     """The content of a file. Raises FileNotFoundError, and ValueError if it cannot be read."""
+    with open_bytes(path) as file:
+        return file.read()
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """The file, to read from. Raises as `read_bytes`."""
     try:
         # Without the flag a named pipe would wait here for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError(f"{path} is not a regular file")
-            return file.read()
+            yield file
     except FileNotFoundError:
         raise
     except OSError as error:

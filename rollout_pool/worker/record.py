@@ -17,11 +17,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from buffer.wire.codec import encode_group
 from buffer.wire.header import Count
-from configs.run_files import read_bytes
+from configs.run_files import open_bytes, read_bytes
 from rollout_pool.episodes.conversation import Conversations, Message
 from rollout_pool.episodes.template import as_openai_message
 
@@ -151,8 +152,16 @@ def all_recorded(folder: Path) -> Iterator[Recorded]:
     """All recorded groups, those of a worker in the order in which they ended. See `read_recorded`
     for cut and damaged lines."""
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
-        for part in reversed(_files(path, NUM_FILES)):
-            yield from (_parse(*found) for found in _lines(part))
+        with ExitStack() as files:
+            # All are open before the first is read, the newest first: a live run's rotation would
+            # put others in their places.
+            parts = dict[int, tuple[Path, BinaryIO]]()
+            for part in _files(path, NUM_FILES):
+                with suppress(FileNotFoundError):
+                    file = files.enter_context(open_bytes(part))
+                    parts.setdefault(os.fstat(file.fileno()).st_ino, (part, file))
+            for part, file in reversed(parts.values()):
+                yield from (_parse(*found) for found in _lines(file.read(), part))
 
 
 def _files(path: Path, number: int) -> list[Path]:
@@ -164,19 +173,19 @@ def _read(path: Path, group_id: str | None) -> Recorded | None:
     """The last complete line with this id."""
     wanted = _START + (b"" if group_id is None else json.dumps(group_id).encode() + b",")
     last: tuple[bytes, str] | None = None
-    for found in _lines(path):
+    try:
+        data = read_bytes(path)
+    except FileNotFoundError:
+        return None
+    for found in _lines(data, path):
         if found[0].startswith(wanted):
             last = found
     return None if last is None else _parse(*last)
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, str]]:
+def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, str]]:
     """The complete lines, with their places for messages."""
-    try:
-        lines = read_bytes(path).split(b"\n")
-    except FileNotFoundError:
-        return
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.startswith(_START[: len(line)]):
             raise ValueError(
                 f"{path}:{number} is damaged: it is no recorded group; remove the line"

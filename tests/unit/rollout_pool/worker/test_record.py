@@ -166,6 +166,19 @@ async def test_files_are_bounded_and_the_oldest_is_removed(tmp_path: Path) -> No
     ]
 
 
+async def test_rotation_while_all_are_read_loses_none(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path, "worker-0", 1.0, 0)
+    for group_id in ("a", "b", "c"):
+        log._rotate()
+        await log.write(make_group(group_id), "", {})
+    reading = all_recorded(tmp_path)
+    found = [next(reading)]
+    log._rotate()
+    await log.write(make_group("d"), "", {})
+    found += reading
+    assert [one.group.group_id for one in found] == ["a", "b", "c"]
+
+
 async def test_group_above_the_bound_is_left_out(tmp_path: Path, caplog) -> None:
     log = RolloutLog(tmp_path, "worker-0", 1.0, 0, max_file_bytes=1000)
     await log.write(make_group("a", 1000), "", {})
