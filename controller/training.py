@@ -180,7 +180,7 @@ class Training:
             # A failure here, before training, ends the run: it has cost only minutes.
             wait = self._await_result
             start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
-            self._history.record("eval", start)
+            self._record_evaluation("eval", start)
         await self._enter_phase(TRAINING)
         self._may_evaluate = True
         generating = [
@@ -350,15 +350,23 @@ class Training:
         """A failed evaluation is reported and does not end the run."""
         pool, wait = self.pools.rollout, self._await_result
         kind, record = await try_evaluate(pool, version, may_hold=may_hold, await_result=wait)
-        recorded = self._history.record(kind, record)
+        recorded = self._record_evaluation(kind, record)
         if kind == EVAL_FAILED:
             self.panel.say(eval_failed(recorded).sentence)
         elif self.config.trainer.keep_best is not None:
             self._keep_best(recorded, self.config.trainer.keep_best)
 
+    def _record_evaluation(self, kind: str, values: Mapping[str, Scalar]) -> Record:
+        for name in values:
+            if name.startswith("failed/"):
+                self.panel.say(f"the evaluation of the set {name[7:]} failed: {values[name]}")
+        return self._history.record(kind, values)
+
     def _keep_best(self, evaluated: Record, metric: str) -> None:
         """A failure is reported and does not end the run."""
-        step, value = self._steps.get(evaluated.count("version_min")), evaluated.number(metric)
+        own = f"version_min/{metric.partition('/')[2]}"  # of a set, which is answered later
+        version = evaluated.count(own if own in evaluated.values else "version_min")
+        step, value = self._steps.get(version), evaluated.number(metric)
         trainer = self.config.trainer
         if step is None or not math.isfinite(value):
             return

@@ -104,10 +104,12 @@ class EvalReport:
 
     of_sets: Mapping[str, EvalReport] = field(default_factory=dict)
     """The reports on the further held-out sets, by name."""
+    failed_sets: Mapping[str, str] = field(default_factory=dict)
+    """Why there is none of the others, by name."""
 
     def record(self) -> dict[str, float | int | str]:
         """Flat, for a metrics log: mean_at_<k> and pass_at_<k> for each k, accuracy/<task>; of a
-        further set the same names with /<set>."""
+        further set the same names with /<set>, or failed/<set>."""
         flat = self._flat()
         of_sets = {
             f"{name}/{place}": value
@@ -115,19 +117,17 @@ class EvalReport:
             for name, value in report._flat().items()
             if name.startswith(_OF_EACH_SET)
         }
-        versions = [self, *self.of_sets.values()]
-        flat["version_min"] = min(one.version_min for one in versions)
-        flat["version_max"] = max(one.version_max for one in versions)
-        return flat | of_sets
+        failed = {f"failed/{place}": why for place, why in self.failed_sets.items()}
+        return flat | of_sets | failed
 
     def _flat(self) -> dict[str, float | int | str]:
         flat = asdict(self)
-        del flat["of_sets"]
+        del flat["of_sets"], flat["failed_sets"]
         by_name = {"mean_at": flat.pop("mean_at_k"), "pass_at": flat.pop("pass_at_k")}
         of_tasks = {f"accuracy/{task}": v for task, v in flat.pop("accuracy_of").items()}
         by_size = {f"{name}_{k}": v for name, by_k in by_name.items() for k, v in by_k.items()}
         return flat | by_size | of_tasks
 
 
-_OF_EACH_SET = ("accuracy", "score_mean", "mean_at_", "pass_at_", "num_")
+_OF_EACH_SET = ("version_", "accuracy", "score_mean", "mean_at_", "pass_at_", "num_")
 """Beginnings of the names of what a record has of each set."""

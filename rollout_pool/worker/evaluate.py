@@ -89,16 +89,17 @@ class Evaluator:
         """`version`: the oldest policy version that may sample a token; waits for it.
 
         `engine` is held at that version and serves all requests; if it fails, any engine serves
-        the rest. Raises EvaluationFailed, and RuntimeError if an older version was still served.
+        the rest. Of a further set that fails the report has the reason. Raises EvaluationFailed,
+        and RuntimeError if an older version was still served.
         """
         report = await self._run(version, engine)
-        of_sets = {}
+        of_sets, failed = {}, {}
         for name, evaluator in self._further.items():
             try:
                 of_sets[name] = await evaluator._run(version, engine)
             except EvaluationFailed as error:
-                raise EvaluationFailed(f"the set {name}: {error}") from error
-        return replace(report, of_sets=of_sets)
+                failed[name] = str(error)
+        return replace(report, of_sets=of_sets, failed_sets=failed)
 
     async def _run(self, version: int, engine: str | None) -> EvalReport:
         started = time.perf_counter()

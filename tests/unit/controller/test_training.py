@@ -17,6 +17,7 @@ from rich.console import Console
 from buffer.connect import Buffer
 from buffer.run_state import RunState
 from configs.choices import OnStall
+from configs.rollout_schema import EvalSet
 from configs.schema import Config, StallConfig
 from controller import training
 from controller.buffer_access import BufferAddress
@@ -301,7 +302,7 @@ REPORT_OF_LAST = EvalReport(
 )
 
 
-@pytest.mark.parametrize("metric", ["accuracy", "pass_at_1"])
+@pytest.mark.parametrize("metric", ["accuracy", "pass_at_1", "accuracy/hard"])
 async def test_checkpoint_of_the_best_evaluation_is_named(
     ended_run: RunDir,
     config: Config,
@@ -311,11 +312,14 @@ async def test_checkpoint_of_the_best_evaluation_is_named(
     metric: str,
 ) -> None:
     def evaluate(*_: Any) -> tuple[str, Result]:
-        return "worker-0", done(REPORT_OF_LAST)
+        early = replace(REPORT_OF_LAST, version_min=4)
+        report = replace(early, of_sets={"hard": REPORT_OF_LAST}, failed_sets={"far": "it is away"})
+        return "worker-0", done(report if "/" in metric else REPORT_OF_LAST)
 
     monkeypatch.setattr(IdleEngine, "evaluate", evaluate, raising=False)
     trainer = replace(config.trainer, keep_best=metric, checkpoint_every=20)
-    config = replace(config, trainer=trainer)
+    sets = {"hard": EvalSet()} if "/" in metric else {}
+    config = replace(config, trainer=trainer, task=replace(config.task, eval_sets=sets))
     step = {**step_record(7, 1000.0).values, "version": 8}
     await open_run[2].append_metrics(step, "step")
     store = CheckpointStore(ended_run.path / "checkpoints")
@@ -334,13 +338,15 @@ async def test_checkpoint_of_the_best_evaluation_is_named(
     ranks.exported = written
     _, said = await train(ranks, config=config)
     assert found == [None], "it was evaluated before it was written"
-    expected = Best(step=8, metric="accuracy", value=0.75)
-    assert store.best() == (expected if metric == "accuracy" else None)
+    expected = Best(step=8, metric=metric, value=0.75)
+    assert store.best() == (expected if metric != "pass_at_1" else None)
+    told = "the evaluation of the set far failed: it is away"
+    assert (told in said) == (metric == "accuracy/hard")
     (store.folder / "best").write_text("{")
     await open_run[2].append_metrics(step, "step")
     _, said = await train(Ranks(REPORT), config=config)
-    words = "the checkpoint of step 8, with accuracy 0.75, is not kept as the best"
-    assert (words in said) == (metric == "accuracy")
+    words = f"the checkpoint of step 8, with {metric} 0.75, is not kept as the best"
+    assert (words in said) == (metric != "pass_at_1")
 
 
 async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_a_run(

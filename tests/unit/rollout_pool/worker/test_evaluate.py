@@ -119,19 +119,27 @@ async def test_further_sets_are_sampled_and_reported_by_themselves(make) -> None
     assert {name for name in record if "/" in name} == {
         *(f"{name}_at_{k}/odd" for name in ("mean", "pass") for k in (1, 2, 4)),
         *("accuracy/odd", "score_mean/odd", "num_failed/odd", "num_unscored/odd"),
-        *("num_prompts/odd", "num_samples/odd"),
+        *("num_prompts/odd", "num_samples/odd", "version_min/odd", "version_max/odd"),
     }
 
 
-async def test_failure_of_a_set_names_it(make) -> None:
+async def test_versions_of_a_set_are_not_those_of_the_others(make) -> None:
+    evaluator, oracle = make(lambda sample: "yes", mixes=True, sets={"odd": EvalSet()})
+    oracle.version_of = lambda sample: 5 if asked(sample) % 2 else 3
+    record = (await evaluator.run(3)).record()
+    assert (record["version_min"], record["version_max"]) == (3, 3)
+    assert (record["version_min/odd"], record["version_max/odd"]) == (5, 5)
+
+
+async def test_set_that_fails_costs_only_its_own_report(make) -> None:
     def answer(sample):
         return SampleFailed("no") if asked(sample) % 2 else "yes"
 
     evaluator, _ = make(answer, mixes=True, sets={"odd": EvalSet()})
-    with pytest.raises(
-        EvaluationFailed, match="the set odd: 2 of 2 held-out prompts got no answer"
-    ):
-        await evaluator.run(3)
+    record = (await evaluator.run(3)).record()
+    assert (record["accuracy"], record["num_prompts"]) == (1.0, 2)
+    assert str(record["failed/odd"]).startswith("2 of 2 held-out prompts got no answer")
+    assert [name for name in record if "/" in name] == ["failed/odd"]
     with pytest.raises(ValueError, match="every held-out prompt is longer and was skipped"):
         make(answer, 3, sets={"even": EvalSet()})
 
