@@ -17,7 +17,7 @@ import contextlib
 import difflib
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
 from enum import Enum
@@ -156,11 +156,12 @@ def _is_other_task(before: tuple[object, object], after: tuple[object, object]) 
     return before[0] != after[0] or (before[0] in NAMED_KINDS and before[1] != after[1])
 
 
-def experiment_yaml(config: Config) -> str:
+def experiment_yaml(config: Config, shown: Callable[[Any], Any] = lambda tree: tree) -> str:
     """An experiment file with which `load_config` gives `config` again, except for run.name.
 
     It chooses no files and holds the values that differ from the schema's defaults, so that it
     stays what it is when files of the groups change. Passwords in addresses are replaced by ***.
+    `shown`: makes of the values, by name, those that are written.
     """
     tree = OmegaConf.to_container(_schema(Config), resolve=True, enum_to_str=True)
     usual = _flat(tree, "")
@@ -176,7 +177,7 @@ def experiment_yaml(config: Config) -> str:
     written = OmegaConf.create()
     for name, value in values.items():
         OmegaConf.update(written, name, _literal(_without_passwords(value)), force_add=True)
-    return OmegaConf.to_yaml(written)
+    return OmegaConf.to_yaml(OmegaConf.create(shown(OmegaConf.to_container(written))))
 
 
 def _without_defaults(name: str, value: Any) -> Any:

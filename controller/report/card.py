@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from configs.load import experiment_yaml
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
@@ -36,7 +34,7 @@ _SECRET = re.compile(
                (?: (?:basic|bearer|token|digest) \s+ )? | bearer\s+ )
          (?: "(?:\\.|[^"\\])*" | '[^']*' | \[[^\]]*\] | \S+ )"""
 )
-"""What a text says of one, up to the quote, the bracket or the white space that ends it."""
+"""A secret in a text, up to the quote, the bracket or the white space that ends it."""
 
 
 def write_card(folder: Path, run_dir: RunDir, config: Config, result: RunResult) -> None:
@@ -71,8 +69,7 @@ def model_card(config: Config, result: RunResult, data: Mapping[str, str]) -> st
         (name or one.kind.name, _source(one), data.get(name, "made by the task"))
         for name, one in config.task.by_name.items()
     ]
-    tree = OmegaConf.to_container(OmegaConf.create(experiment_yaml(config)))
-    settings = OmegaConf.to_yaml(OmegaConf.create(_masked(tree)))
+    settings = experiment_yaml(config, _masked)
     return "\n".join(
         (
             *("---", *head, "pipeline_tag: text-generation", "tags: [reinforcement-learning]"),
