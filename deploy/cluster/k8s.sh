@@ -13,12 +13,13 @@ if [ "$1" = resume ]; then set -- resume --dir /runs "${@:2}"; else set -- launc
 read_words "$@"
 # shellcheck disable=SC2034 # by their names, below
 RUN=$run_name RAY_VERSION=$(sed -n 's/^ray==\([0-9.]*\).*/\1/p' deploy/requirements-gpu.lock) WORKERS=$((${NODES:-1} - 1)) CPUS=${CPUS:-8} MEMORY=${MEMORY:-32Gi} SHM=${SHM:-8Gi} GPUS=${GPUS:-0} CLAIM=${CLAIM:-leash-runs}
+JOB=$(od -An -N8 -tx1 /dev/urandom | tr -d ' \n') # tells another attempt of this job from another job with the run's name
 [[ $RUN =~ ^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$ ]] ||
     refuse "run.name=$RUN: Kubernetes wants at most 40 small letters, digits and '-', the first a letter, the last none of '-'"
 WORDS=$(show "${words[@]}")
 WORDS=${WORDS//\'/\'\'} # in YAML's quotes
 text=$(<deploy/cluster/k8s.yaml)
-for name in RUN RAY_VERSION IMAGE WORKERS CPUS MEMORY SHM GPUS CLAIM WORDS; do text=${text//"\${$name}"/"${!name}"}; done
+for name in RUN JOB RAY_VERSION IMAGE WORKERS CPUS MEMORY SHM GPUS CLAIM WORDS; do text=${text//"\${$name}"/"${!name}"}; done
 if [ -n "${DRY:-}" ]; then
     echo "$text"
     exit

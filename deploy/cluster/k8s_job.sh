@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# In the pods of k8s.yaml: `run` launches the run, or goes on with it if an earlier cluster began it; `stop`, before a
+# In the pods of k8s.yaml: `run` launches the run, or goes on with it if an earlier attempt of this job had it; `stop`, before a
 # pod ends, lets it save and stop.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . deploy/cluster/run.sh
-record=/runs/$RUN/run.json
+record=/runs/$RUN/run.json job=/runs/$RUN/job
+is_here() { grep -qs "\"host\": \"$(hostname)\"" "$record"; }
 
 if [ "$1" = stop ]; then
     while grep -qs '"state": "running"' "$record"; do
-        if grep -q "\"host\": \"$(hostname)\"" "$record"; then .venv/bin/leash stop --dir /runs --run "$RUN"; fi
+        if is_here; then .venv/bin/leash stop --dir /runs --run "$RUN"; fi
         sleep 2
     done
     exit
@@ -16,11 +17,13 @@ fi
 # shellcheck disable=SC2153
 eval "set -- $WORDS" # k8s.sh has quoted them for a shell
 read_words "$@"
-go_on
+if grep -qsx "$JOB" "$job"; then go_on; fi # another job of that name may live: the launch or resume decides
 code=$(mktemp)
 # Ray signals every descendant of a job that it stops, Redis too; `setsid --fork` makes this none, and `stop` asks in order.
 # shellcheck disable=SC2016
 setsid --fork bash -c '"${@:2}"; echo "$?" >"$1"' bash "$code" .venv/bin/leash "${words[@]}" cluster.stop_timeout_s=90 cluster.ray_address=auto
 trap '.venv/bin/leash stop --dir /runs --run "$RUN"' TERM
+until [ -s "$code" ] || is_here; do sleep 1 || true; done
+if is_here; then echo "$JOB" >"$job"; fi
 until [ -s "$code" ]; do sleep 1 || true; done
 exit "$(<"$code")"

@@ -131,7 +131,17 @@ def test_launch_submits_what_a_dry_run_prints(tmp_path: Path) -> None:
     assert "kubectl delete rayjob night-1 ends it in order" in told.stdout
     assert (tmp_path / "kubectl.call").read_text() == "create -o name -f -\n"
     submitted = yaml.safe_load((tmp_path / "kubectl.got").read_text())
-    assert submitted == manifest("run.name=night")
+    dry = manifest("run.name=night")
+    ids = [
+        pair.pop("value")
+        for document in (submitted, dry)
+        for pair in document["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"][
+            "containers"
+        ][0]["env"]
+        if pair["name"] == "JOB"
+    ]
+    assert submitted == dry and ids[0] != ids[1]
+    assert all(re.fullmatch("[0-9a-f]{16}", number) for number in ids)
 
 
 # The pod's script ---------------------------------------------------------------------------------
@@ -167,7 +177,7 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
 
 def start(checkout: Path, verb: str, words: str = "") -> subprocess.Popen[bytes]:
     script = str(checkout / "deploy/cluster/k8s_job.sh")
-    environment = {"PATH": os.environ["PATH"], "RUN": "night", "WORDS": words}
+    environment = {"PATH": os.environ["PATH"], "RUN": "night", "JOB": "1", "WORDS": words}
     return subprocess.Popen([script, verb], env=environment)
 
 
@@ -193,6 +203,10 @@ def test_job_in_the_pod_lets_the_run_stop_in_order(checkout: Path, is_pod_ended:
     run = int((checkout / "pid").read_text())
     descendants = psutil.Process(running.pid).children(recursive=True)
     assert run not in {child.pid for child in descendants}
+    while not (checkout / "runs/night/job").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert (checkout / "runs/night/job").read_text() == "1\n"
     if is_pod_ended:
         assert start(checkout, "stop").wait(LIMIT_S) == 0
         assert "stopped" in (checkout / "runs/night/run.json").read_text()
@@ -200,3 +214,21 @@ def test_job_in_the_pod_lets_the_run_stop_in_order(checkout: Path, is_pod_ended:
         running.terminate()
     assert running.wait(LIMIT_S) == 130
     assert (checkout / "calls").read_text().split()[-5:-3] == ["stop", "--dir"]
+
+
+@pytest.mark.parametrize("job", [None, "1", "2"])
+def test_job_in_the_pod_goes_on_only_with_a_run_that_it_began(
+    checkout: Path, job: str | None
+) -> None:
+    """Another job's run of that name may live, and is left to what `leash launch` says of it."""
+    run = checkout / "runs/night"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints/latest").write_text("step-4")
+    record = '"host": "another"\n"state": "running"\n'
+    (run / "run.json").write_text(record)
+    if job is not None:
+        (run / "job").write_text(f"{job}\n")
+    start(checkout, "run", f"launch run.dir={checkout}/runs run.name=night").wait(LIMIT_S)
+    verb = (checkout / "calls").read_text().split()[0]
+    is_kept = (run / "run.json").read_text() == record
+    assert (verb, is_kept) == (("resume", False) if job == "1" else ("launch", True))
