@@ -15,7 +15,8 @@ def address(*names: str) -> None:
     own = [own_address_towards(name) for name in names]
     for name, towards in zip(names, own, strict=True):
         if is_loopback(towards) or towards == socket.getaddrinfo(name, None)[0][4][0]:
-            sys.exit(f"{name} is this machine, the head; name only the others")
+            print(f"{name} is this machine, the head; name only the others", file=sys.stderr)
+            sys.exit(3)  # an error of Python itself is 1
     print(own[0])
 
 

@@ -46,6 +46,10 @@ go_on() { # words of a run whose job is started again: of what it had started be
     fi
 }
 
+need_venv() { # before the first command from it
+    [ -x .venv/bin/leash ] || refuse "no .venv in $PWD; run make install there first, on a machine of the cluster"
+}
+
 wait_for_nodes() { # address, number
     .venv/bin/python deploy/cluster/nodes.py wait "$1" "$2" "$START_S" 9>&- &
     waiter=$!
@@ -64,7 +68,6 @@ wait_for_nodes() { # address, number
 run_on_nodes() { # this machine's address, then the command of the run
     local address=$1 other
     shift
-    [ -x .venv/bin/leash ] || refuse "no .venv in $PWD; run deploy/install.sh gpu, or cpu, there first, on a machine of the cluster"
     # For the token and what the nodes print, until the run's own folder is there.
     folder=$(realpath -m -- "$run_dir")/.$run_name.nodes
     export LOGS=$folder/logs RAY_AUTH_TOKEN_PATH=$folder/token

@@ -54,6 +54,7 @@ after_end() { # Slurm calls a job that it is ending itself no longer running
 }
 
 words=("${words[0]}" cluster.stop_timeout_s=$(((LEAD_S - 100) / 5)) "${words[@]:1}") # a stop has five such parts, and a minute
+need_venv
 address='' at=null # one machine: the launch starts Ray itself, as it does without Slurm
 if [ "${#others[@]}" -gt 0 ]; then
     address=$(.venv/bin/python deploy/cluster/nodes.py address "${others[0]}")

@@ -17,7 +17,12 @@ for other in "${others[@]}"; do
     [[ $other != -* ]] || refuse "HOSTS: $other is no name of a machine; name them $as"
     names+=("$(ssh -G "$other" | awk '$1 == "hostname" { print $2 }')")
 done
-address=$(.venv/bin/python deploy/cluster/nodes.py address "${names[@]}") || refuse "HOSTS: name other machines than this, $as"
+need_venv
+address=$(.venv/bin/python deploy/cluster/nodes.py address "${names[@]}") || {
+    code=$?
+    [ "$code" != 3 ] || refuse "HOSTS: name other machines than this, $as"
+    exit "$code"
+}
 
 start_node() {
     local command=(env BY_PIPE=1 LOGS="$LOGS" deploy/cluster/node.sh "$1" "$3")

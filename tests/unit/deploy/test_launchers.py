@@ -302,7 +302,26 @@ def test_ssh_refuses_hosts_with_the_fix(scene: Scene, hosts: str, problem: str) 
 def test_this_machine_is_refused_as_one_of_the_others() -> None:
     nodes = [sys.executable, str(ROOT / "deploy/cluster/nodes.py"), "address", "127.0.0.1"]
     told = subprocess.run(nodes, capture_output=True, text=True, timeout=LIMIT_S)
-    assert told.returncode == 1 and "127.0.0.1 is this machine" in told.stderr
+    assert told.returncode == 3 and "127.0.0.1 is this machine" in told.stderr
+
+
+@pytest.mark.parametrize(("exit_code", "is_advised"), [(3, True), (1, False)])
+def test_ssh_advises_on_hosts_only_where_they_name_this_machine(
+    scene: Scene, exit_code: int, is_advised: bool
+) -> None:
+    scene.write(".venv/bin/python", f"#!/bin/sh\nexit {exit_code}\n")
+    code, output = scene.run("ssh", *WORDS, HOSTS="b")
+    assert code == (2 if is_advised else exit_code)
+    assert ("name other machines" in output) == is_advised
+
+
+@pytest.mark.parametrize(("script", "variables"), [("ssh", {"HOSTS": "b"}), ("slurm", None)])
+def test_fresh_checkout_is_refused_with_the_fix(
+    scene: Scene, script: str, variables: dict[str, str] | None
+) -> None:
+    shutil.rmtree(scene.path / ".venv")
+    code, output = scene.run(script, *WORDS, **variables or in_a_job())
+    assert code == 2 and output.startswith("cluster: no .venv in ") and "make install" in output
 
 
 def test_dry_run_of_ssh_prints_every_command_and_starts_none(scene: Scene) -> None:
