@@ -445,7 +445,8 @@ class ClusterConfig(Section):
     of ray_address, or 127.0.0.1 without a cluster. Redis always has a password."""
     start_timeout_s: float = field(default=900.0, metadata=SECONDS)
     stop_timeout_s: float = field(default=20.0, metadata=SECONDS)
-    """For each part of the shutdown: the current step and the model, each pool, Redis."""
+    """For each part of the shutdown: the current step and the model, each pool, files on other
+    hosts, Redis, and what is left."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,8 +18,8 @@ from processes.runs import end_processes, run_processes
 
 GRACE_S = 60.0
 """Time of the parts of the end that `cluster.stop_timeout_s` does not limit."""
-NUM_TIMED_WAITS = 5
-"""Parts that it limits: the model, each pool, Redis, and what is left."""
+NUM_TIMED_WAITS = 6
+"""Parts that it limits: the model, each pool, files on other hosts, Redis, and what is left."""
 CLEAR_UP_S = 20.0
 
 

@@ -21,7 +21,7 @@ if grep -qsx "$JOB" "$job"; then go_on; fi # another job of that name may live: 
 code=$(mktemp)
 # Ray signals every descendant of a job that it stops, Redis too; `setsid --fork` makes this none, and `stop` asks in order.
 # shellcheck disable=SC2016
-setsid --fork bash -c '"${@:2}"; echo "$?" >"$1"' bash "$code" .venv/bin/leash "${words[@]}" cluster.stop_timeout_s=90 cluster.ray_address=auto
+setsid --fork bash -c '"${@:2}"; echo "$?" >"$1"' bash "$code" .venv/bin/leash "${words[@]}" cluster.stop_timeout_s=85 cluster.ray_address=auto
 trap '.venv/bin/leash stop --dir /runs --run "$RUN"' TERM
 until [ -s "$code" ] || is_here; do sleep 1 || true; done
 if is_here; then echo "$JOB" >"$job"; fi

@@ -17,7 +17,7 @@ if [ ! -f deploy/cluster/run.sh ]; then cd "$(dirname "$0")/../.."; fi
 . deploy/cluster/run.sh
 
 export LEAD_S=${LEAD_S:-600}
-[ "$LEAD_S" -ge 200 ] || refuse "LEAD_S=$LEAD_S: a run needs at least 200 seconds to save and stop"
+[ "$LEAD_S" -ge 250 ] || refuse "LEAD_S=$LEAD_S: a run needs at least 250 seconds to save and stop"
 read_words "$@"
 if [ -z "${SLURM_JOB_ID:-}" ]; then
     command -v sbatch >/dev/null || refuse "no sbatch on PATH; run this where jobs are submitted"
@@ -53,7 +53,7 @@ after_end() { # Slurm calls a job that it is ending itself no longer running
     scontrol requeue "$SLURM_JOB_ID"
 }
 
-words=("${words[0]}" cluster.stop_timeout_s=$(((LEAD_S - 100) / 5)) "${words[@]:1}") # a stop has five such parts, and a minute
+words=("${words[0]}" cluster.stop_timeout_s=$(((LEAD_S - 150) / 6)) "${words[@]:1}") # a stop has six such parts and a minute; then the nodes have END_S
 need_venv
 address='' at=null # one machine: the launch starts Ray itself, as it does without Slurm
 if [ "${#others[@]}" -gt 0 ]; then

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import yaml
 
+from controller.commands.stop import GRACE_S, NUM_TIMED_WAITS
 from tests.support.repository import ROOT
 
 LIMIT_S = 60.0
@@ -189,6 +190,9 @@ def test_job_in_the_pod_runs_the_words_as_they_were_typed_and_passes_the_exit_co
     words = (checkout / "calls").read_text().splitlines()
     assert words[0] == "launch" and 'task.path=it\'s "my" $HOME/file' in words
     assert words[-1] == "cluster.ray_address=auto"
+    stop_timeout_s = int(words[-2].removeprefix("cluster.stop_timeout_s="))
+    needed_s = GRACE_S + NUM_TIMED_WAITS * stop_timeout_s
+    assert needed_s < int(given["RAY_JOB_STOP_WAIT_TIME_S"]) < pod["terminationGracePeriodSeconds"]
 
 
 @pytest.mark.parametrize("is_pod_ended", [False, True])

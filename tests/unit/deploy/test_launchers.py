@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from controller.commands.stop import GRACE_S, NUM_TIMED_WAITS
 from tests.support.repository import ROOT
 
 LIMIT_S = 60.0
@@ -357,8 +358,8 @@ def test_slurm_is_refused_where_it_is_not(scene: Scene) -> None:
     assert code == 2 and "no sbatch on PATH" in output
     code, output = scene.run("slurm", *WORDS, **in_a_job(here="login"))
     assert code == 2 and "--nodelist=n1 make launch CLUSTER=slurm" in output
-    code, output = scene.run("slurm", *WORDS, LEAD_S="60")
-    assert code == 2 and "at least 200 seconds" in output
+    code, output = scene.run("slurm", *WORDS, LEAD_S="249")
+    assert code == 2 and "at least 250 seconds" in output
     assert scene.calls("srun", "leash") == []
 
 
@@ -372,7 +373,7 @@ def test_slurm_starts_a_node_on_each_machine_of_its_job_then_the_run(scene: Scen
     assert all(step.endswith(f"node.sh worker {HEAD}") for step in others)
     (run,) = scene.calls("leash")
     assert run == (
-        "leash launch cluster.stop_timeout_s=100 --experiment quickstart run.name=night"
+        "leash launch cluster.stop_timeout_s=75 --experiment quickstart run.name=night"
         f" run.dir=runs run.name=night cluster.ray_address={HEAD}:6379"
     )
     assert scene.calls("ray") == ["ray has ended"] * 3
@@ -385,6 +386,18 @@ def test_slurm_job_of_one_machine_leaves_ray_to_the_launch(scene: Scene) -> None
     code, _ = scene.run("slurm", *WORDS, **in_a_job(machines="n1"))
     assert code == 0 and scene.calls("srun") == []
     assert scene.calls("leash")[0].endswith(" cluster.ray_address=null")
+
+
+@pytest.mark.parametrize("lead_s", [250, 600])
+def test_slurm_job_has_time_to_save_and_be_queued_again_before_its_limit(
+    scene: Scene, lead_s: int
+) -> None:
+    scene.write("leash-exits", "0")
+    scene.run("slurm", *WORDS, LEAD_S=str(lead_s), **in_a_job("n1 n2"))
+    (stop_timeout_s,) = re.findall(r"stop_timeout_s=(\d+)", scene.calls("leash")[0])
+    script = (ROOT / "deploy/cluster/run.sh").read_text()
+    (nodes_s,) = re.findall(r"^END_S=(\d+)$", script, re.M)
+    assert GRACE_S + NUM_TIMED_WAITS * int(stop_timeout_s) + int(nodes_s) <= lead_s - 30
 
 
 @pytest.mark.parametrize(
@@ -420,7 +433,7 @@ def test_slurm_job_that_was_queued_again_goes_on_from_the_checkpoint(scene: Scen
     scene.run("slurm", *WORDS, **in_a_job("n1 n2", restarts=1))
     (run,) = scene.calls("leash")
     assert run == (
-        "leash resume cluster.stop_timeout_s=100 --dir runs --run night"
+        "leash resume cluster.stop_timeout_s=75 --dir runs --run night"
         f" cluster.ray_address={HEAD}:6379"
     )
     record = (scene.path / "runs/night/run.json").read_text()
