@@ -1,15 +1,24 @@
 #!/usr/bin/env bash
-# In the pods of k8s.yaml: `run` launches the run, or goes on with it if an earlier attempt of this job had it; `stop`, before a
-# pod ends, lets it save and stop.
+# In the pods of k8s.yaml: `run` launches the run, or goes on with it if an earlier attempt of this job had it; `stop`,
+# before a pod ends, lets it save and stop if that is the head's; the other pods wait for it where all end.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . deploy/cluster/run.sh
-record=/runs/$RUN/run.json job=/runs/$RUN/job
+record=/runs/$RUN/run.json job=/runs/$RUN/job # this job's id, then `stop` once that was asked for
+NOTICE_S=20 # the pods of a cluster that is deleted end in any order
 is_here() { grep -qs "\"host\": \"$(hostname)\"" "$record"; }
+ask() {
+    if is_here; then echo stop >>"$job"; fi
+    .venv/bin/leash stop --dir /runs --run "$RUN"
+}
 
 if [ "$1" = stop ]; then
     while grep -qs '"state": "running"' "$record"; do
-        if is_here; then .venv/bin/leash stop --dir /runs --run "$RUN"; fi
+        if is_here; then
+            ask
+        elif [ "$SECONDS" -ge "$NOTICE_S" ] && ! grep -qsx stop "$job"; then
+            exit # only this machine ends, or the head has died: nobody will end the run
+        fi
         sleep 2
     done
     exit
@@ -22,7 +31,7 @@ code=$(mktemp)
 # Ray signals every descendant of a job that it stops, Redis too; `setsid --fork` makes this none, and `stop` asks in order.
 # shellcheck disable=SC2016
 setsid --fork bash -c '"${@:2}"; echo "$?" >"$1"' bash "$code" .venv/bin/leash "${words[@]}" cluster.stop_timeout_s=85 cluster.ray_address=auto
-trap '.venv/bin/leash stop --dir /runs --run "$RUN"' TERM
+trap ask TERM
 until [ -s "$code" ] || is_here; do sleep 1 || true; done
 if is_here; then echo "$JOB" >"$job"; fi
 until [ -s "$code" ]; do sleep 1 || true; done

@@ -88,6 +88,8 @@ def test_pod_mounts_its_memory_and_the_runs_and_names_what_kuberay_wants(
     stop = container["lifecycle"]["preStop"]["exec"]["command"]
     assert stop == ["/opt/leash/deploy/cluster/k8s_job.sh", "stop"]
     assert pod["terminationGracePeriodSeconds"] == 600
+    assert container["livenessProbe"]["terminationGracePeriodSeconds"] < 600
+    assert "terminationGracePeriodSeconds" not in container["readinessProbe"]  # Kubernetes refuses
 
 
 def test_pod_has_the_limits_of_every_cluster(pod: dict[str, Any]) -> None:
@@ -166,7 +168,8 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
     """With the folder of runs in it, and a `leash` that trains until it is stopped."""
     shutil.copytree(ROOT / "deploy/cluster", tmp_path / "deploy/cluster")
     script = tmp_path / "deploy/cluster/k8s_job.sh"
-    script.write_text(script.read_text().replace("/runs", str(tmp_path / "runs")))
+    text = script.read_text().replace("/runs", str(tmp_path / "runs"))
+    script.write_text(text.replace("NOTICE_S=20", "NOTICE_S=1"))
     leash = tmp_path / ".venv/bin/leash"
     leash.parent.mkdir(parents=True)
     leash.write_text(LEASH)
@@ -218,6 +221,24 @@ def test_job_in_the_pod_lets_the_run_stop_in_order(checkout: Path, is_pod_ended:
         running.terminate()
     assert running.wait(LIMIT_S) == 130
     assert (checkout / "calls").read_text().split()[-5:-3] == ["stop", "--dir"]
+    assert "stop" in (checkout / "runs/night/job").read_text().split()
+
+
+def test_pod_of_a_worker_waits_for_the_end_of_the_run_only_if_a_stop_was_asked_for(
+    checkout: Path,
+) -> None:
+    record = checkout / "runs/night/run.json"
+    record.parent.mkdir(parents=True)
+    record.write_text('"host": "the-head"\n"state": "running"\n')
+    (record.parent / "job").write_text("1\n")
+    assert start(checkout, "stop").wait(LIMIT_S) == 0
+    (record.parent / "job").write_text("1\nstop\n")
+    waiting = start(checkout, "stop")
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.wait(4)
+    record.write_text('"host": "the-head"\n"state": "stopped"\n')
+    assert waiting.wait(LIMIT_S) == 0
+    assert not (checkout / "calls").exists()
 
 
 @pytest.mark.parametrize("job", [None, "1", "2"])
