@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 . deploy/cluster/run.sh
 record=/runs/$RUN/run.json job=/runs/$RUN/job # this job's id, then `stop` once that was asked for
+refused=/runs/.$RUN.refused # the id of a job whose words were bad
 NOTICE_S=20 # the pods of a cluster that is deleted end in any order
 is_here() { grep -qs "\"host\": \"$(hostname)\"" "$record"; }
 ask() {
@@ -23,6 +24,7 @@ if [ "$1" = stop ]; then
     done
     exit
 fi
+if grep -qsx "$JOB" "$refused"; then refuse "an earlier attempt of this job has said what is wrong with its words; change them, and launch again"; fi
 # shellcheck disable=SC2153
 eval "set -- $WORDS" # k8s.sh has quoted them for a shell
 read_words "$@"
@@ -35,4 +37,6 @@ trap ask TERM
 until [ -s "$code" ] || is_here; do sleep 1 || true; done
 if is_here; then echo "$JOB" >"$job"; fi
 until [ -s "$code" ]; do sleep 1 || true; done
-exit "$(<"$code")"
+code=$(<"$code")
+if [ "$code" = 2 ]; then echo "$JOB" >"$refused"; fi # KubeRay would build three more clusters for the same error
+exit "$code"

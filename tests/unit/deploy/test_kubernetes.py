@@ -153,7 +153,7 @@ def test_launch_submits_what_a_dry_run_prints(tmp_path: Path) -> None:
 LEASH = """#!/usr/bin/env bash
 printf '%s\\n' "$@" >>calls
 if [ "$1" = stop ]; then kill "$(<pid)" && exit; fi
-[ -e trains ] || exit 7
+[ -e trains ] || exit "$(cat exit-code 2>/dev/null || echo 7)"
 trap 'sed -i s/running/stopped/ runs/night/run.json; kill "$sleep"; exit 130' TERM
 sleep 600 & sleep=$!
 mkdir -p runs/night
@@ -179,9 +179,9 @@ def checkout(tmp_path: Path) -> Iterator[Path]:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
 
 
-def start(checkout: Path, verb: str, words: str = "") -> subprocess.Popen[bytes]:
+def start(checkout: Path, verb: str, words: str = "", job: str = "1") -> subprocess.Popen[bytes]:
     script = str(checkout / "deploy/cluster/k8s_job.sh")
-    environment = {"PATH": os.environ["PATH"], "RUN": "night", "JOB": "1", "WORDS": words}
+    environment = {"PATH": os.environ["PATH"], "RUN": "night", "JOB": job, "WORDS": words}
     return subprocess.Popen([script, verb], env=environment)
 
 
@@ -257,3 +257,17 @@ def test_job_in_the_pod_goes_on_only_with_a_run_that_it_began(
     verb = (checkout / "calls").read_text().split()[0]
     is_kept = (run / "run.json").read_text() == record
     assert (verb, is_kept) == (("resume", False) if job == "1" else ("launch", True))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "job", "num_launches"), [("2", "1", 1), ("2", "2", 2), ("7", "1", 2)]
+)
+def test_job_in_the_pod_ends_at_once_if_its_words_were_refused_before(
+    checkout: Path, exit_code: str, job: str, num_launches: int
+) -> None:
+    (checkout / "runs").mkdir()
+    (checkout / "exit-code").write_text(exit_code)
+    words = f"launch run.dir={checkout}/runs run.name=night"
+    for attempt in ("1", job):
+        assert start(checkout, "run", words, attempt).wait(LIMIT_S) == int(exit_code)
+    assert (checkout / "calls").read_text().split().count("launch") == num_launches
