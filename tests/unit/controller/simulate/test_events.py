@@ -156,7 +156,7 @@ def test_long_answers_are_lost_at_a_short_leash_and_trained_where_the_trainer_wa
 def test_run_in_which_no_step_can_come_says_so() -> None:
     for mtbf_s in (math.inf, 1e6):
         with pytest.raises(ValueError, match=r"after 2 steps nothing runs and nothing is ready"):
-            simulate(setting(mtbf_s=mtbf_s), drawing([(10, 10)] * 5))
+            simulate(setting(mtbf_s=mtbf_s, num_trainer_gpus=1), drawing([(10, 10)] * 5))
 
 
 def test_answers_of_a_failed_engine_go_on_with_what_was_sent_of_them() -> None:

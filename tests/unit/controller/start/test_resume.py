@@ -114,9 +114,9 @@ def test_export_takes_the_checkpoint_that_a_resume_goes_on_from(ended_run: RunDi
     for name in ("step-000009", "step-000006.bak"):  # undone by a restart; a user's copy
         (folder / name).mkdir()
     assert checkpoint_of(ended_run, None) == folder / "step-000006"
-    assert checkpoint_of(ended_run, 9) == folder / "step-000009"
+    assert checkpoint_of(ended_run, "9") == folder / "step-000009"
     with pytest.raises(RunDirError, match=r"STEP=7: a has no checkpoint of it; there are 6, 9"):
-        checkpoint_of(ended_run, 7)
+        checkpoint_of(ended_run, "7")
     (folder / "latest").unlink()
     with pytest.raises(RunDirError, match="no checkpoint yet"):
         checkpoint_of(ended_run, None)

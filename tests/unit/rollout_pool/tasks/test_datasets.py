@@ -457,8 +457,9 @@ def test_folder_of_files_is_a_data_set_with_splits(tmp_path, monkeypatch):
     assert task.data == of_rows(tmp_path / "same.jsonl", PLAIN).data
     with pytest.raises(ValueError, match=r"^task\.path='.*rows': its split 'dev' did not load"):
         questions(path=str(path), params={"eval_split": "dev"})
-    with pytest.raises(ValueError, match=r"^task\.eval_path=.*rows: not a readable file"):
-        questions(path=str(path), eval_path=str(path))
+    (other := tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=r"^task\.eval_path=.*other: not a readable file"):
+        questions(path=str(path), eval_path=str(other))
 
 
 def test_folder_of_tables_in_text_keeps_its_values_as_text(tmp_path):
