@@ -201,7 +201,8 @@ class RunView:
         self._observed_at = now
         if self.stats is None or _trainer_marks(stats) != _trainer_marks(self.stats):
             self.trainer_at = now
-        marks = ("tokens_generated", "turns")
+        # The latter is counted when a group ends; the histories of older versions have only that.
+        marks = ("tokens_arrived", "tokens_generated")
         has_moved = any(counters.get(name) != self.counters.get(name) for name in marks)
         if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
             self.moved_at = now

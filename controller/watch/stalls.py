@@ -1,7 +1,7 @@
 """Detects that nothing moves in a run any more, and who waits for whom (pure).
 
     trainer    it has a batch, or could take one, or hands a version over: since its last change
-    rollouts   the trainer waits for a batch: since the last token, turn or pushed group
+    rollouts   the trainer waits for a batch: since the last token or pushed group
 
 A stage stalls after `factor` times what a step of the same run usually takes of it: the median of
 the last steps, those since the run's conditions changed if they are enough. What has its own reason

@@ -59,7 +59,7 @@ class Clock:
         for _ in range(round(seconds / SAMPLE_S)):
             self.t += SAMPLE_S
             self.tokens += tokens
-            counters = {"tokens_generated": self.tokens, **self.counters}
+            counters = {"tokens_arrived": self.tokens, **self.counters}
             self.view.observe(self.t, self.stats(stats), {}, counters)
             if find_stall(self.view) is not None:
                 self.alarms.append(self.t)
