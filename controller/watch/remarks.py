@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from buffer.results import BufferStats
+from configs.choices import OnStale
 from controller.metrics.history import Record, Scalar, below
 from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
@@ -73,25 +74,30 @@ def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
     return alarm(part, f"{head}: {stall.get('words')}", str(stall.get("advice")))
 
 
-def late_step(stats: BufferStats, last: Record, late_s: float, usual_s: float) -> Finding | None:
+def late_step(
+    stats: BufferStats, last: Record, on_stale: OnStale, late_s: float, usual_s: float
+) -> Finding | None:
     """A hint for a step that takes long although something moves; `late_s`: since `last`."""
     is_late = late_s > max(FACTOR * usual_s, AT_LEAST_S)
-    if not is_late or not stats.running or trainer_words(stats, last):
+    if not is_late or not stats.running or trainer_words(stats, last, on_stale):
         return None
     head = f"no step for {format_duration(late_s)}, where one takes {format_duration(usual_s)}"
     words = f"{head}: {ready_words(stats)}, and {stats.running} are being sampled"
     return hint("rollout", words, "long answers may be at their end soon")
 
 
-def trainer_words(stats: BufferStats, last: Record) -> str:
+def trainer_words(stats: BufferStats, last: Record, on_stale: OnStale) -> str:
     """The trainer's work after its step `last`, in words; "" if it waits for a batch."""
-    version, wanted = stats.trainer_version, stats.groups_per_step
+    version = stats.trainer_version
+    # With OnStale.wait it may wait for a running group first.
+    may_wait = on_stale is OnStale.wait and stats.running > 0
+    can_take = stats.ready >= stats.groups_per_step and not may_wait
     if version > last.count("version") + 1:
         return f"which hands over version {version}, or saves it"
     # In the middle of an update that takes several batches it may wait for the next of them.
-    if stats.leased and (stats.gradient_accumulation_steps == 1 or stats.ready >= wanted):
+    if stats.leased and (stats.gradient_accumulation_steps == 1 or can_take):
         return f"which has its {stats.leased} groups"
-    return f"which takes none of {stats.ready} groups that are ready" * (stats.ready >= wanted)
+    return f"which takes none of {stats.ready} groups that are ready" * can_take
 
 
 def ready_words(stats: BufferStats) -> str:

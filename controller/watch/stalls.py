@@ -69,7 +69,7 @@ def find_stall(view: RunView, factor: float = FACTOR) -> Stall | None:
 
 def _of_trainer(view: RunView, stats: BufferStats, steps: Sequence[Record]) -> Stall | None:
     """A stall, if it has lasted for long enough; None if the trainer waits for others."""
-    if not (words := trainer_words(stats, view.steps[-1])):
+    if not (words := trainer_words(stats, view.steps[-1], view.on_stale)):
         return None
     return Stall(
         part=TRAINER,

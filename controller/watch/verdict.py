@@ -76,7 +76,7 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
         yield from engine_findings(stats, view.weights)
         if usual_s is not None and view.phase == "training" and view.stall is None:
             late_s = view.now - view.steps[-1].t
-            yield late_step(stats, view.steps[-1], late_s, usual_s)
+            yield late_step(stats, view.steps[-1], view.on_stale, late_s, usual_s)
         yield from buffer_findings(stats, view.waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms
     if view.eval_failure is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from buffer.results import BufferStats
+from configs.choices import OnStale
 from configs.schema import Config, ModelConfig, TrainerConfig
 from controller.metrics.history import STALL, STALL_ENDED, Record
 from controller.watch.finding import Level
@@ -105,6 +106,20 @@ def test_stall_names_who_waits_for_whom(
     assert clock.alarms[0] - began == pytest.approx(max(3 * usual_s, AT_LEAST_S), abs=3.0)
     assert words in found.finding(clock.alarms[0] - SAMPLE_S).words
     assert found.finding(clock.t).level is Level.alarm
+
+
+def test_trainer_that_must_wait_for_running_groups_has_not_stalled() -> None:
+    clock = Clock()
+    clock.view.on_stale = OnStale.wait
+    ready = replace(WAITING, ready=16)
+    clock.go_on(25.0, ready, tokens=True)
+    assert clock.alarms == []
+    clock.go_on(90.0, ready, tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None and found.part == "engines"
+    clock.go_on(90.0, replace(ready, running=0), tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None and found.part == "trainer"
 
 
 def test_engine_so_far_behind_that_nothing_may_begin_is_the_cause() -> None:
