@@ -68,9 +68,10 @@ def engine_findings(stats: BufferStats, weights: WeightsView) -> list[Finding]:
 def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
     """The alarm of a `stall` record."""
     part, usual_s = str(stall.get("part")), float(stall.get("usual_s", math.nan))
-    what = "no step" if part.startswith(TRAINER) else "no token or group"
+    is_trainer = part.startswith(TRAINER)
+    what, of = ("no step", "step") if is_trainer else ("no token or group", "published version")
     lasted = format_duration(max(0.0, now - float(stall.get("since", now))))
-    head = f"{what} for {lasted}, where a step takes {format_duration(usual_s)}"
+    head = f"{what} for {lasted}, where a {of} takes {format_duration(usual_s)}"
     return alarm(part, f"{head}: {stall.get('words')}", str(stall.get("advice")))
 
 
@@ -92,7 +93,9 @@ def trainer_words(stats: BufferStats, last: Record, on_stale: OnStale) -> str:
     # With OnStale.wait it may wait for a running group first.
     may_wait = on_stale is OnStale.wait and stats.running > 0
     can_take = stats.ready >= stats.groups_per_step and not may_wait
-    if version > last.count("version") + 1:
+    # Each step of an update records the version that it trains; only the last one makes the next.
+    is_made = last.count("step") % stats.gradient_accumulation_steps == 0
+    if version > last.count("version") + is_made:
         return f"which hands over version {version}, or saves it"
     # In the middle of an update that takes several batches it may wait for the next of them.
     if stats.leased and (stats.gradient_accumulation_steps == 1 or can_take):

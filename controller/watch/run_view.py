@@ -235,11 +235,12 @@ class RunView:
 
     @property
     def recent_steps(self) -> list[Record]:
-        """The last twenty steps at most, since the run's conditions changed if they are enough;
-        none before the fourth since the start."""
+        """The last twenty steps, or two publishes, at most, since the run's conditions changed if
+        they are enough; none before the fourth step since the start and a whole publish."""
+        every = self.steps_per_publish
         for since in (self.changed_at, self.resumed_at):
-            recent = [step for step in self.steps[-20:] if step.t >= since]
-            if len(recent) > FEW:
+            recent = [step for step in self.steps[-max(20, 2 * every) :] if step.t >= since]
+            if len(recent) > max(FEW, every):
                 return recent
         return []
 
@@ -248,6 +249,17 @@ class RunView:
         """Median time from one of the recent steps to the next."""
         times = [step.t for step in self.recent_steps]
         return median(b - a for a, b in pairwise(times)) if times else None
+
+    @property
+    def usual_publish_s(self) -> float | None:
+        """The same for as many steps as are between two versions that the engines get."""
+        times = [step.t for step in self.recent_steps]
+        later = times[self.steps_per_publish :]
+        return median(b - a for a, b in zip(times, later, strict=False)) if times else None
+
+    @property
+    def steps_per_publish(self) -> int:
+        return self.steps_per_version * self.weights.publish_every
 
     @property
     def eta_s(self) -> float | None:
@@ -303,7 +315,7 @@ class RunView:
             return WeightsPace()
         seconds = self.seconds_per_step
         if seconds is not None:
-            seconds *= self.steps_per_version * self.weights.publish_every
+            seconds *= self.steps_per_publish
         return self.weights.pace(seconds, self.stats.trainer_version, self.stats.engine_versions)
 
 

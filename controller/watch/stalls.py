@@ -29,7 +29,7 @@ from controller.watch.remarks import (
 )
 from controller.watch.run_view import RunView
 
-_WORK = ("step_s", "snapshot_s", "snapshot_wait_s")
+_SENDING = ("snapshot_s", "snapshot_wait_s")
 _SAVING = ("checkpoint_s", "memory_copy_s")
 _UNKNOWN_START_S = 900.0
 
@@ -61,7 +61,7 @@ def find_stall(view: RunView, factor: float = FACTOR) -> Stall | None:
         return None
     found, at_least_s = _of_trainer(view, stats, steps), AT_LEAST_S
     if found is None:
-        found = _of_rollouts(view, stats, view.usual_step_s or 0.0)
+        found = _of_rollouts(view, stats, view.usual_publish_s or 0.0)
         if stats.engines_gone or view.workers_away:
             at_least_s += view.config.cluster.start_timeout_s if view.config else _UNKNOWN_START_S
     return found if view.now - found.since > max(factor * found.usual_s, at_least_s) else None
@@ -74,7 +74,11 @@ def _of_trainer(view: RunView, stats: BufferStats, steps: Sequence[Record]) -> S
     return Stall(
         part=TRAINER,
         since=max(view.trainer_at, view.changed_at),
-        usual_s=median(_seconds(step, _WORK) for step in steps) + _saving_s(view, steps),
+        usual_s=(
+            median(_seconds(step, ("step_s",)) for step in steps)
+            + max(_seconds(step, _SENDING) for step in steps)  # only some steps send a version
+            + _saving_s(view, steps)
+        ),
         words=f"rollouts wait for the trainer, {words}",
         advice="logs/trainer-*.log may say why",
     )

@@ -39,6 +39,8 @@ class Clock:
         self.view.num_steps = 1000
         self.t, self.tokens, self.counters = 0.0, 0.0, dict[str, float]()
         self.alarms: list[float] = []
+        self.version: int | None = None
+        """The trainer's, where that is not the number of its steps."""
         self.apply("phase", phase="training")
         for _ in range(num_steps):
             self.step(usual_s)
@@ -48,9 +50,10 @@ class Clock:
 
     def stats(self, stats: BufferStats) -> BufferStats:
         """With the trainer's version, and engines that serve it."""
-        version = self.view.step
+        version = self.view.step if self.version is None else self.version
         return replace(
             stats,
+            gradient_accumulation_steps=self.view.steps_per_version,
             trainer_version=version,
             consumed=16 * version,
             engine_versions={"engine-0": version},
@@ -88,8 +91,8 @@ def test_usual_step_is_the_median_and_needs_four_steps() -> None:
          "the trainer, which has its 16 groups"),
         (replace(WAITING, ready=16), 6, "trainer", "which takes none of 16 groups that are ready"),
         (WAITING, 7, "trainer", "which hands over version 7, or saves it"),
-        (WAITING, 6, "engines", "no token or group for 30 s, where a step takes 10 s: the trainer "
-         "waits for rollouts: 3 of 16 groups are ready, and 9 are being sampled"),
+        (WAITING, 6, "engines", "no token or group for 30 s, where a published version takes "
+         "10 s: the trainer waits for rollouts: 3 of 16 groups are ready, and 9 are being sampled"),
         (replace(WAITING, running=0), 6, "workers", "3 of 16 groups are ready, and none is being"),
     ],
 )  # fmt: skip
@@ -120,6 +123,36 @@ def test_trainer_that_must_wait_for_running_groups_has_not_stalled() -> None:
     clock.go_on(90.0, replace(ready, running=0), tokens=False)
     found = find_stall(clock.view)
     assert found is not None and found.part == "trainer"
+
+
+def updates(clock: Clock, number: int, *, wait_s: float, sending_s: float) -> None:
+    """Each of five steps: its batches come at once, and only its last step sends the version."""
+    for version in range(number):
+        for step in range(1, 6):
+            clock.go_on(wait_s if step == 1 else 1.0, WAITING, tokens=step > 1)
+            clock.go_on(2.0, TRAINING, tokens=True)
+            sends = step == 5
+            clock.version = version + sends
+            clock.go_on(sending_s * sends, WAITING, tokens=True)
+            done = step_record(clock.view.step, clock.t, step_s=2.0, snapshot_s=sending_s * sends)
+            clock.view.apply(replace(done, values={**done.values, "version": version}))
+
+
+def test_update_of_several_steps_is_measured_as_a_whole() -> None:
+    clock = Clock(num_steps=0, gradient_accumulation_steps=5, checkpoint_every=1000)
+    updates(clock, 6, wait_s=40.0, sending_s=35.0)
+    assert clock.view.usual_step_s == 3.0 and clock.view.usual_publish_s == 89.0
+    assert clock.alarms == []
+
+
+def test_version_that_is_handed_over_after_several_steps_is_the_trainers() -> None:
+    clock = Clock(num_steps=0, gradient_accumulation_steps=5, checkpoint_every=1000)
+    updates(clock, 2, wait_s=1.0, sending_s=1.0)
+    clock.view.steps.pop()  # its last one goes on
+    clock.view.step = 9
+    clock.go_on(90.0, WAITING, tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None and "which hands over version 2" in found.words
 
 
 def test_engine_so_far_behind_that_nothing_may_begin_is_the_cause() -> None:

@@ -349,7 +349,7 @@ def test_verdict_that_fails_leaves_what_was_found(caplog: pytest.LogCaptureFixtu
     log_once.cache_clear()
     view = view_of(room=Room(disk_free=1))
     view.apply(Record(t=30.0, kind="checkpoint", values={"step": 2, "error": "no room"}))
-    view.weights = None  # type: ignore[assignment]
+    view.engines = None  # type: ignore[assignment]
     for _ in range(2):
         assert [one.part for one in findings(view)] == ["disk", "checkpoint"]
     assert len(caplog.records) == 1
