@@ -91,23 +91,20 @@ class StallWatch:
 
     async def _look(self) -> Stalled | None:
         """Sees a stall through, if there is one; returns what ends the run."""
-        if (found := find_stall(self.view, self.config.factor)) is None:
+        if (found := self._find()) is None:
             return None
         stall, silent = await self._with_silent(found)
-        if not self._goes_on:
+        if self._find() is None:  # also if its ranks start again anyway
             return None
         if (failed := await self._begin(stall, silent)) is not None:
             return failed
-        while self._goes_on:
+        while self.view.phase == RESTARTING or self._find() is not None:
             await asyncio.sleep(LOOK_S)
         self._end(stall)
         return None
 
-    @property
-    def _goes_on(self) -> bool:
-        if self.view.phase == RESTARTING:
-            return True
-        return find_stall(self.view, self.config.factor) is not None
+    def _find(self) -> Stall | None:
+        return find_stall(self.view, self.config.factor)
 
     async def _with_silent(self, stall: Stall) -> tuple[Stall, list[str]]:
         """The stall with the processes that do not answer as its cause, if there are any."""
@@ -123,7 +120,7 @@ class StallWatch:
         self.say(found.sentence)
         stacks = await self._write_stacks(stall.part)
         self._tell(STALL, stall, found, str(stacks or ""))
-        if self.config.policy is OnStall.alarm or not self._goes_on:
+        if self.config.policy is OnStall.alarm or self._find() is None:
             return None
         at = f"; stacks are in {stacks}" if stacks else ""
         failed = Stalled(f"the run stalled: {found.words}{at}")

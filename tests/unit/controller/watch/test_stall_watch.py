@@ -135,6 +135,36 @@ async def test_stall_does_not_end_before_its_ranks_train_again(run_dir: RunDir) 
     await run.close()
 
 
+@pytest.mark.parametrize("policy", [OnStall.restart, OnStall.end])
+@pytest.mark.parametrize("when", ["asked", "told"])
+async def test_ranks_that_start_again_meanwhile_are_left_alone(
+    run_dir: RunDir, policy: OnStall, when: str
+) -> None:
+    run, begun = Run(run_dir, policy=policy), asyncio.Event()
+
+    def begin() -> None:
+        phase = {"phase": stall_watch.RESTARTING}
+        run.view.apply(Record(t=68.0, kind="phase", values=phase))
+        begun.set()
+
+    def ask(part: str) -> Mapping[str, Answer]:
+        if when == "asked":
+            begin()
+        return {}
+
+    def say(line: str) -> None:
+        if line.startswith("Stacks"):
+            begin()
+
+    run.watch.processes, run.watch.say = ask, say
+    async with asyncio.timeout(60):
+        await begun.wait()
+    await asyncio.sleep(0.1)  # nothing tells that something was not done
+    assert run.restarted == [] and not run.task.done()
+    assert [kind for kind, _ in run.recorded] == ["stall"] * (when == "told")
+    await run.close()
+
+
 async def test_policy_may_end_the_run_once_that_is_told(run_dir: RunDir, tmp_path: Path) -> None:
     run = Run(run_dir, policy=OnStall.end, command=f"cat > {tmp_path}/heard")
     async with asyncio.timeout(60):
