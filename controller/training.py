@@ -454,12 +454,10 @@ class Training:
         if any(name.startswith(TRAINER) for name in names):
             self._stalled_ranks.put_nowait(why)
             return
-        pool = self.pools.rollout
-        members = {"engines": pool.engine_names, "workers": pool.worker_names}
-        for name in (one for part in names for one in members.get(part, [part])):
+        for name in names:
             self.panel.say(f"{name} starts again")
             with suppress(HasLeft):
-                pool.restart(name)
+                self.pools.rollout.restart(name)
 
     # Deaths and their causes ---------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from controller.units import format_duration
 from controller.watch.finding import Finding, log_once
 from controller.watch.remarks import TRAINER
 from controller.watch.run_view import RunView
-from controller.watch.stalls import Stall, find_stall
+from controller.watch.stalls import ENGINES, WORKERS, Stall, find_stall
 from controller.watch.supervise import RunFailed
 from processes.child import Child
 from processes.pending import Pending, value
@@ -126,7 +126,10 @@ class StallWatch:
         failed = Stalled(f"the run stalled: {found.words}{at}")
         if self.config.policy is OnStall.end:
             return failed
-        self.restart(failed, silent or [stall.part])
+        if silent or stall.part not in (ENGINES, WORKERS):
+            self.restart(failed, silent or [stall.part])
+        else:  # their groups may wait for rewards or tools, which no restart of these would bring
+            self.say("Nothing starts again: all processes answer, and no engine is far behind.")
         return None
 
     def _end(self, stall: Stall) -> None:

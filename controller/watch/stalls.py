@@ -29,6 +29,8 @@ from controller.watch.remarks import (
 )
 from controller.watch.run_view import RunView
 
+ENGINES, WORKERS = "engines", "workers"
+"""The parts of a stall that are all of these: it may be another's, as groups wait for rewards."""
 _SENDING = ("snapshot_s", "snapshot_wait_s")
 _SAVING = ("checkpoint_s", "memory_copy_s")
 _UNKNOWN_START_S = 900.0
@@ -62,6 +64,7 @@ def find_stall(view: RunView, factor: float = FACTOR) -> Stall | None:
     found, at_least_s = _of_trainer(view, stats, steps), AT_LEAST_S
     if found is None:
         found = _of_rollouts(view, stats, view.usual_publish_s or 0.0)
+        at_least_s += view.rollout.reward_timeout_s  # groups may be complete but for their rewards
         if stats.engines_gone or view.workers_away:
             at_least_s += view.config.cluster.start_timeout_s if view.config else _UNKNOWN_START_S
     return found if view.now - found.since > max(factor * found.usual_s, at_least_s) else None
@@ -103,14 +106,14 @@ def _seconds(step: Record, names: Sequence[str]) -> float:
 
 def _of_rollouts(view: RunView, stats: BufferStats, usual_s: float) -> Stall:
     """A stall, if it has lasted for long enough."""
-    part, who = "engines", f"{ready_words(stats)}, and {stats.running} are being sampled"
+    part, who = ENGINES, f"{ready_words(stats)}, and {stats.running} are being sampled"
     served, every = stats.engine_versions, view.weights.publish_every
     behind = engines_behind(stats.trainer_version, served, every)
     if behind and max(behind.values()) >= stats.max_staleness + every:
         part = max(behind, key=behind.__getitem__)
         who = f"rollouts may not begin, as {behind_words(behind)}"
     elif not stats.running:
-        part, who = "workers", f"{ready_words(stats)}, and none is being sampled"
+        part, who = WORKERS, f"{ready_words(stats)}, and none is being sampled"
     return Stall(
         part=part,
         since=max(view.steps[-1].t, view.moved_at, view.changed_at),

@@ -222,7 +222,7 @@ async def test_rank_that_hangs_alone_starts_again(
     assert "trainer-0 does not answer within 0.01 s: the ranks start again" in said
 
 
-@pytest.mark.parametrize("part", ["trainer", "engines"])
+@pytest.mark.parametrize("part", ["trainer", "engine-0"])
 async def test_part_that_stalls_starts_again_if_that_is_the_policy(
     train: Train, config: Config, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:

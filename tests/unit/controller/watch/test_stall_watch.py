@@ -165,6 +165,17 @@ async def test_ranks_that_start_again_meanwhile_are_left_alone(
     await run.close()
 
 
+async def test_rollouts_that_all_answer_do_not_start_again(run_dir: RunDir) -> None:
+    run = Run(run_dir, policy=OnStall.restart)
+    run.view.observe(67.0, replace(HUNG, leased=0, ready=3), {}, {})  # the trainer waits for them
+    for t in range(68, 180):
+        run.view.observe(float(t), replace(HUNG, leased=0, ready=3), {}, {})
+    run.watch.processes = lambda _: {"engine-0": Answer()}
+    await run.until_said("Nothing starts again")
+    await run.close()
+    assert run.restarted == [] and run.recorded[0][1]["part"] == "workers"
+
+
 async def test_policy_may_end_the_run_once_that_is_told(run_dir: RunDir, tmp_path: Path) -> None:
     run = Run(run_dir, policy=OnStall.end, command=f"cat > {tmp_path}/heard")
     async with asyncio.timeout(60):
