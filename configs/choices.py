@@ -58,7 +58,7 @@ class OnStall(Enum):
     """The answer to a run that makes no progress any more, beside the alarm."""
 
     alarm = "alarm"  # nothing but the alarm
-    restart = "restart"  # the part that the others wait for starts again
+    restart = "restart"  # what does not answer starts again, else the ranks or a late engine
     end = "end"  # the run ends as failed; it can be resumed
 
 

@@ -246,8 +246,8 @@ class TrainerConfig(Section):
     """How often the ranks start again from the last checkpoint after one of them has died."""
     timeout_s: float = field(default=600.0, metadata=SECONDS)
     """Longest that one collective among the trainer ranks may take. They start again from the last
-    checkpoint after that, and if one does not answer for ten of its usual steps: two minutes at
-    least, and no longer than this."""
+    checkpoint after that, and if one does not answer for ten of its usual steps: 150 s at least,
+    and no longer than this."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
 
     def rules(self) -> Iterator[Rule]:

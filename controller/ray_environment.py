@@ -17,7 +17,8 @@ TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 
 OUTLAST_S = 120
 """Shorter network outages of a host are tolerated. Redis clients retry for a minute; Ray's own
-connections come back up to half a minute after the network does."""
+connections come back up to RETURN_S after the network does."""
+RETURN_S = 30
 CHECK_PERIOD_S = 5
 CHECK_TIMEOUT_S = 5
 """A check that fails at once takes a period; one without any answer takes this much longer."""

@@ -34,7 +34,7 @@ from controller.metrics.history import (
     read_metrics,
 )
 from controller.metrics.sinks import SinkThread, openers
-from controller.ray_environment import OUTLAST_S
+from controller.ray_environment import OUTLAST_S, RETURN_S
 from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
@@ -249,7 +249,8 @@ class Training:
     def _patience_s(self) -> float:
         """A rank that does not answer for so long is not waited for."""
         usual_s, limit_s = self._history.view.usual_step_s, self.config.trainer.timeout_s
-        return limit_s if usual_s is None else min(limit_s, max(OUTLAST_S, HANGS * usual_s))
+        at_least_s = OUTLAST_S + RETURN_S
+        return limit_s if usual_s is None else min(limit_s, max(at_least_s, HANGS * usual_s))
 
     async def _lost_rank(self) -> BaseException | None:
         # The others fail in a collective, maybe before the death is reported.

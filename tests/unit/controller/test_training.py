@@ -197,7 +197,7 @@ async def test_rank_that_hangs_is_given_up_after_a_multiple_of_its_usual_step(
         return await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(training, "wait_silent", note)
-    for usual_s, expected_s in ((None, 600.0), (1.0, 120.0), (20.0, 200.0), (100.0, 600.0)):
+    for usual_s, expected_s in ((None, 600.0), (1.0, 150.0), (20.0, 200.0), (100.0, 600.0)):
         monkeypatch.setattr(RunView, "usual_step_s", usual_s)
         await train(Ranks(REPORT))
         assert limits == {expected_s}
