@@ -11,9 +11,12 @@ import asyncio
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +34,8 @@ from controller.watch.remarks import TRAINER
 from controller.watch.run_view import RunView
 from controller.watch.stalls import ENGINES, WORKERS, Stall, find_stall
 from controller.watch.supervise import RunFailed
-from processes.child import Child
-from processes.pending import Pending, value
+from processes.child import Child, kill_group
+from processes.pending import Pending, T, value
 from processes.stacks import collect, write_stacks
 from rollout_pool.cancelling import end_tasks
 
@@ -141,8 +144,8 @@ class StallWatch:
     async def _write_stacks(self, part: str) -> Path | None:
         names = (f"{TRAINER}-",) if part.startswith(TRAINER) else ROLLOUTS
         try:
-            text = await asyncio.to_thread(_collect_everywhere, self.run_dir.run_id, names)
-            path = await asyncio.to_thread(write_stacks, self.run_dir.path, part, text)
+            text = await in_thread(_collect_everywhere, self.run_dir.run_id, names)
+            path = await in_thread(write_stacks, self.run_dir.path, part, text)
         except Exception as error:  # whatever it is, the stall matters more
             self.say(f"no stacks could be written: {error!r}")
             return None
@@ -172,8 +175,13 @@ class StallWatch:
             return
         log, line = self.run_dir.log_of("stall-command"), msgspec.json.encode(what).decode()
         try:
-            child = await asyncio.to_thread(Child, ["/bin/sh", "-c", command], log, secret=line)
-            code = await asyncio.to_thread(child.stop, COMMAND_S)
+            start = partial(Child, ["/bin/sh", "-c", command], log, secret=line)
+            child = await in_thread(start)
+            try:
+                code = await in_thread(child.stop, COMMAND_S)
+            except asyncio.CancelledError:  # the run ends
+                kill_group(child.pid)
+                raise
         except OSError as error:
             self.say(f"run.stall.command did not run: {error}")
             return
@@ -208,6 +216,21 @@ def webhook_address(variable: str) -> str:
             "before the launch, or set null"
         )
     return address
+
+
+def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """The result of a call that may block, in a thread for which the end of a run does not wait."""
+    done = Future[T]()
+    done.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
+
+    def work() -> None:
+        try:
+            done.set_result(call(*args))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 async def silent_of(asked: Mapping[str, Pending[Any]], limit_s: float) -> list[str]:

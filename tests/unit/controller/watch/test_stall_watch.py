@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -22,6 +23,7 @@ from controller.watch import stall_watch
 from controller.watch.finding import log_once
 from controller.watch.run_view import RunView
 from controller.watch.stall_watch import Stalled, StallWatch
+from processes.child import has_ended
 from tests.support.collector import collecting
 from tests.support.controller.records import STATS, step_record
 
@@ -232,6 +234,37 @@ async def test_command_that_does_not_end_is_killed(
     run = Run(run_dir, command="sleep 1000")
     await run.until_said("exit code -9")
     await run.close()
+
+
+async def test_command_ends_with_the_run(run_dir: RunDir, tmp_path: Path) -> None:
+    run, begun = Run(run_dir, command=f"echo $$ > {tmp_path}/pid; sleep 1000"), tmp_path / "pid"
+    async with asyncio.timeout(60):
+        while not (begun.exists() and begun.read_text()):
+            await asyncio.sleep(0.01)
+    await run.close()
+    assert await asyncio.to_thread(has_ended, int(begun.read_text()), 10.0)
+
+
+def test_end_of_a_run_does_not_wait_for_stacks(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def collect(*_: object) -> str:
+        begun.set()
+        is_over.append(over.wait(10.0))
+        return ""
+
+    async def run_and_end() -> None:
+        run = Run(run_dir)
+        await asyncio.to_thread(begun.wait, 60.0)
+        await run.close()
+
+    is_over = list[bool]()
+    monkeypatch.setattr(stall_watch, "_collect_everywhere", collect)
+    asyncio.run(run_and_end())
+    assert is_over == []
+    over.set()
 
 
 async def test_webhook_gets_the_event_and_its_address_is_never_told(
