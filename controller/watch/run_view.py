@@ -45,7 +45,7 @@ NEW_CONDITIONS = {
 FEW = 3
 """Times between steps that have a median."""
 UNSEEN_S = 10.0
-"""Nothing is known of a time in which nobody looked for so long, as Redis was away."""
+"""After a gap of so long between two looks, as while Redis is away, waits are measured anew."""
 
 
 @dataclass(kw_only=True, slots=True)

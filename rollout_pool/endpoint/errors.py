@@ -50,8 +50,8 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
         usual = "invalid_request_error" if self.status < 500 else "api_error"
         kind = ANTHROPIC_KINDS.get(self.status, usual)
-        told = {"error": {"type": kind, "message": self.message}, "request_id": request_id}
-        return {"type": "error", **told}
+        error = {"type": kind, "message": self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
 
     def response(self, request: Request) -> JSONResponse:
         headers: dict[str, str] = {}

@@ -7,6 +7,7 @@ import os
 from configs.choices import Dtype, PauseMode
 from configs.environment import asked_directly
 from rollout_pool.engines.engine import EngineSpec, program_path
+from rollout_pool.engines.sglang.client import IDLE_TIMEOUT_S
 from rollout_pool.types import AdapterSpec
 
 SHARED_MEMORY_BYTES = 2**20
@@ -15,9 +16,8 @@ SHARED_MEMORY_BYTES_OF_RANKS = 32 * 2**20
 """Per rank where there are several, since they communicate through it."""
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 """Cores of each rank; without it SGLang starts at most one rank for each NUMA node."""
-KEEP_ALIVE_S = 60
-"""Longer than a worker takes to ask all engines for their load (`engine_watch.ASKED_PER_S`), which
-would make a new connection for each."""
+KEEP_ALIVE_S = int(2 * IDLE_TIMEOUT_S)
+"""Clients close their idle connections first: a call could meet a server that closes one."""
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:

@@ -32,6 +32,8 @@ FROM_IPC_PATH = "/update_weights_from_ipc"
 LOAD_ADAPTER_PATH = "/load_lora_adapter"
 CONNECT_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 30.0
+"""How long an idle connection is kept. Nearly 2,000 engines are asked for their load meanwhile
+(`engine_watch.ASKED_PER_S`), and so none of them by a new connection."""
 CONTROL_TIMEOUT_S = 60.0
 """For calls that a healthy engine replies to at once."""
 ABORT_TIMEOUT_S = 5.0
@@ -90,8 +92,6 @@ class SGLangClient(BatchingClient):
                     sock_connect=connect_s, sock_read=self.request_timeout_s
                 ),
                 # No limit: requests must queue at the engine, where the router can see them.
-                # Idle connections close before SGLang closes them (KEEP_ALIVE_S): a call could
-                # meet that.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_TIMEOUT_S),
                 cookie_jar=aiohttp.DummyCookieJar(),
             )

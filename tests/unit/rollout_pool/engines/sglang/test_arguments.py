@@ -13,6 +13,8 @@ import pytest
 from configs.choices import Dtype, PauseMode
 from configs.rollout_schema import EngineConfig
 from rollout_pool.engines.sglang.arguments import engine_environment, server_arguments
+from rollout_pool.engines.sglang.client import IDLE_TIMEOUT_S
+from rollout_pool.sampling.engine_watch import ASKED_PER_S
 from rollout_pool.types import AdapterSpec
 from tests.support.repository import ROOT
 from tests.support.rollout import engine_spec
@@ -122,6 +124,11 @@ def test_server_asks_its_own_address_without_a_proxy(name, monkeypatch):
     monkeypatch.setenv(name, "example.org,.internal")
     environment = engine_environment(spec)
     assert environment["no_proxy"] == environment["NO_PROXY"] == "example.org,.internal,10.0.0.7"
+
+
+def test_connections_outlast_the_looks_at_a_large_fleet_and_close_before_the_server_closes_them():
+    kept_s = float(engine_environment(engine_spec(uses_gpu=True))["SGLANG_TIMEOUT_KEEP_ALIVE"])
+    assert 1000 / ASKED_PER_S < IDLE_TIMEOUT_S < kept_s
 
 
 # What the parser does not know by its whole name it takes for the beginning of another.
