@@ -433,9 +433,10 @@ def assert_engine_reported(run: Path, result: dict[str, Any]) -> None:
     assert counted["turns"] > counted["branches"] == num_episodes >= 4 * 4 * 4
     num_requests = counted["requests:engine-0"]
     assert num_requests > 4 * 4 * 4  # reported every two seconds: the last ones are not in
-    for what in ("queue", "first_token"):
+    # A commit stops requests, on a busy machine many of them before their first token.
+    for what, at_least in (("queue", 0.9 * num_requests), ("first_token", counted["turns"])):
         within = [n for name, n in counted.items() if name.startswith(f"{what}_within:")]
-        assert 0.9 * num_requests <= sum(within) <= num_requests
+        assert at_least <= sum(within) <= num_requests
         assert counted[f"{what}_s:engine-0"] >= 0
     summary = (run / "summary.md").read_text()
     assert "| time to first token from there |" in summary and "| turns per episode |" in summary
