@@ -230,9 +230,10 @@ format: install ## rewrite formatting
 typecheck: install ## mypy, strict
 	@.venv/bin/mypy
 
-docs: install ## rewrite docs/configuration.md from the schema, docs/metrics.md from the catalogue
+docs: install ## rewrite docs/configuration.md from the schema, docs/metrics.md and the dashboard from the catalogue
 	@$(PYTHON_BIN) -m configs.reference
 	@$(PYTHON_BIN) -m controller.metrics.reference
+	@$(PYTHON_BIN) -m controller.metrics.dashboard
 
 clean: ## remove the environments and caches; runs/ stays
 	@rm -rf .venv .venv-verifiers .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -64,6 +64,8 @@ class HistoryWriter:
     """Gets the records of the kinds in REPORTED."""
     show: Callable[[RunView], None] = lambda view: None
     say: Callable[[str], None] = lambda words: None
+    on_sample: Callable[[RunView], None] = lambda view: None
+    """Sees the run after each look at its buffer."""
 
     def __post_init__(self) -> None:
         for record in self.history:
@@ -158,6 +160,7 @@ class HistoryWriter:
         counters = await self.state.counters()
         room = Room.of(await self.state.memory(), self.log.path.parent)
         self.view.observe(now, stats, waits, counters, room)
+        self.on_sample(self.view)
         self.show(self.view)
         return buffer_values(stats, waits, counters)
 

@@ -57,7 +57,9 @@ from controller.start.warm_start import supervised_examples
 from controller.training import REDIS_DIED, Pools, Training
 from controller.units import format_number_of
 from controller.watch.fleet import SETTING
+from controller.watch.run_view import RunView
 from controller.watch.supervise import POLL_S, error_of, failure
+from controller.watch.verdict import parts_at_fault
 from processes.pending import Pending, T
 from processes.runs import end_processes, run_processes
 from processes.tree import SHARED_MEMORY, shared_memory_files
@@ -166,6 +168,7 @@ class Run:
         self.drawing: Future[list[Record]] | None = None
         """The plots, once the run has trained."""
         self._server: EmbeddedServer | None = None
+        self._prometheus: MetricsServer | None = None
         self._redis_url = ""
         self._host = self.config.cluster.host or (LOOPBACK if self._is_local else "")
         """Address on which this machine's servers listen; "" until Ray is known."""
@@ -196,6 +199,7 @@ class Run:
                 resumed_step=self.resumption.state.step if self.resumption else None,
                 stop=self.stop,
                 is_attached=self.attachment is not None,
+                on_sample=self._tell_prometheus,
             )
             try:
                 asyncio.run(training.run())
@@ -343,9 +347,13 @@ class Run:
         if port is None:
             return
         with self._progress("Prometheus") as say:
-            server = MetricsServer(self._address, host, port)
+            self._prometheus = server = MetricsServer(self._address, host, port)
             cleanup.callback(server.close)
             say(server.url)
+
+    def _tell_prometheus(self, view: RunView) -> None:
+        if self._prometheus is not None:
+            self._prometheus.parts = parts_at_fault(view)
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
         with self._progress("Ray") as say:

@@ -89,6 +89,8 @@ class Training:
     """Completed steps of a run that goes on."""
     is_attached: bool = False
     """The pools have gone on meanwhile."""
+    on_sample: Callable[[RunView], None] = lambda view: None
+    """See HistoryWriter."""
 
     def __post_init__(self) -> None:
         self._training: dict[str, Pending[TrainReport]] = {}
@@ -163,9 +165,9 @@ class Training:
             for name, opener in openers(self.config.run.loggers, self.run_dir).items()
         ]
         log = cleanup.enter_context(MetricsLog(self.run_dir.metrics, hand_on))
-        panel = self.panel
+        show, say = self.panel.show, self.panel.say
         self._history = HistoryWriter(
-            buffer, self._state, log, view, history, self._react, panel.show, panel.say
+            buffer, self._state, log, view, history, self._react, show, say, self.on_sample
         )
         if self.resumed_step is not None:
             await self._history.resume(self.resumed_step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import uvicorn
 from prometheus_client import CollectorRegistry, make_asgi_app
@@ -48,6 +48,8 @@ class MetricsServer(Collector):
         self._last_id = STREAM_START
         self._num_errors = 0
         self._reading = set[asyncio.Task[list[Family]]]()
+        self.parts: Mapping[str, Mapping[str, float]] = {}
+        """The parts of the run with an alarm and with a hint, as the controller saw them last."""
         self._found: list[Family] | None = None
         """Read by the last scrape; None if Redis did not answer."""
         registry = CollectorRegistry()
@@ -90,8 +92,9 @@ class MetricsServer(Collector):
 
     def collect(self) -> Iterator[Family]:
         """All metrics; if Redis does not answer, only that it is down."""
-        scrape = {"is_up": self._found is not None, "num_errors": self._num_errors}
-        yield from families(self._run, "scrape", lambda metric: scrape[metric.field])
+        scrape: dict[str, Value] = {"is_up": self._found is not None, **self.parts}
+        scrape["num_errors"] = self._num_errors
+        yield from families(self._run, "scrape", lambda metric: scrape.get(metric.field))
         if self._found is not None:
             yield from self._found
             yield from self._totals.registry.collect()

@@ -54,6 +54,15 @@ def findings(view: RunView) -> list[Finding]:
     return sorted(found, key=lambda one: (one.level is Level.hint, not one.part))
 
 
+def parts_at_fault(view: RunView) -> dict[str, dict[str, float]]:
+    """The parts with an alarm and with a hint: {"alarm": {"redis": 1}, "hint": {}}."""
+    found = findings(view)
+    return {
+        level.value: {one.part: 1.0 for one in found if one.part and one.level is level}
+        for level in Level
+    }
+
+
 def _in_order(view: RunView) -> Iterator[Finding | None]:
     """The order among alarms and that among hints."""
     stats, usual_s = view.stats, view.usual_step_s

@@ -91,3 +91,14 @@ async def test_redis_that_does_not_answer_is_named_and_so_is_its_return(
     silent, back = said
     assert silent == "Redis has not answered for 0.1 s: the run waits for it"
     assert re.fullmatch(r"Redis answers again, after \d+ s", back)
+
+
+async def test_view_is_handed_on_after_each_sample(
+    open_run: tuple[BufferAddress, Buffer, RunState], tmp_path: Path
+) -> None:
+    address, buffer, state = open_run
+    seen: list[RunView] = []
+    view = RunView(run=address.run, num_steps=3, started=0.0)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        await HistoryWriter(buffer, state, log, view, on_sample=seen.append).sample_once()
+    assert seen == [view] and view.stats is not None
