@@ -21,7 +21,7 @@ HERE := $(if $(call said,CLUSTER),,install)
 BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox status stop report export groups tune scale timeline stacks depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run simulate try sandbox runs compare status stop report export groups tune scale timeline stacks depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
@@ -68,6 +68,13 @@ sandbox: install ## run programs for code rewards of other machines: make sandbo
 status: install ## the verdict on a run, and what it is doing [JSON=1: as one object] [FIX=1: run the verdict's command after a yes] [RUN=name] (default: the newest)
 	@$(LEASH) status $(RUN_FLAG) $(if $(call said,JSON),--json) $(if $(call said,FIX),--fix)
 
+runs: install ## all runs of a folder, the newest first, with verdicts and last figures [DIR=runs] [JSON=1]
+	@$(LEASH) runs $(if $(call said,DIR),--dir $(DIR)) $(if $(call said,JSON),--json)
+
+compare: install ## two runs side by side: settings, results, and their curves in one picture: make compare A=name B=name [PLOT=file.png] [JSON=1]
+	@$(if $(and $(call said,A),$(call said,B)),,$(error A or B is missing: say which runs, as make compare A=night B=night-2; make runs lists them))
+	@$(LEASH) compare $(if $(call said,DIR),--dir $(DIR)) $(if $(call said,PLOT),--plot '$(PLOT)') $(if $(call said,JSON),--json) $(call said,A) $(call said,B)
+
 stop: install ## stop a run from another shell (RUN=name; default: the newest)
 	@$(LEASH) stop $(RUN_FLAG)
 
@@ -94,12 +101,12 @@ timeline: install ## draw how a version reached the engines: make timeline [VERS
 stacks: install ## write the stacks of all processes of a run on this machine into its folder (RUN=name; default: the newest)
 	@$(LEASH) stacks $(RUN_FLAG)
 
-depth: install ## what the buffer holds, in one line; WATCH=1 redraws it [RUN=name]
-	@$(LEASH) depth $(BUFFER_FLAG) $(if $(call said,WATCH),--watch)
+depth: install ## what the buffer holds, in one line; WATCH=1 redraws it, JSON=1 prints an object [RUN=name]
+	@$(LEASH) depth $(BUFFER_FLAG) $(if $(call said,WATCH),--watch) $(if $(call said,JSON),--json)
 
-trace: install ## the life of one group: make trace GROUP=id [RUN=name]
+trace: install ## the life of one group: make trace GROUP=id [JSON=1] [RUN=name]
 	@$(if $(call said,GROUP),,$(error GROUP is missing: say which, as make trace GROUP=id; make show prints the last one's))
-	@$(LEASH) trace $(BUFFER_FLAG) $(if $(call said,GROUP),'$(GROUP)')
+	@$(LEASH) trace $(BUFFER_FLAG) $(if $(call said,JSON),--json) $(if $(call said,GROUP),'$(GROUP)')
 
 show: install ## the text of a group, token by token: make show [GROUP=id] [RUN=name] (default: the last one recorded)
 	@$(LEASH) show $(BUFFER_FLAG) $(if $(call said,GROUP),'$(GROUP)')

@@ -1,6 +1,7 @@
 """The command line: `leash launch | resume | attach | dry-run | simulate | try | sandbox | status |
-stop | report | export | groups | tune | timeline | stacks`, and for a run's buffer `leash depth |
-trace | show | quarantine | buffer-dump | buffer-load`.
+stop | report | export | groups | tune | timeline | stacks`, for all runs of a folder `leash runs |
+compare`, for a run's buffer `leash depth | trace | show | quarantine | buffer-dump | buffer-load`,
+and `leash completion` for the shell.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.environment import asked_directly
+from controller.examples import examples_of
 from controller.signals import (
     EXIT_FAILED,
     EXIT_RAY_LOST,
@@ -55,7 +57,13 @@ def _parser() -> argparse.ArgumentParser:
 
     def command(verb: str, what: str, function: str) -> argparse.ArgumentParser:
         """A command that calls `function` with its arguments, by their names."""
-        sub = verbs.add_parser(verb, help=what, description=f"{what[0].upper()}{what[1:]}.")
+        sub = verbs.add_parser(
+            verb,
+            help=what,
+            description=f"{what[0].upper()}{what[1:]}.",
+            epilog="\n  ".join(["examples:", *examples_of(verb)]),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         sub.set_defaults(function=function)
         return sub
 
@@ -73,8 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         """A command on an existing run, whose folder it gets as `run_dir`."""
         sub = command(verb, what, function)
         sub.add_argument("--run", help="name of the run (default: the newest)")
-        where = "folder that holds the runs (default: %(default)s)"
-        sub.add_argument("--dir", default="runs", help=where)
+        sub.add_argument("--dir", default="runs", help=WHERE)
         return sub
 
     def on_buffer(verb: str, what: str, function: str) -> argparse.ArgumentParser:
@@ -86,9 +93,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_commands_on_settings(on_settings)
     _add_commands_on_runs(on_run)
     _add_commands_on_buffers(on_buffer)
+    _add_commands_on_folders(command)
     return parser
 
 
+WHERE = "folder that holds the runs (default: %(default)s)"
 Add = Callable[[str, str, str], argparse.ArgumentParser]
 
 
@@ -171,6 +180,8 @@ def _add_commands_on_buffers(add: Add) -> None:
     depth.add_argument("--watch", action="store_true", help="redraw it until Ctrl-C")
     trace = add("trace", "the life of one group", "commands.trace:print_trace")
     trace.add_argument("group_id", metavar="group", help="id of the group")
+    for sub in (depth, trace):
+        sub.add_argument("--json", action="store_true", dest="as_json", help="print one object")
     show = add("show", "what a group says, token by token", "commands.show:print_group")
     words = "id of the group (default: the last recorded)"
     show.add_argument("group_id", metavar="group", nargs="?", help=words)
@@ -183,6 +194,22 @@ def _add_commands_on_buffers(add: Add) -> None:
     dump.add_argument("file", type=Path, help="the file to write")
     load = add("buffer-load", "push the groups of a dump", "commands.dump:load_from_file")
     load.add_argument("file", type=Path, help="a file that buffer-dump wrote")
+
+
+def _add_commands_on_folders(add: Add) -> None:
+    """Commands on no single run, and `completion`."""
+    runs = add("runs", "all runs of a folder, with verdicts and figures", "commands.runs:list_runs")
+    words = "what differs between two runs, and their curves over each other"
+    compare = add("compare", words, "report.compare:compare_runs")
+    for name in ("a", "b"):
+        compare.add_argument(name, help="name of a run, or its folder's whole path")
+    words = "file for the picture (default: compare-A-B.png in the folder of the runs)"
+    compare.add_argument("--plot", type=Path, help=words)
+    for sub in (runs, compare):
+        sub.add_argument("--dir", default="runs", help=WHERE)
+        sub.add_argument("--json", action="store_true", dest="as_json", help="print JSON")
+    words = "print what completes commands, options, runs and settings in a shell"
+    add("completion", words, "").add_argument("shell", choices=("bash", "zsh"), help="which shell")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,6 +262,11 @@ def _dispatch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
             _Finish(),
             launcher_descriptor(),
         )
+    if arguments.verb == "completion":
+        from controller.completion import completion
+
+        print(completion(_parser(), arguments.shell))
+        return 0
     given = vars(arguments)
     verb, function = given.pop("verb"), given.pop("function")
     if "run" in given:

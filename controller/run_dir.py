@@ -236,10 +236,15 @@ class RunDir:
             self.write_record(replace(self.read_record(), **_this_process()))
 
     @classmethod
+    def below(cls, root: str) -> list[RunDir]:
+        """All runs of a folder, by name."""
+        folders = sorted(file.parent.absolute() for file in Path(root).glob("*/run.json"))
+        return [cls(path=folder) for folder in folders]
+
+    @classmethod
     def find(cls, root: str, name: str | None) -> RunDir:
         """The run called `name`, or the newest one."""
-        folders = sorted(file.parent.absolute() for file in Path(root).glob("*/run.json"))
-        runs = [cls(path=folder) for folder in folders]
+        runs = cls.below(root)
         if name is not None:
             found = cls(path=(Path(root) / name).absolute())
             if not (found.path / "run.json").is_file():
@@ -439,3 +444,27 @@ def _open_to_group(folder: Path, group: str | None) -> None:
             f"run.group={group!r}: cannot open {folder} to it ({error}); name a Unix group that "
             "you belong to (`id -Gn` lists them), or null"
         ) from error
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """The settings of a run by their dotted names, as they were written: another version of this
+    program may have others. {} if there are none."""
+    import yaml  # as the loader: each of Ray's workers imports this module
+
+    path = folder / "config.yaml"
+    try:
+        found = yaml.safe_load(read_text(path))
+    except FileNotFoundError:
+        return {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is damaged: {error}; restore it") from None
+    return dict(flat(found))
+
+
+def flat(found: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of mappings in mappings, by their dotted names."""
+    if not isinstance(found, dict) or not found:
+        yield name, found
+        return
+    for key, value in found.items():
+        yield from flat(value, f"{name}.{key}" if name else str(key))

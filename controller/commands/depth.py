@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
+import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -32,31 +33,44 @@ def print_depth(
     run_dir: RunDir,
     url: str | None = None,
     watch: bool = False,
+    as_json: bool = False,
     console: Console | None = None,
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> None:
-    """Print one line; with `watch` redraw it until Ctrl-C or the end of the run.
+    """Print one line; with `watch` redraw it until Ctrl-C or the end of the run. `as_json`: it is
+    an object, a new one each time.
 
     Raises RunDirError, ConnectionError or TimeoutError if there is no buffer to read.
     """
-    console = console or Console()
+    console = console or Console(force_terminal=False if as_json else None)
+    line_of = _as_json if as_json else depth_line
     with buffer_address(run_dir, url) as address:
         if watch:
             with contextlib.suppress(KeyboardInterrupt):
-                asyncio.run(_watch(run_dir, address, console, timeout_s))
+                asyncio.run(_watch(run_dir, address, console, line_of, timeout_s))
+            if not as_json:
+                _say(console, f"{run_dir.name} is over ({run_dir.read_record().state})")
         else:
-            _say(console, depth_line(address.run, ask(address, lambda buffer: buffer.stats())))
+            _say(console, line_of(address.run, ask(address, lambda buffer: buffer.stats())))
+
+
+def _as_json(run: str, stats: BufferStats) -> str:
+    return msgspec.json.encode({"run": run, **msgspec.to_builtins(stats)}).decode()
 
 
 async def _watch(
-    run_dir: RunDir, address: BufferAddress, console: Console, timeout_s: float
+    run_dir: RunDir,
+    address: BufferAddress,
+    console: Console,
+    line_of: Callable[[str, BufferStats], str],
+    timeout_s: float,
 ) -> None:
     async with opened(address) as buffer:
         with _drawing(console) as draw:
             while True:
                 try:
                     stats = await answer(address, buffer.stats(), timeout_s)
-                    draw(depth_line(address.run, stats))
+                    draw(line_of(address.run, stats))
                 except ConnectionError:
                     if run_dir.read_record().is_running:
                         raise
@@ -64,7 +78,6 @@ async def _watch(
                     break
                 # A refresh rate: there is no event for every change.
                 await asyncio.sleep(REDRAW_S if console.is_terminal else LINE_EVERY_S)
-    _say(console, f"{run_dir.name} is over ({run_dir.read_record().state})")
 
 
 @contextlib.contextmanager

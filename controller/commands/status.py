@@ -43,7 +43,7 @@ def print_status(
     record, url = run_dir.read_record(), run_dir.read_redis_url()
     is_over = record.state != "running" or not record.is_alive
     is_gone = is_over and record.state == "running"
-    view = None if is_over or url is None else _live_view(run_dir, record, url)
+    view = None if is_over or url is None else live_view(run_dir, record, url)
     history = read_metrics(run_dir.metrics) if is_over else []
     seconds = training_seconds(of_kind(history, "step"))
     found = findings_of_ended(history, seconds) if view is None else findings(view)
@@ -69,7 +69,7 @@ def _fix(run_dir: RunDir, found: Sequence[Finding], *, is_live: bool) -> None:
     """Run the verdict's command, if a running job takes it and a person says yes."""
     verdict = found[0] if found else None
     if verdict is None or not verdict.changes or not is_live:
-        raise ValueError("FIX=1: the verdict has no command for a running job")
+        raise ValueError("FIX=1: the verdict has no command for a running job; do what it says")
     command = verdict.command(run_dir.named)
     if not verdict.is_live:
         raise ValueError(f"FIX=1: that takes a restart, which is yours to choose: {command}")
@@ -107,7 +107,7 @@ def _as_json(run_dir: RunDir, state: str, view: RunView | None, found: Sequence[
     return msgspec.json.encode({**whole, "findings": listed}).decode()
 
 
-def _live_view(run_dir: RunDir, run: RunRecord, url: str) -> RunView:
+def live_view(run_dir: RunDir, run: RunRecord, url: str) -> RunView:
     """The past from `metrics.jsonl`, the present from Redis."""
     config = run_dir.read_config()
     view = RunView.of_run(run_dir.name, config, run.started, run_dir.named)

@@ -10,6 +10,7 @@ running 2.3 s, ready 6.6 s, leased 1.3 s, consumed 19 s until now
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -45,19 +46,29 @@ WORDS = {
 DETAILS = {"s": "step {}", "v": "version {}", "o": "owner {}", "r": "{}", "p": "prompt {}"}
 
 
-def print_trace(run_dir: RunDir, group_id: str, url: str | None = None) -> None:
-    """Print the group's events. Raises RunDirError if nothing is known of it."""
+def print_trace(
+    run_dir: RunDir, group_id: str, url: str | None = None, as_json: bool = False
+) -> None:
+    """Print the group's events, `as_json` in one object. Raises RunDirError if none is known."""
     console = Console()
     check_group_id(group_id)
     with buffer_address(run_dir, url) as address:
         events = ask(address, lambda buffer: buffer.events(group_id))
         state = ask(address, lambda buffer: buffer.group_state(group_id))
+    if as_json and (events or state is not None):
+        listed = [{"at": one.at, "event": one.event, **one.detail} for one in events]
+        print(
+            json.dumps({"run": run_dir.name, "group": group_id, "state": state, "events": listed})
+        )
+        return
     if events:
         lines = life_lines(run_dir.name, group_id, events, time.time())
     elif state is not None:
         lines = [f"{group_id} of {run_dir.name}: {state}", f"{_why_no_events(address)}."]
     else:
-        raise RunDirError(f"{group_id}: {_why_no_events(address)}, and nothing else is known of it")
+        raise RunDirError(
+            f"{group_id}: {_why_no_events(address)}, and nothing else is known of it; check the id"
+        )
     for line in lines:
         console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 

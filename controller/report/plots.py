@@ -215,6 +215,46 @@ def _updates(records: Sequence[Record]) -> Figure | None:
     return figure
 
 
+_COMPARED = (
+    ("reward of the batch (sampled), mean", "step", "reward_mean"),
+    ("held-out accuracy", "eval", "accuracy"),
+    ("tokens per answer, mean", "step", "response_length_mean"),
+    ("entropy, nats per token", "step", "entropy"),
+    ("staleness of the batch, mean", "step", "staleness_mean"),
+    ("seconds that a step waited for rollouts", "step", "lease_wait_s"),
+)
+"""The title of each small plot of two runs, and the kind and the field of its records."""
+
+
+def draw_over_each_other(runs: Sequence[tuple[str, Sequence[Record]]]) -> Figure | None:
+    """The curves of two runs over their steps; None if neither has any."""
+    if not any(of_kind(records, "step") for _, records in runs):
+        return None
+    with rc_context(fname=STYLE):
+        figure = Figure(figsize=UPDATES_INCHES)
+        every: Any = figure.subplots(2, 3)
+        for axes, (title, kind, name) in zip(every.flat, _COMPARED, strict=True):
+            shown = list[float]()
+            for (run, records), color in zip(runs, (BLUE, ORANGE), strict=True):
+                found = [r for r in of_kind(records, kind) if math.isfinite(r.number(name))]
+                if found:
+                    x = [_steps_before(records, record) for record in found]
+                    _draw_line(axes, x, numbers(found, name), color, run)
+                shown += numbers(found, name)
+            _value_axis(axes, shown)
+            _count_axis(axes)
+            _small_title(axes, title)
+        _legend_above(every.flat[0])
+        figure.suptitle("Two runs, step by step", x=0.01, ha="left")
+    return figure
+
+
+def _steps_before(records: Sequence[Record], record: Record) -> float:
+    if record.kind == "step":
+        return record.number("step")
+    return max((r.number("step") for r in of_kind(records, "step") if r.t <= record.t), default=0.0)
+
+
 def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
     counts: Counter[int] = Counter()
     for step in of_kind(records, "step"):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,12 +14,14 @@ import pytest
 
 import controller.run  # noqa: F401  (or the process that each launch forks imports torch and Ray)
 from configs.load import load_config
+from controller.examples import examples_of
 from controller.main import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_NOT_ATTACHED,
     EXIT_STOPPED,
     _Finish,
+    _parse,
     _parser,
     main,
 )
@@ -75,6 +78,16 @@ def test_every_command_says_what_it_and_its_options_do() -> None:
         for action in sub._actions:
             assert action is verbs or action.help, (verb, action.dest)
             assert (action.help or "x")[-1] not in ",;:", (verb, action.dest)
+
+
+def test_help_of_every_command_has_examples_that_it_parses() -> None:
+    (verbs,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for verb, sub in verbs.choices.items():
+        assert "examples:\n  leash " in sub.format_help(), verb
+        assert examples_of(verb), verb
+        for line in examples_of(verb):
+            leash, *words = shlex.split(line.partition(" > ")[0])
+            assert leash == "leash" and _parse(words).verb == verb, line
 
 
 def test_terminal_without_a_check_mark_ends_no_command() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import signal
 import subprocess
 import sys
@@ -47,6 +48,15 @@ def test_line_shows_capacity_lost_engines_and_waiting_pushes(
 ) -> None:
     line = depth_line("night", replace(STATS, **changes))
     assert all(part in line for part in parts), line
+
+
+def test_object_has_the_numbers_of_the_line(
+    live_run: RunDir, redis_url: str, leash: Command
+) -> None:
+    asyncio.run(fill(redis_url, live_run.name, pushed=3, leased=2))
+    found = json.loads(leash("depth", "--json"))
+    assert (found["run"], found["ready"], found["leased"]) == (live_run.name, 1, 2)
+    assert found["by_staleness"] == {"0": 1}
 
 
 def test_command_reads_the_buffer_of_a_running_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 
 from buffer.results import GroupEvent
@@ -68,6 +69,10 @@ def test_command_prints_the_life_of_a_real_group(
     assert f"mine of {live_run.name}: consumed" in printed and "step 0" in printed
     events = re.findall(r"^\d\d:\d\d:\d\d\.\d{3} .{10}   (\w+)", printed, re.MULTILINE)
     assert events == ["admitted", "pushed", "leased", "consumed"]
+    found = json.loads(leash("trace", "--json", "mine"))
+    assert (found["group"], found["state"]) == ("mine", "consumed")
+    assert [one["event"] for one in found["events"]] == events
+    assert all(one["at"] > 0 for one in found["events"])
 
 
 def test_unknown_group_is_one_line(live_run: RunDir, redis_url: str, leash: Command) -> None:
