@@ -275,7 +275,7 @@ def _settings_in(path: Path) -> DictConfig:
         text = read_text(path)
         tree = yaml.safe_load(text)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{path} contains no settings")
+            raise ConfigError(f"{path} contains no settings; restore it")
         if text.rstrip().rpartition("\n")[2] != END_OF_YAML:
             raise ConfigError(
                 f"{path} was cut off: its last line is not {END_OF_YAML!r}; add that line if all "
@@ -362,7 +362,7 @@ def _read_experiment(place: str) -> str:
     try:
         text = read_text(Path(place).expanduser())
     except FileNotFoundError:
-        raise ConfigError(f"experiment={place}: there is no such file") from None
+        raise ConfigError(f"experiment={place}: there is no such file; correct the path") from None
     except ValueError as error:
         raise ConfigError(f"experiment={place}: {error}") from None
     settings: object = None
@@ -370,7 +370,7 @@ def _read_experiment(place: str) -> str:
         with contextlib.suppress(OSError):  # a text or a number
             settings = OmegaConf.load(StringIO(text))
     except (yaml.YAMLError, OmegaConfBaseException, RecursionError) as error:
-        raise ConfigError(f"experiment={place}: is not YAML ({_in_one_line(error)})") from None
+        raise ConfigError(f"experiment={place}: correct its YAML ({_in_one_line(error)})") from None
     if not isinstance(settings, DictConfig) or not settings:
         raise ConfigError(f"experiment={place}: has no settings; {HOW_TO}")
     return text

@@ -35,7 +35,9 @@ def load_callable(name: str, setting: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError as error:
-            raise ValueError(f"{setting}={name!r}: {place} has nothing named {part!r}") from error
+            raise ValueError(
+                f"{setting}={name!r}: {place} has nothing named {part!r}; correct the name"
+            ) from error
     if not callable(found):
         raise ValueError(
             f"{setting}={name!r}: must be a function or a class, not {type(found).__name__}"
@@ -46,7 +48,7 @@ def load_callable(name: str, setting: str) -> Any:
 def _load_module(place: str, what: str) -> ModuleType:
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
-        raise ValueError(f"{what}: there is no file {place}")
+        raise ValueError(f"{what}: there is no file {place}; correct the path")
     try:
         return _load_file(Path(place).resolve()) if is_file else importlib.import_module(place)
     except ModuleNotFoundError as error:

@@ -55,7 +55,9 @@ def _password_of(path: Path) -> str:
     try:
         password = path.expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"buffer.password_file={path} cannot be read: {error}") from None
+        raise ValueError(
+            f"buffer.password_file={path} cannot be read: {error}; name a text file of this user"
+        ) from None
     if not password:
         raise ValueError(f"buffer.password_file={path} is empty: write the password to it")
     return password

@@ -227,7 +227,8 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
         )
     except (ValueError, TypeError) as error:
         raise BufferConnectionError(
-            f"buffer.url at {where} is not a valid Redis URL: {error}"
+            f"buffer.url at {where} is not a valid Redis URL: {error}; write it as "
+            "redis://user@host:port/0"
         ) from None
     if "path" not in options:
         options["socket_keepalive"] = True
@@ -244,7 +245,7 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
             )
         if not Path(tls_ca_file).is_file():
             raise BufferConnectionError(
-                f"buffer.tls_ca_file={tls_ca_file}: no such file on this machine"
+                f"buffer.tls_ca_file={tls_ca_file}: no such file on this machine; copy it there"
             )
         options["ssl_ca_certs"] = tls_ca_file
     return options

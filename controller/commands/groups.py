@@ -47,7 +47,8 @@ def write_groups(run_dir: RunDir, to: Path, best: int | None, min_reward: float 
     if not groups:
         rate = run_dir.read_config().rollout.log_rate
         raise RunDirError(
-            f"{run_dir.name} has recorded no group yet (rollout.log_rate={rate:g}; 1 records all)"
+            f"{run_dir.name} has recorded no group yet (rollout.log_rate={rate:g}); set 1 at a "
+            "launch to record all"
         )
     rows = [row for group in groups for row in group]
     what = f"{format_number_of(len(rows), 'row')} of {format_number_of(len(groups), 'group')}"
@@ -55,7 +56,9 @@ def write_groups(run_dir: RunDir, to: Path, best: int | None, min_reward: float 
         rows = [*_conversations(groups, best, min_reward)]
         what = f"{format_number_of(len(rows), 'conversation')} of {what}"
         if not rows:
-            raise RunDirError(f"{run_dir.name}: no episode that ended by itself is that good")
+            raise RunDirError(
+                f"{run_dir.name}: no episode that ended by itself is that good; lower MIN_REWARD"
+            )
     _write(rows, to)
     print(f"{run_dir.name}: {what} in {to}")
 

@@ -194,7 +194,8 @@ def _find(run_dir: RunDir, group_id: str | None, url: str | None) -> tuple[Traje
     if held is None:
         raise RunDirError(
             f"{group_id}: {run_dir.name} did not record it (rollout.log_rate={rate:g}), and its "
-            "buffer does not hold it: trained groups are kept until a checkpoint contains them"
+            "buffer does not hold it: trained groups are kept until a checkpoint contains them; "
+            "set rollout.log_rate=1 at a launch to record all"
         )
     return held, "in the buffer"
 

@@ -38,7 +38,10 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
             )
     url = run_dir.read_redis_url()
     if url is None or not run_dir.read_record().is_alive:
-        raise RunDirError(f"{run_dir.name} is not running, so there is nothing to tune")
+        raise RunDirError(
+            f"{run_dir.name} is not running, so there is nothing to tune; give the settings to "
+            "`make resume`"
+        )
     settings = run_dir.read_config().buffer
     address = BufferAddress(url=url, run=run_dir.name, settings=impatient(settings))
     asyncio.run(_tune(address, run_dir, overrides, dict.fromkeys(names)))

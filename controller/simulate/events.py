@@ -354,7 +354,8 @@ class _Run:
             if len(self._events) <= self._to_fail:
                 raise ValueError(
                     f"after {len(outcome.ends)} steps nothing runs and nothing is ready: with "
-                    f"buffer.max_staleness={self._setting.max_staleness} no group can end in time"
+                    f"buffer.max_staleness={self._setting.max_staleness} no group can end in time; "
+                    "raise it"
                 )
             now, _, happen = heapq.heappop(self._events)
             happen(now)

@@ -171,7 +171,7 @@ def _check_here(config: Config, *, is_resumed: bool = False) -> Plan:
         ) from error
     ca_file = config.buffer.tls_ca_file
     if ca_file is not None and not Path(ca_file).is_file():
-        raise ValueError(f"buffer.tls_ca_file={ca_file!r}: there is no such file")
+        raise ValueError(f"buffer.tls_ca_file={ca_file!r}: there is no such file; correct the path")
     rewards = {f"task.rewards.{name}": one for name, one in config.task.rewards.items()}
     for name, source in (*config.task.tasks.items(), *config.task.eval_sets.items()):
         section = config.task.section_of(name)
@@ -282,7 +282,7 @@ def _check_folder(setting: str, path: str) -> None:
     if not has_weights or not (folder / "config.json").is_file():
         raise ValueError(
             f"{setting}={path!r}: neither a folder with a Hugging Face model (config.json and "
-            "weights) nor the name of a model"
+            "weights) nor the name of a model; correct it"
         )
 
 
@@ -351,7 +351,9 @@ def check_grammar(config: Config, tokenizer: Tokenizer) -> None:
         try:
             await grammars.check(Constraint(grammar=grammar))
         except ConstraintFailed as error:
-            raise ValueError(f"task.grammar: no answer can have this form: {error}") from error
+            raise ValueError(
+                f"task.grammar: no answer can have this form: {error}; correct it"
+            ) from error
         finally:
             await grammars.close()
 

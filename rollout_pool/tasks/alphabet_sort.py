@@ -205,7 +205,9 @@ def read_params(config: TaskConfig) -> SortParams:
     if params.sort_by not in ("first", "last"):
         raise ValueError(f"task.params.sort_by={params.sort_by!r}: must be first or last")
     if params.sort_by == "last" and not params.last_names:
-        raise ValueError("task.params.sort_by='last': names have none with last_names=false")
+        raise ValueError(
+            "task.params.sort_by='last': names have none with last_names=false; set last_names=true"
+        )
     if config.max_turns < params.num_turns:
         raise ValueError(
             f"task.max_turns={config.max_turns}: an episode has task.params.num_turns="

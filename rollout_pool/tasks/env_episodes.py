@@ -106,7 +106,7 @@ def load_tools(names: Sequence[str]) -> list[Tool]:
             if tool.spec.name in taken:
                 raise ValueError(
                     f"task.tools={name!r}: there is a tool named {tool.spec.name!r} already, "
-                    f"{taken[tool.spec.name]!r}"
+                    f"{taken[tool.spec.name]!r}; rename one"
                 )
             taken[tool.spec.name] = name
             tools.append(tool)

@@ -147,7 +147,8 @@ class PromptCut:
             self._pattern = re.compile(config.prompt_pattern) if config.prompt_pattern else None
         except re.error as error:
             raise ValueError(
-                f"task.prompt_pattern={config.prompt_pattern!r}: not a regular expression: {error}"
+                f"task.prompt_pattern={config.prompt_pattern!r}: must be a regular expression: "
+                f"{error}"
             ) from error
         self._instruction = config.instruction
 

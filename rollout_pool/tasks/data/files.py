@@ -104,7 +104,7 @@ def _text(path: Path, what: str) -> str:
             "Arrow file its suffix"
         ) from error
     except OSError as error:
-        raise ValueError(f"{what}: not a readable file: {error}") from error
+        raise ValueError(f"{what}: not a readable file: {error}; correct the path") from error
 
 
 def _lines(text: str, what: str, form: str) -> Iterator[Record]:

@@ -108,7 +108,7 @@ def _call(given: Any, place: str, number: int) -> ToolCall:
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except json.JSONDecodeError as error:
-        raise ValueError(f'{place}: "arguments" are not JSON: {error}') from error
+        raise ValueError(f'{place}: "arguments" must be JSON: {error}') from error
     if not isinstance(arguments, dict):
         raise ValueError(f'{place}: "arguments" must be a JSON object, not {arguments!r:.100}')
     own_id = text_of(given, "id", place) if given.get("id") is not None else call_id(number)

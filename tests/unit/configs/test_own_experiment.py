@@ -61,7 +61,7 @@ def test_experiment_by_path_is_read_anew_when_it_has_changed(tmp_path: Path) -> 
         ("", f"mine.yaml: has no settings; {HOW_TO}"),
         ("7", "mine.yaml: has no settings"),
         ("[a, b]", "mine.yaml: has no settings"),
-        ("a: [", "mine.yaml: is not YAML (while parsing"),
+        ("a: [", "mine.yaml: correct its YAML (while parsing"),
         ("defaults: [quikstart]", "Could not load 'experiment/quikstart'"),
         ("defaults: [quickstart, override /task: nope]", "Could not find 'task/nope'"),
         ("defaults: [quickstart, /task: chain_sum]", "use 'override /task: chain_sum'"),

@@ -280,7 +280,7 @@ def called(arguments):
             [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}],
             "message 1, call 1: {'name': 'add'} must be {\"id\": ",
         ),
-        ([called("{1")], 'message 1, call 1: "arguments" are not JSON: Expecting property name'),
+        ([called("{1")], 'message 1, call 1: "arguments" must be JSON: Expecting property name'),
         ([called("[1]")], 'message 1, call 1: "arguments" must be a JSON object, not [1]'),
         (
             [{"role": "tool", "content": "3", "tool_call_id": 7}],

@@ -119,7 +119,7 @@ def test_task_with_too_few_prompts_to_hold_back_says_so():
         ({"params": {"terms": 2}}, r"task.params.terms: chain_sum has no such setting; it has .*m"),
         ({"params": {"seed": 2}}, r"task.params.seed: use task.seed"),
         ({"params": {"min_terms": 5, "max_terms": 2}}, r"task.params=.*max_terms must be >="),
-        ({"prompt_pattern": "("}, r"task.prompt_pattern='\(': not a regular expression"),
+        ({"prompt_pattern": "("}, r"task.prompt_pattern='\(': must be a regular expression"),
         ({"prompt_pattern": "never"}, r"task.prompt_pattern='never': matches nothing in the q"),
     ],
 )
