@@ -1,7 +1,7 @@
-"""The command line: `leash launch | resume | attach | dry-run | simulate | try | sandbox | status |
-stop | report | export | groups | tune | timeline | stacks`, for all runs of a folder `leash runs |
-compare`, for a run's buffer `leash depth | trace | show | quarantine | buffer-dump | buffer-load`,
-and `leash completion` for the shell.
+"""The command line: `leash launch | resume | attach | dry-run | doctor | simulate | try | sandbox |
+status | stop | report | export | groups | tune | timeline | stacks`, for all runs of a folder
+`leash runs | compare`, for a run's buffer `leash depth | trace | show | quarantine | buffer-dump |
+buffer-load`, and `leash completion` for the shell.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 
@@ -47,6 +47,8 @@ EXIT_NOT_ATTACHED = 3
 """The controller could not attach: its guard starts another, which resumes the run."""
 WRITING = ("stop", "report", "timeline", "export", "stacks")
 """Commands that write into the run's folder."""
+LOOKING = ("dry-run", "doctor")
+"""Commands that look at the cluster before a launch."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,7 +105,13 @@ Add = Callable[[str, str, str], argparse.ArgumentParser]
 
 def _add_commands_on_settings(add: Add) -> None:
     add("launch", "train", "")
-    add("dry-run", "print config and plan, start nothing", "start.preflight:dry_run")
+    dry = add("dry-run", "print config and plan, start nothing", "cluster.dry_run:dry_run")
+    dry.add_argument("--gpu", help="kind of the GPUs, as H100 (default: those found)")
+    words = "median and 99th percentile of the answers' tokens, for the seconds of a step"
+    dry.add_argument("--lengths", help=words)
+    words = "what a launch would find on each machine, and what to repair"
+    doctor = add("doctor", words, "cluster.doctor:print_doctor")
+    doctor.add_argument("--json", action="store_true", dest="as_json", help="print one object")
     words = "how many GPUs for each pool, and which max_staleness, before any is rented"
     simulating = add("simulate", words, "commands.simulate:simulate_run")
     for name, kind, usual, what in (
@@ -275,6 +283,13 @@ def _dispatch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         given["run_dir"] = run_dir = RunDir.find(given.pop("dir"), given.pop("run"))
         if verb in WRITING:
             os.umask(run_dir.umask)
+    if verb in LOOKING:
+        from configs.load import load_config
+        from controller.ray_environment import prepare_environment
+
+        given["config"] = config = load_config(given.pop("overrides"), given.pop("experiment"))
+        if config.cluster.ray_address is not None:
+            prepare_environment(config.cluster)
     if verb == "try":
         _prepare_deepspeed()
     module, _, name = function.partition(":")

@@ -39,6 +39,7 @@ from configs.choices import LoraMode
 from configs.environment import RUN_VARIABLE
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state, raw_client, url_of
+from controller.cluster.survey import check_cluster
 from controller.metrics.history import Record
 from controller.metrics.prometheus import MetricsServer
 from controller.ray_environment import LOOPBACK
@@ -48,9 +49,9 @@ from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
 from controller.start.attach import Attachment
 from controller.start.gpus import resolved
-from controller.start.placement import CPUS_PER_PROCESS, RayCluster, num_cpus_needed, start_ray
-from controller.start.plan import UNKNOWN_DIFF, Plan, explained_diff, make_plan, max_logprob_diff
-from controller.start.preflight import check_inputs, gpu_memory, probe_text
+from controller.start.placement import CPUS_PER_PROCESS, PlacementError, RayCluster, start_ray
+from controller.start.plan import UNKNOWN_DIFF, Plan, explained_diff, max_logprob_diff
+from controller.start.preflight import check_inputs, plan_on, probe_text
 from controller.start.resume import Resumption, find_resumption
 from controller.start.teacher import with_url
 from controller.start.warm_start import supervised_examples
@@ -374,16 +375,12 @@ class Run:
         return self.config.model.path or str(self.dir.model)
 
     def _place(self, cluster: RayCluster, cleanup: contextlib.ExitStack) -> Pools:
-        config = self.config
-        num_gpus = int(cluster.num_gpus)
-        if config.cluster.num_gpus is not None:
-            num_gpus = min(num_gpus, config.cluster.num_gpus)
-        plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
+        plan = plan_on(self.config, cluster)
         self.config = config = plan.config
         self._is_gpu_shared = plan.devices.is_shared
         self.dir.write_config(self.config)
-        cluster.check_cpus(num_cpus_needed(config))
-        cluster.check_engine(plan.devices.engine_gpus)
+        if not self._is_local:
+            self._check_machines(plan)
         rank: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.rank_gpus}
         engine: dict[str, float] = {"CPU": CPUS_PER_PROCESS, "GPU": plan.devices.engine_gpus}
         worker: dict[str, float] = {"CPU": CPUS_PER_PROCESS}
@@ -419,6 +416,18 @@ class Run:
         pools = self._pools(rollout, TrainerPool.create(trainer, ranks), trainer, ranks)
         cleanup.callback(self._stop_pools, pools)
         return pools
+
+    def _check_machines(self, plan: Plan) -> None:
+        """Raises PlacementError if one of them would break the run; says what else is wrong."""
+        with self._progress("machines") as say:
+            found = check_cluster(self.config, plan, self.dir.path, self.stop.check)
+            if refused := [problem.line for problem in found if problem.breaks]:
+                raise PlacementError(
+                    "\n".join(["the run cannot start on these machines:", *refused])
+                )
+            say(format_number_of(len(found), "warning") if found else "as they should be")
+        for problem in found:
+            self.panel.say(problem.line)
 
     def _trainer_spec(self, plan: Plan) -> TrainerSpec:
         config = self.config

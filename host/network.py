@@ -51,7 +51,12 @@ def interface_towards(host: str) -> str:
     For groups created by a library; our own get the address itself. Raises OSError if no interface
     leads there.
     """
-    own = ip_address(own_address_towards(host))
+    return interface_of(own_address_towards(host))
+
+
+def interface_of(address: str) -> str:
+    """Name of the interface that has this address of this machine. Raises OSError if none has."""
+    own = ip_address(address)
     if own.is_loopback:
         return "lo"
     for name, addresses in psutil.net_if_addrs().items():

@@ -36,27 +36,27 @@ Z99 = 2.326
 """Standard deviations of a normal distribution from its median to its 99th percentile."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, frozen=True)
 class Question:
-    """The words of the command, as controller/main.py explains them."""
+    """The words of the command, as controller/main.py explains them, with the same defaults."""
 
-    gpus: int
-    gpu: str
-    lengths: str
-    lengths_of: Path | None
-    prompt: int
-    parameters: float | None
-    active: float | None
-    kv: float | None
-    mfu: float
-    wire: float
-    switch_s: float
-    reward_s: float
-    mtbf_h: float
-    restart_s: float
-    price: float
-    steps: int
-    plot: Path | None
+    gpus: int = 16
+    gpu: str = "H100"
+    lengths: str = "1000,8000"
+    lengths_of: Path | None = None
+    prompt: int = 256
+    parameters: float | None = None
+    active: float | None = None
+    kv: float | None = None
+    mfu: float = 0.4
+    wire: float = 10.0
+    switch_s: float = 10.0
+    reward_s: float = 0.0
+    mtbf_h: float = 0.0
+    restart_s: float = 300.0
+    price: float = 0.0
+    steps: int = 40
+    plot: Path | None = None
 
     def check(self) -> None:
         """Raises ValueError naming the first number that is not possible."""
@@ -80,26 +80,8 @@ def simulate_run(overrides: Sequence[str], experiment: str, **words: Any) -> Non
     of a Question. Raises ValueError naming what is missing or does not fit."""
     asked, config = Question(**words), load_config(overrides, experiment)
     asked.check()
-    _check_settings(config)
-    machine = _machine(config, asked)
-    rollout, buffer = config.rollout, config.buffer
-    setting = Setting(
-        machine=machine,
-        num_engines=1,
-        num_trainer_gpus=1,
-        num_steps=asked.steps,
-        groups_per_step=config.trainer.groups_per_step,
-        prompt_tokens=asked.prompt,
-        max_staleness=0,
-        on_stale=buffer.on_stale,
-        oversampling=rollout.oversampling,
-        max_retries=buffer.max_retries,
-        max_commits=config.weight_sync.max_concurrent_commits,
-        reward_s=asked.reward_s,
-        mtbf_s=3600 * asked.mtbf_h or math.inf,
-        restart_s=asked.restart_s,
-        checkpoint_every=config.trainer.memory_copy_every or config.trainer.checkpoint_every,
-    )
+    setting, rollout = setting_of(config, asked), config.rollout
+    machine = setting.machine
     next(splits(setting, asked.gpus))  # refused before anything is simulated
     if asked.lengths_of is not None:
         make_draw = recorded_lengths(asked.lengths_of)
@@ -118,6 +100,29 @@ def simulate_run(overrides: Sequence[str], experiment: str, **words: Any) -> Non
     console.print(_workers_in_words(config, recommended(plans)), markup=False, soft_wrap=True)
     if asked.plot is not None:
         _draw(asked.plot, plans, together_s)
+
+
+def setting_of(config: Config, asked: Question) -> Setting:
+    """A run with these settings, one GPU that trains, one engine and max_staleness 0. Raises
+    ValueError for what is not simulated or not known."""
+    _check_settings(config)
+    return Setting(
+        machine=_machine(config, asked),
+        num_engines=1,
+        num_trainer_gpus=1,
+        num_steps=asked.steps,
+        groups_per_step=config.trainer.groups_per_step,
+        prompt_tokens=asked.prompt,
+        max_staleness=0,
+        on_stale=config.buffer.on_stale,
+        oversampling=config.rollout.oversampling,
+        max_retries=config.buffer.max_retries,
+        max_commits=config.weight_sync.max_concurrent_commits,
+        reward_s=asked.reward_s,
+        mtbf_s=3600 * asked.mtbf_h or math.inf,
+        restart_s=asked.restart_s,
+        checkpoint_every=config.trainer.memory_copy_every or config.trainer.checkpoint_every,
+    )
 
 
 def _check_settings(config: Config) -> None:

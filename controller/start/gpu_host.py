@@ -12,17 +12,15 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 
 from controller.start.plan import Plan
 from controller.units import format_bytes
+from host.machine import driver_version, host_memory
 from rollout_pool.engines.engine import program_path
 
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
 OLDEST_DRIVER = {"12": 525, "13": 580}
 """By major version of CUDA."""
 OLDEST_GLIBC = (2, 34)
@@ -30,7 +28,6 @@ OLDEST_GLIBC = (2, 34)
 NVCC_TIMEOUT_S = 60.0
 SURE_FRACTION = 0.9
 """Share of an estimated size that is certain: models are hardly ever smaller."""
-OWN_CGROUPS, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 OR_CPU = "or set cluster.gpus_per_rank=0 to run on the CPU"
 
 
@@ -56,29 +53,6 @@ def check_host_memory(plan: Plan) -> None:
             f"and this machine has {format_bytes(has)}; add memory (in a container: raise its "
             "limit), choose a smaller model, or more machines (cluster.ray_address)"
         )
-
-
-def host_memory() -> int:
-    """Bytes that the processes of this machine, or of its container or job, may use."""
-    return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
-
-
-def _cgroup_limits() -> Iterator[int]:
-    """Limits of this process's control groups, of version 1 or 2, and of the groups above them."""
-    for line in OWN_CGROUPS.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, name = CGROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = CGROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # A container may be told the path on its host, and sees its own group as the root.
-        parts = Path(path.lstrip("/")).parts
-        for depth in range(len(parts) + 1):
-            file = root.joinpath(*parts[:depth], name)
-            if file.is_file() and (limit := file.read_text().strip()).isdecimal():
-                yield int(limit)
 
 
 def check_toolchain(cuda_major: str) -> None:
@@ -144,17 +118,40 @@ def _check_nvcc(cuda_major: str) -> None:
         raise ValueError(f"{nvcc} is {has}, and torch is built for CUDA {cuda_major}; {fix}")
 
 
+def software_problem() -> str | None:
+    """Why this machine's torch, driver and compilers cannot serve its GPUs. Needs none itself."""
+    cuda = torch.version.cuda
+    if cuda is None:
+        return (
+            f"it has GPUs, and its torch {torch.__version__} is for the CPU; run "
+            f"`deploy/install.sh gpu` there, {OR_CPU}"
+        )
+    if (old := _old_driver(cuda)) is not None:
+        return old
+    if torch.cuda.device_count() and not torch.cuda.is_available():
+        return _no_cuda(cuda)
+    try:
+        check_toolchain(cuda.partition(".")[0])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _old_driver(cuda: str) -> str | None:
+    driver, needed = driver_version(), OLDEST_DRIVER.get(cuda.partition(".")[0])
+    if driver is None or needed is None or int(driver.partition(".")[0]) >= needed:
+        return None
+    return (
+        f"its NVIDIA driver is {driver}, and torch {torch.__version__} (CUDA {cuda}) needs "
+        f"{needed} or newer; update the driver, {OR_CPU}"
+    )
+
+
 def _no_cuda(cuda: str) -> str:
     """Why CUDA cannot start though there are GPUs."""
     counted = f"this machine has {torch.cuda.device_count()} GPUs, but CUDA cannot start on them"
-    text = DRIVER_FILE.read_text() if DRIVER_FILE.is_file() else ""
-    found = re.search(r"\b(\d{3,})\.\d+", text)
-    needed = OLDEST_DRIVER.get(cuda.partition(".")[0])
-    if found is not None and needed is not None and int(found[1]) < needed:
-        return (
-            f"{counted}: its NVIDIA driver is {found[0]}, and torch {torch.__version__} (CUDA "
-            f"{cuda}) needs {needed} or newer; update the driver, {OR_CPU}"
-        )
+    if (old := _old_driver(cuda)) is not None:
+        return f"{counted}: {old}"
     return (
         f"{counted} (torch {torch.__version__} for CUDA {cuda}): `python -c 'import torch; "
         f"torch.cuda.init()'` says why; repair the driver, {OR_CPU}"

@@ -8,10 +8,11 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ NAMESPACE = "leash"
 """Namespace of a Ray that was started for a run: its actors have the names of the processes."""
 TOKEN_FILE = "token"
 KEEPER_STOP_S = 20.0
+CONNECT_S = 5.0
 SESSIONS = "ray"
 """Ray's temporary folder within the private one; short, because socket paths are limited."""
 
@@ -156,12 +158,33 @@ def rejoin_ray(config: Config, run_dir: RunDir, keeper: RayKeeper) -> RayCluster
     return _join_kept(config, run_dir, private, keeper)
 
 
-def _init(address: str, run_dir: RunDir, namespace: str | None = None) -> None:
-    environment = worker_environment(run_dir.run_id, str(run_dir.logs))
+@contextlib.contextmanager
+def joined(config: Config) -> Iterator[RayCluster]:
+    """The cluster at `cluster.ray_address`, for a look at it. Raises PlacementError."""
+    address = config.cluster.ray_address
+    assert address is not None
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():  # Ray itself takes long to fail where nothing listens
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        except OSError as error:
+            raise _no_cluster(address, error) from error
+    _join(address, None)
+    try:
+        yield _cluster(config, str(ray.util.get_node_ip_address()), None, None)
+    finally:
+        ray.shutdown()
+
+
+def _init(address: str, run_dir: RunDir | None, namespace: str | None = None) -> None:
+    runtime_env: dict[str, Any] = {}
+    if run_dir is not None:
+        environment = worker_environment(run_dir.run_id, str(run_dir.logs))
+        runtime_env = {"env_vars": environment, "worker_process_setup_hook": SETUP_HOOK}
     ray.init(
         address=address,
         namespace=namespace,
-        runtime_env={"env_vars": environment, "worker_process_setup_hook": SETUP_HOOK},
+        runtime_env=runtime_env,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
@@ -213,7 +236,7 @@ def _divert_messages(log: Path) -> None:
     ray_worker.print_to_stdstream = write
 
 
-def _join(address: str, run_dir: RunDir) -> None:
+def _join(address: str, run_dir: RunDir | None) -> None:
     try:
         _init(address, run_dir)
     except ray.exceptions.AuthenticationError as error:
@@ -223,10 +246,14 @@ def _join(address: str, run_dir: RunDir) -> None:
             "if it was started without one (then anyone who can reach it can run code on it)"
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise PlacementError(
-            f"no Ray cluster answers at cluster.ray_address={address!r} ({error}); start one "
-            "with deploy/cluster/node.sh, or leave the address out to run on this machine"
-        ) from error
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> PlacementError:
+    return PlacementError(
+        f"no Ray cluster answers at cluster.ray_address={address!r} ({error}); start one "
+        "with deploy/cluster/node.sh, or leave the address out to run on this machine"
+    )
 
 
 def _start_local(config: Config, run_dir: RunDir, private: Path) -> RayKeeper:

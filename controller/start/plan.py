@@ -113,18 +113,37 @@ class Plan:
     def host_bytes(self) -> int | None:
         """Host memory of a run that uses the GPUs of one machine; None if the model's size is
         unknown."""
+        rollout, servers = self.config.rollout, num_servers(self.config)
+        others = rollout.num_workers + rollout.reward_actors
+        return self.bytes_on_host(
+            self.devices.num_ranks, servers, others, has_first_rank=True, has_controller=True
+        )
+
+    def bytes_on_host(
+        self,
+        num_ranks: int,
+        num_engines: int,
+        num_others: int,
+        *,
+        has_first_rank: bool,
+        has_controller: bool,
+    ) -> int | None:
+        """Host memory of a machine with so many of the run's processes, which uses its GPUs; None
+        if the model's size is unknown."""
         rank, staged, size = self.rank_host_bytes, self.staged_bytes, self.model.num_params
         if rank is None or staged is None or size is None:
             return None
-        config, rollout = self.config, self.config.rollout
-        # The first rank gathers the whole model at its export.
-        exported = size * ITEM_BYTES[resolved(config.trainer.dtype, True)]
-        others = num_servers(config) * rollout.engine.tp_size * ENGINE_PROCESS_BYTES
-        others += (rollout.num_workers + rollout.reward_actors + 1) * WORKER_PROCESS_BYTES
-        if config.buffer.url is None:
-            others += _buffer_bytes(config, self.model)
-        staged *= config.weight_sync.num_staged
-        return self.devices.num_ranks * rank + staged + exported + others
+        config = self.config
+        needed = num_ranks * rank + num_others * WORKER_PROCESS_BYTES
+        if num_engines:
+            needed += config.weight_sync.num_staged * staged
+            needed += num_engines * config.rollout.engine.tp_size * ENGINE_PROCESS_BYTES
+        if has_first_rank:  # it gathers the whole model at its export
+            needed += size * ITEM_BYTES[resolved(config.trainer.dtype, True)]
+        if has_controller:
+            needed += WORKER_PROCESS_BYTES
+            needed += _buffer_bytes(config, self.model) if config.buffer.url is None else 0
+        return needed
 
     @property
     def num_gpus(self) -> float:

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.choices import LoraMode, OnLongPrompt, TaskKind
-from configs.load import load_config, to_yaml
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.metrics.sinks import check_loggers
@@ -26,7 +24,7 @@ from controller.ray_environment import LOOPBACK
 from controller.start.gpu_host import SURE_FRACTION, check_gpus, check_host_memory
 from controller.start.gpus import COPIES_BYTES_PER_PARAM, num_servers
 from controller.start.model_size import num_trained
-from controller.start.placement import num_cpus_needed
+from controller.start.placement import RayCluster, num_cpus_needed
 from controller.start.plan import Plan, make_plan
 from controller.start.sandboxes import check_sandbox
 from controller.start.teacher import check_served_teacher
@@ -104,7 +102,7 @@ def check_inputs(config: Config, *, is_resumed: bool = False) -> Task:
         check_shared_memory(plan.config, plan)
         if plan.devices.rank_gpus > 0:
             check_host_memory(plan)
-    _check_ports(config)
+    check_ports(config)
     task, tokenizer = check_task(config.task), tokenizer_of(config)
     if config.model.path is not None and not Path(config.model.path).is_dir():
         built = _check_architecture(config, config.model.path)
@@ -135,19 +133,6 @@ def check_plan(config: Config) -> list[str]:
     elif task is not None:
         check_first_words(config, task, tokenizer_of(config))
     return skipped
-
-
-def dry_run(overrides: Sequence[str], experiment: str) -> None:
-    """`make dry-run`: print the settings and the plan. Raises ValueError as `check_plan` does."""
-    config = load_config(overrides, experiment)
-    skipped = check_plan(config)
-    console = Console(highlight=False)
-    console.print(to_yaml(config), markup=False)
-    console.print(plan_here(config).render())
-    if config.idle_settings:
-        console.print(config.idle_settings, markup=False)
-    if skipped:
-        console.print(f"Not checked before a launch: {', '.join(skipped)}", markup=False)
 
 
 def _check_here(config: Config, *, is_resumed: bool = False) -> Plan:
@@ -286,9 +271,10 @@ def _check_folder(setting: str, path: str) -> None:
         )
 
 
-def _check_ports(config: Config) -> None:
-    """Check that this machine's servers can listen at their addresses."""
-    host = config.cluster.host or (LOOPBACK if config.cluster.ray_address is None else None)
+def check_ports(config: Config, host: str | None = None) -> None:
+    """Check that this machine's servers can listen at their addresses. `host`: this machine's
+    address in the cluster."""
+    host = config.cluster.host or host or (LOOPBACK if config.cluster.ray_address is None else None)
     if host is None:
         return  # known once Ray runs
     if not _is_free(host, 0):
@@ -361,13 +347,25 @@ def check_grammar(config: Config, tokenizer: Tokenizer) -> None:
         asyncio.run(check(config.task.grammar))
 
 
-def plan_here(config: Config) -> Plan:
-    """The plan on this machine, or on `cluster.num_gpus` GPUs; a cluster not yet asked is assumed
-    to have enough. Raises ValueError as `make_plan` does."""
+def plan_here(config: Config, gpu_bytes: int | None = None) -> Plan:
+    """The plan on this machine, or on `cluster.num_gpus` GPUs (of `gpu_bytes`, if those are others
+    than this machine's); a cluster not yet asked is assumed to have enough. Raises ValueError as
+    `make_plan` does."""
     num_gpus = config.cluster.num_gpus
     if num_gpus is None and config.cluster.ray_address is None:
         num_gpus = torch.cuda.device_count()
-    return make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
+    return make_plan(config, num_gpus, os.cpu_count() or 1, gpu_bytes or gpu_memory(config))
+
+
+def plan_on(config: Config, cluster: RayCluster) -> Plan:
+    """The plan on this Ray. Raises ValueError as `make_plan` does, and PlacementError."""
+    num_gpus = int(cluster.num_gpus)
+    if config.cluster.num_gpus is not None:
+        num_gpus = min(num_gpus, config.cluster.num_gpus)
+    plan = make_plan(config, num_gpus, os.cpu_count() or 1, gpu_memory(config))
+    cluster.check_cpus(num_cpus_needed(plan.config))
+    cluster.check_engine(plan.devices.engine_gpus)
+    return plan
 
 
 def gpu_memory(config: Config) -> int | None:
@@ -377,38 +375,63 @@ def gpu_memory(config: Config) -> int | None:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def check_shared_memory(config: Config, plan: Plan) -> None:
-    """Raises ValueError if this machine has too little shared memory for the run."""
-    staged = Path(config.weight_sync.stage_dir or SHARED_MEMORY)
-    folder = next(path for path in (staged, *staged.parents) if path.exists())
-    slots, params = config.weight_sync.num_staged, num_trained(config.model, plan.model) or 0
-    size, lora = plan.staged_bytes or 0, config.model.lora
-    if lora is not None and lora.mode is LoraMode.versions:  # engines copy what they serve
-        slots += num_servers(config) * (config.buffer.max_staleness + 3)
-    # Sizes in a model's name are rounded.
-    needed = int(SURE_FRACTION * slots * size)
+def check_shared_memory(config: Config, plan: Plan, *, is_dry: bool = False) -> None:
+    """Raises ValueError if this machine has too little shared memory for the run; `is_dry`: free
+    or not."""
+    folder = _stage_folder(config)
+    slots, size = _staged_slots(config, num_servers(config)), plan.staged_bytes or 0
     what = f"{slots} slots of about {size} bytes"
-    every, copies = config.trainer.memory_copy_every, 0
-    if every is not None:
-        copies = int(SURE_FRACTION * COPIES_BYTES_PER_PARAM * params)
+    every, copies = config.trainer.memory_copy_every, _copies_bytes(config, plan)
     if folder == SHARED_MEMORY:
-        needed += num_servers(config) * shared_memory_bytes(config.rollout.engine.tp_size)
-        needed += copies
         what += " and SGLang's shared memory"
         if copies:
             what += f", and for trainer.memory_copy_every={every}"
     elif copies:
         setting, states = f"trainer.memory_copy_every={every}", "two copies of the training state"
-        _check_room(setting, SHARED_MEMORY, states, copies, "set it to null")
-    _check_room("weight_sync.stage_dir", folder, what, needed, "choose a larger file system")
+        _check_room(setting, SHARED_MEMORY, states, copies, "set it to null", is_dry)
+    needed = shared_memory_needed(config, plan, num_servers(config))
+    needed += copies if folder == SHARED_MEMORY else 0
+    fix = "choose a larger file system"
+    _check_room("weight_sync.stage_dir", folder, what, needed, fix, is_dry)
 
 
-def _check_room(setting: str, folder: Path, what: str, needed: int, fix: str) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def shared_memory_needed(config: Config, plan: Plan, num_engines: int) -> int:
+    """Bytes that these engines of one machine and their receiver surely take in the folder of
+    staged weights."""
+    # Sizes in a model's name are rounded.
+    staged = _staged_slots(config, num_engines) * (plan.staged_bytes or 0)
+    needed = int(SURE_FRACTION * staged)
+    if _stage_folder(config) == SHARED_MEMORY:
+        needed += num_engines * shared_memory_bytes(config.rollout.engine.tp_size)
+    return needed
+
+
+def _stage_folder(config: Config) -> Path:
+    staged = Path(config.weight_sync.stage_dir or SHARED_MEMORY)
+    return next(path for path in (staged, *staged.parents) if path.exists())
+
+
+def _staged_slots(config: Config, num_engines: int) -> int:
+    slots, lora = config.weight_sync.num_staged, config.model.lora
+    if lora is not None and lora.mode is LoraMode.versions:  # engines copy what they serve
+        slots += num_engines * (config.buffer.max_staleness + 3)
+    return slots
+
+
+def _copies_bytes(config: Config, plan: Plan) -> int:
+    if config.trainer.memory_copy_every is None:
+        return 0
+    params = num_trained(config.model, plan.model) or 0
+    return int(SURE_FRACTION * COPIES_BYTES_PER_PARAM * params)
+
+
+def _check_room(setting: str, folder: Path, what: str, needed: int, fix: str, is_dry: bool) -> None:
+    disk = shutil.disk_usage(folder)
+    has, state = (disk.total, "there are in all") if is_dry else (disk.free, "are free")
+    if has < needed:
         raise ValueError(
             f"{setting}: no room in {folder} for {what} ({needed} bytes in total), "
-            f"{free} bytes are free; remove files there, make it larger (in a container: "
+            f"{has} bytes {state}; remove files there, make it larger (in a container: "
             f"--shm-size), or {fix}"
         )
 

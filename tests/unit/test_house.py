@@ -96,7 +96,7 @@ FLOORS = {
         "metrics",
         "watch",
         "report",
-        "start commands",
+        "start commands cluster",
         "*",
     ),
 }

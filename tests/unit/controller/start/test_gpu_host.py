@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from configs.load import load_config
-from controller.start import gpu_host
-from controller.start.gpu_host import check_gpus, check_host_memory, check_toolchain, host_memory
+from controller.start.gpu_host import check_gpus, check_host_memory, check_toolchain
 from controller.start.plan import make_plan
+from host import machine as host_machine
+from host.machine import host_memory
 
 GIB = 2**30
 SEVEN_B = ("model=pretrained", "model.path=Qwen/Qwen2.5-7B-Instruct")
@@ -105,10 +106,12 @@ def test_gpus_that_cuda_cannot_use_are_named_with_their_driver(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(gpu_host, "DRIVER_FILE", tmp_path / "version")
+    monkeypatch.setattr(host_machine, "DRIVER_FILE", tmp_path / "version")
     words = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}.86.15  Release Build\n"
     (tmp_path / "version").write_text(words.format(570))
-    with pytest.raises(ValueError, match=r"8 GPUs, .* its NVIDIA driver is 570\.86, .* needs 580"):
+    with pytest.raises(
+        ValueError, match=r"8 GPUs, .* its NVIDIA driver is 570\.86\.15, .* needs 580"
+    ):
         check_gpus()
     (tmp_path / "version").write_text(words.format(590))
     with pytest.raises(ValueError, match=r"8 GPUs, .*says why"):
@@ -134,8 +137,8 @@ def give_memory(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the control groups; the process is in none of them."""
-    monkeypatch.setattr(gpu_host, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(gpu_host, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_machine, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_machine, "OWN_CGROUPS", tmp_path / "own")
     (tmp_path / "own").write_text("")
     (tmp_path / "cgroup").mkdir()
     return tmp_path / "cgroup"
