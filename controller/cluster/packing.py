@@ -12,7 +12,7 @@ from controller.start.plan import Plan
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Room:
-    """What one machine offers."""
+    """CPUs and GPUs of one machine."""
 
     cpus: float
     gpus: float

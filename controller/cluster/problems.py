@@ -7,42 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from configs.schema import Config
 from controller.cluster.facts import VERSIONS, NodeFacts
+from controller.cluster.needs import NUM_CHECKPOINTS, Needs
 from controller.start.gpu_host import SURE_FRACTION
-from controller.start.gpus import CHECKPOINT_BYTES_PER_PARAM, num_servers
-from controller.start.model_size import num_trained
 from controller.start.placement import CPUS_PER_PROCESS
-from controller.start.plan import Plan
-from controller.start.preflight import shared_memory_needed
 from controller.units import format_bytes, format_duration
 
 BREAKING = ("Leash", "NCCL")
 """Versions that must be the same: messages are those of the sources, and NCCL refuses members of
 another version. Ray itself compares Python and Ray."""
-OWN_FILES = 512
-"""Files and sockets of a process besides one connection for each request."""
 MOST_SKEW_S = 1.0
 LEAST_TMP_BYTES = 2**30
-NUM_CHECKPOINTS = 3
-"""The newest two, and the one that is being written."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Needs:
-    """What a run takes, as far as its settings tell."""
-
-    uses_gpu: bool
-    num_engines: int
-    engine_gpus: float
-    stage_bytes: int
-    """In the folder for staged weights of a machine with engines."""
-    host_bytes: int | None
-    """Memory of all machines together; None: unknown."""
-    version_bytes: int | None
-    checkpoint_bytes: int | None
-    most_files: int
-    min_bytes_per_s: float
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,27 +33,8 @@ class Problem:
         return f"{self.node}: {self.what}"
 
 
-def needs_of(config: Config, plan: Plan, num_nodes: int) -> Needs:
-    rollout, engines = config.rollout, num_servers(config)
-    trained = num_trained(config.model, plan.model)
-    samples = rollout.max_groups_in_flight * rollout.group_size
-    return Needs(
-        uses_gpu=plan.uses_gpu,
-        num_engines=engines,
-        engine_gpus=plan.devices.engine_gpus,
-        stage_bytes=shared_memory_needed(config, plan, engines if num_nodes == 1 else 1),
-        host_bytes=plan.host_bytes if plan.uses_gpu else None,
-        version_bytes=plan.weights_bytes,
-        checkpoint_bytes=None
-        if trained is None
-        else NUM_CHECKPOINTS * CHECKPOINT_BYTES_PER_PARAM * trained,
-        most_files=OWN_FILES + min(samples, rollout.engine.max_running_requests * engines),
-        min_bytes_per_s=config.weight_sync.min_bandwidth,
-    )
-
-
 def problems(nodes: Sequence[NodeFacts], needs: Needs) -> list[Problem]:
-    """Those that break a launch come first. `nodes[0]` is the controller's machine."""
+    """First those that break a launch. `nodes[0]` is the controller's machine."""
     found = [*_versions(nodes, needs), *_engines(nodes, needs), *_memory(nodes, needs)]
     for node in nodes:
         found += _network(node, needs, is_alone=len(nodes) == 1)

@@ -21,8 +21,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from configs.schema import Config
 from controller.cluster.facts import Asked, NodeFacts, existing
+from controller.cluster.needs import needs_of
 from controller.cluster.probe import Probe
-from controller.cluster.problems import Problem, needs_of, problems
+from controller.cluster.problems import Problem, problems
 from controller.start.plan import Plan
 from controller.watch.supervise import POLL_S
 
@@ -53,7 +54,7 @@ class RayNode:
 
 
 def ray_nodes() -> list[RayNode]:
-    """That of this process first."""
+    """The node of this process comes first."""
     own, kind = ray.get_runtime_context().get_node_id(), "accelerator_type:"
     found = [
         RayNode(

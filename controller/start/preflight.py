@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.choices import LoraMode, OnLongPrompt, TaskKind
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
+from controller.cluster.needs import shared_memory_needed, stage_folder, staged_slots
 from controller.metrics.sinks import check_loggers
 from controller.ray_environment import LOOPBACK
 from controller.start.gpu_host import SURE_FRACTION, check_gpus, check_host_memory
@@ -37,7 +38,6 @@ from rollout_pool.engines.kinds import (
     check_routes,
     check_served,
     context_length,
-    shared_memory_bytes,
 )
 from rollout_pool.episodes.conversation import Message, ToolSpec, TrainableChat
 from rollout_pool.episodes.environment import Observation
@@ -378,8 +378,8 @@ def gpu_memory(config: Config) -> int | None:
 def check_shared_memory(config: Config, plan: Plan, *, is_dry: bool = False) -> None:
     """Raises ValueError if this machine has too little shared memory for the run; `is_dry`: free
     or not."""
-    folder = _stage_folder(config)
-    slots, size = _staged_slots(config, num_servers(config)), plan.staged_bytes or 0
+    folder = stage_folder(config)
+    slots, size = staged_slots(config, num_servers(config)), plan.staged_bytes or 0
     what = f"{slots} slots of about {size} bytes"
     every, copies = config.trainer.memory_copy_every, _copies_bytes(config, plan)
     if folder == SHARED_MEMORY:
@@ -393,29 +393,6 @@ def check_shared_memory(config: Config, plan: Plan, *, is_dry: bool = False) -> 
     needed += copies if folder == SHARED_MEMORY else 0
     fix = "choose a larger file system"
     _check_room("weight_sync.stage_dir", folder, what, needed, fix, is_dry)
-
-
-def shared_memory_needed(config: Config, plan: Plan, num_engines: int) -> int:
-    """Bytes that these engines of one machine and their receiver surely take in the folder of
-    staged weights."""
-    # Sizes in a model's name are rounded.
-    staged = _staged_slots(config, num_engines) * (plan.staged_bytes or 0)
-    needed = int(SURE_FRACTION * staged)
-    if _stage_folder(config) == SHARED_MEMORY:
-        needed += num_engines * shared_memory_bytes(config.rollout.engine.tp_size)
-    return needed
-
-
-def _stage_folder(config: Config) -> Path:
-    staged = Path(config.weight_sync.stage_dir or SHARED_MEMORY)
-    return next(path for path in (staged, *staged.parents) if path.exists())
-
-
-def _staged_slots(config: Config, num_engines: int) -> int:
-    slots, lora = config.weight_sync.num_staged, config.model.lora
-    if lora is not None and lora.mode is LoraMode.versions:  # engines copy what they serve
-        slots += num_engines * (config.buffer.max_staleness + 3)
-    return slots
 
 
 def _copies_bytes(config: Config, plan: Plan) -> int:

@@ -8,7 +8,8 @@ import pytest
 
 from configs.load import load_config
 from controller.cluster.facts import NodeFacts
-from controller.cluster.problems import Needs, Problem, needs_of, problems
+from controller.cluster.needs import Needs, needs_of
+from controller.cluster.problems import Problem, problems
 from controller.start.plan import make_plan
 
 GIB = 2**30
