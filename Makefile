@@ -21,7 +21,7 @@ HERE := $(if $(call said,CLUSTER),,install)
 BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run doctor simulate try sandbox runs compare status stop report export groups tune scale timeline stacks depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run doctor simulate try sandbox runs compare status stop report export groups tune scale pause unpause timeline stacks depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
@@ -97,6 +97,12 @@ tune: install ## change a running job: make tune MAX_STALENESS=2 [ARGS="rollout.
 scale: install ## change the number of engines of a running job: make scale ROLLOUT=3 [RUN=name]
 	@$(if $(call said,ROLLOUT),,$(error ROLLOUT is missing: say how many engines, as make scale ROLLOUT=3))
 	@$(LEASH) tune $(RUN_FLAG) rollout.num_engines=$(call said,ROLLOUT)
+
+pause: install ## no group begins and no step is taken, until make unpause (RUN=name; default: the newest)
+	@$(LEASH) tune $(RUN_FLAG) buffer.paused=true
+
+unpause: install ## let a paused run go on (RUN=name; default: the newest)
+	@$(LEASH) tune $(RUN_FLAG) buffer.paused=false
 
 timeline: install ## draw how a version reached the engines: make timeline [VERSION=...] [RUN=name]
 	@$(LEASH) timeline $(RUN_FLAG) $(if $(call said,VERSION),--version $(VERSION))

@@ -7,6 +7,10 @@ class BufferFullError(RuntimeError):
     """A push found the buffer full, and `buffer.on_full=error` forbids waiting."""
 
 
+class RunPausedError(RuntimeError):
+    """No group begins and no batch is formed until the run goes on (`buffer.paused`)."""
+
+
 class NotOwnerError(RuntimeError):
     """Another trainer took over the buffer from the caller's lineage.
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from buffer.errors import NotOwnerError, taken_over
+from buffer.errors import NotOwnerError, RunPausedError, taken_over
 from buffer.redis.client import BufferRedis, DamagedRunError
 from buffer.redis.deadline import Deadline
 from buffer.redis.keys import Keys
@@ -81,6 +81,13 @@ class Refused(Reply, tag="refused"):
             f"step={request.step} was leased with version, num_groups, num_shares = "
             f"{self.version}, {self.num_groups}, {self.num_shares}; ranks must ask for the same"
         )
+
+
+class Paused(Reply, tag="paused"):
+    """The run is paused, and the step has no batch yet."""
+
+    def error(self, request: LeaseRequest) -> RunPausedError:
+        return RunPausedError(f"step {request.step} has no batch: the run is paused")
 
 
 class Again(Reply, tag="again"):
@@ -189,8 +196,8 @@ class Leasing:
         be decoded is quarantined and missing.
 
         Raises TimeoutError that says what is missing, ValueError if the step was consumed or was
-        leased with other arguments, and NotOwnerError if another lineage took over since this
-        object reconciled.
+        leased with other arguments, RunPausedError if the run is paused and no rank has this batch,
+        and NotOwnerError if another lineage took over since this object reconciled.
         """
         enough = num_groups if min_groups is None else min_groups
         request = LeaseRequest(
@@ -226,15 +233,15 @@ class Leasing:
     async def _form(self, request: LeaseRequest, token: str) -> Formed | BatchNotReady:
         """The step's batch; forms it with this token if there is none yet."""
         while True:
-            reply: Formed | BatchNotReady | Again | Refused = await self._scripts.run(
+            reply: Formed | BatchNotReady | Again | Refused | Paused = await self._scripts.run(
                 "trainer/form_batch",
-                Formed | BatchNotReady | Again | Refused,
+                Formed | BatchNotReady | Again | Refused | Paused,
                 lease=request,
                 lease_token=token,
                 lease_ms=self._lease_ms,
                 bound=BOUND,
             )
-            if isinstance(reply, Refused):
+            if isinstance(reply, Refused | Paused):
                 raise reply.error(request)
             if not isinstance(reply, Again):
                 return reply

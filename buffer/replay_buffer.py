@@ -25,7 +25,7 @@ from typing import Any, Literal, cast
 
 from redis.exceptions import ResponseError
 
-from buffer.errors import taken_over
+from buffer.errors import RunPausedError, taken_over
 from buffer.lease import Leasing
 from buffer.push import PendingPush, Pushes
 from buffer.redis.client import BufferConnectionError, BufferRedis
@@ -67,6 +67,7 @@ from buffer.shard_routes import (
 )
 from buffer.staleness import Leash, parse_rollbacks
 from buffer.types import PromptRef, Rerun, TrajectoryGroup
+from configs.checks import live_text
 from configs.schema import BufferConfig
 
 _MAX_IDS = 128
@@ -90,6 +91,7 @@ class Credit(Reply):
     """If not, what to wait for, and how full the shard is."""
     in_use: int = 0
     limit: int = 0
+    is_paused: bool = False
 
 
 class Outcome(Reply):
@@ -140,12 +142,9 @@ class ReplayBuffer(Leasing):
         `oversampling` (rollout.oversampling) multiplies the number of groups that may be admitted;
         so does `gradient_accumulation_steps` (trainer.gradient_accumulation_steps).
 
-        Raises ValueError if the capacity is below the groups of one version, or the number of
-        shards differs from the run's.
+        Raises ValueError if the number of shards differs from the run's.
         """
-        groups_per_version = groups_per_step * gradient_accumulation_steps
-        there = await self.setting("num_shards")
-        check_settings(settings, groups_per_version, self.num_shards, there)
+        check_shards(settings, self.num_shards, await self.setting("num_shards"))
         await self.create(
             lambda shard: initial_settings(
                 settings, groups_per_step, shard, oversampling, gradient_accumulation_steps
@@ -176,7 +175,7 @@ class ReplayBuffer(Leasing):
 
         Use the returned id from then on: with several shards it names the shard that had room. A
         credit expires if it is not renewed for `lease_timeout_s`. Raises TimeoutError that says how
-        full the buffer is.
+        full the buffer is, and RunPausedError.
         """
         check_group_id(group_id)
         deadline = Deadline(timeout_s)
@@ -186,6 +185,8 @@ class ReplayBuffer(Leasing):
                 credit = await shard.try_admit(own)
                 if credit.is_given:
                     return Admission(own, credit.version, credit.has_retries)
+                if credit.is_paused:
+                    raise RunPausedError(f"group {group_id} does not begin: the run is paused")
                 refused.append(credit)
             if not deadline.left_s:
                 raise TimeoutError(
@@ -617,7 +618,6 @@ class ReplayBuffer(Leasing):
             position = part.next
         return found
 
-    @Route(TO_ALL, nothing, is_home_last=True)
     async def change_settings(self, values: Mapping[str, str | int]) -> None:
         """Changes live settings of a running job, by their name without the section.
 
@@ -746,6 +746,16 @@ def quota(limit: int, shard: int, num_shards: int) -> int:
     return whole + (shard < rest)
 
 
+def in_shard(values: Mapping[str, str | int], shard: int, num_shards: int) -> dict[str, str | int]:
+    """The settings of one shard: of each capacity its part."""
+    parts = {
+        name: quota(int(value), shard, num_shards)
+        for name in ("capacity_groups", "capacity_bytes")
+        if is_number(str(value := values.get(name, "")))
+    }
+    return {**values, **parts}
+
+
 def initial_settings(
     config: BufferConfig,
     groups_per_step: int,
@@ -753,18 +763,15 @@ def initial_settings(
     oversampling: float,
     gradient_accumulation_steps: int,
 ) -> dict[str, str | int]:
-    """Fields of one shard's `settings`; limits are split into quotas, "" for no limit."""
-
-    def part(limit: int | None) -> str | int:
-        return "" if limit is None else quota(limit, shard, config.shards)
-
-    return {
+    """Fields of one shard's `settings`."""
+    values: dict[str, str | int] = {
         "max_staleness": config.max_staleness,
         "on_stale": config.on_stale.value,
+        "paused": live_text(config.paused),
         "max_retries": config.max_retries,
         "selector": config.selector.value,
-        "capacity_groups": part(config.capacity_groups),
-        "capacity_bytes": part(config.capacity_bytes),
+        "capacity_groups": live_text(config.capacity_groups),
+        "capacity_bytes": live_text(config.capacity_bytes),
         "on_full": config.on_full.value,
         "max_attempts": config.max_attempts,
         "remember_s": repr(config.remember_s),
@@ -781,23 +788,15 @@ def initial_settings(
         "rollbacks": "",
         "num_rollbacks": 0,
     }
+    return in_shard(values, shard, config.shards)
 
 
-def check_settings(
-    settings: BufferConfig, groups_per_version: int, num_shards: int, there: int | None
-) -> None:
+def check_shards(settings: BufferConfig, num_shards: int, there: int | None) -> None:
     """`there` is the number of shards that the run was opened with, None if it was not."""
     if settings.shards != num_shards or (there is not None and there != num_shards):
         raise ValueError(
             f"buffer.shards={settings.shards}: this ReplayBuffer has {num_shards}, and the run "
             f"in Redis {there or 'none yet'}; a run keeps the number that it began with"
-        )
-    capacity = settings.capacity_groups
-    if capacity is not None and capacity < groups_per_version:
-        raise ValueError(
-            f"buffer.capacity_groups={capacity}: what one update trains on, trainer.groups_per_step"
-            f" * trainer.gradient_accumulation_steps = {groups_per_version} groups, would never "
-            "fit; raise it to at least that"
         )
 
 

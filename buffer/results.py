@@ -87,6 +87,8 @@ class BufferStats:
     prompts_quarantined: int = 0
     """Prompts in quarantine: they failed too often or killed two workers."""
     oversampling: float = 1.0
+    paused: bool = False
+    """No group begins and no batch is formed."""
     engines_gone: bool
     """Engines have served but none does now; nothing is admitted until one serves again."""
     max_staleness: int
@@ -199,7 +201,8 @@ def read_stats(reply: StatsReply) -> BufferStats:
         return setting_number(name, settings.get(name, ""))
 
     def limit(name: str) -> int | None:
-        return int(setting(name)) if settings.get(name) else None
+        # Older versions wrote "" for no limit.
+        return None if settings.get(name) in (None, "", "null") else int(setting(name))
 
     trainer_version = int(setting("trainer_version"))
     return BufferStats(
@@ -214,6 +217,7 @@ def read_stats(reply: StatsReply) -> BufferStats:
         },
         engine_versions=_numbers(reply.engine_versions),
         oversampling=setting("oversampling"),
+        paused=settings.get("paused") == "True",
         engines_gone="engines_gone" in settings,
         max_staleness_trained=counters.get("max_staleness_trained"),
         dropped_tokens=_by_reason(counters, "dropped_tokens:"),
@@ -290,6 +294,7 @@ _OF_THE_RUN = {
     "groups_per_step",
     "gradient_accumulation_steps",
     "oversampling",
+    "paused",
     "num_shards",
     "lineage",
 }

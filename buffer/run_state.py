@@ -28,6 +28,7 @@ Record = Mapping[str, float | int | str]
 METRICS_LENGTH = 10_000
 STREAM_START = "0-0"
 _READ_ENTRIES = 500
+_PAUSED = {"paused": "True"}
 
 
 class MetricsEntry(NamedTuple):
@@ -294,6 +295,13 @@ class RunState:
             stream, lambda: self.live_settings(names), lambda now: now != seen, timeout_s
         )
 
+    async def is_paused(self) -> bool:
+        return await self.live_settings(_PAUSED) == _PAUSED
+
+    async def wait_unpaused(self, timeout_s: float) -> None:
+        """Waits while the run is paused, for `timeout_s` at most."""
+        await self.wait_settings_changed(_PAUSED, _PAUSED, timeout_s)
+
     # Waits between the parts of a run, and other counters -------------------------------------
 
     async def add_wait(self, waiter: str, waited_on: str, seconds: float) -> None:
@@ -334,8 +342,9 @@ class RunState:
             lease = await state.retry_while_run_moves(lambda: buffer.lease(..., timeout_s=600))
 
         A run has moved if tokens arrived, also those of a group that takes hours, if a group was
-        pushed or a version announced, or if the trainer renewed the lease of a long step. Raises
-        the TimeoutError of a run that stands still, at the earliest the second one.
+        pushed or a version announced, if the trainer renewed the lease of a long step, or if it was
+        paused in between. Raises the TimeoutError of a run that stands still, at the earliest the
+        second one, and none while it is paused.
         """
         seen: list[object] | None = None
         while True:
@@ -345,7 +354,7 @@ class RunState:
                 # Most waits end in time, so nothing is read before the first that does not; it is
                 # repeated once, because what moved before it is unknown.
                 before, seen = seen, await self._marks()
-                if seen == before:
+                if seen == before and not await self.is_paused():
                     raise
 
     async def _marks(self) -> list[object]:
@@ -355,7 +364,7 @@ class RunState:
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.hget(keys("counters"), "tokens_arrived")  # the home shard's
                 pipe.hget(keys("stats"), "pushed")
-                pipe.hget(keys("settings"), "trainer_version")
+                pipe.hmget(keys("settings"), ["trainer_version", "paused"])
                 pipe.zrange(keys("leased"), -1, -1, withscores=True)
                 return await pipe.execute()
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from itertools import chain
@@ -31,12 +31,12 @@ from zlib import crc32
 
 from msgspec.structs import astuple
 
-from buffer.lease import BatchNotReady, Formed, LeaseRequest, Refused, Renumbered
+from buffer.lease import BatchNotReady, Formed, LeaseRequest, Paused, Refused, Renumbered
 from buffer.redis.client import BufferRedis
 from buffer.redis.replies import Reply
 from buffer.redis.scripts import BOUND
 from buffer.redis.wakeups import Wake
-from buffer.replay_buffer import ReplayBuffer
+from buffer.replay_buffer import ReplayBuffer, in_shard
 from buffer.results import Lease, Reconciled, TaskProgress
 from buffer.shard_routes import ROUTES, Route, id_in_shard, ids_by_shard, shard_of
 from buffer.types import PromptRef, TrajectoryGroup
@@ -107,15 +107,15 @@ class Shard(ReplayBuffer):
 
         `void_token` is the token of a recorded batch of which nothing is leased any more.
         """
-        reply: Record | BatchNotReady | Locked | Refused = await self._scripts.run(
+        reply: Record | BatchNotReady | Locked | Refused | Paused = await self._scripts.run(
             "shards/lock_step",
-            Record | BatchNotReady | Locked | Refused,
+            Record | BatchNotReady | Locked | Refused | Paused,
             lease=request,
             token=token,
             lock_ms=lock_ms,
             void_token=void_token,
         )
-        if isinstance(reply, Refused):
+        if isinstance(reply, Refused | Paused):
             raise reply.error(request)
         return reply
 
@@ -217,6 +217,10 @@ class ShardedReplayBuffer(ReplayBuffer):
     ) -> None:
         for shard in self._home_last:  # once the home shard has settings, all shards are open
             await shard.create(settings_of, replaced)
+
+    async def change_settings(self, values: Mapping[str, str | int]) -> None:
+        for shard in self._home_last:
+            await shard.change_settings(in_shard(values, shard.keys.shard, self.num_shards))
 
     def _places(self, group_id: str) -> list[tuple[ReplayBuffer, str]]:
         # The first shard to try: the same for a retry, evenly spread over many ids.

@@ -100,6 +100,12 @@ def all_settings() -> tuple[Setting, ...]:
     return tuple(_walk(schema.Config, prefix=""))
 
 
+@cache
+def live_settings() -> dict[str, str]:
+    """The settings that may change while a run goes on, by their names in its Redis."""
+    return {s.name.rpartition(".")[2]: s.name for s in all_settings() if s.is_live}
+
+
 def setting_named(name: str) -> Setting | None:
     return next((setting for setting in all_settings() if setting.name == name), None)
 

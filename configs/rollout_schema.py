@@ -56,7 +56,7 @@ class SamplingConfig(Section):
 
     SECTION: ClassVar[str] = "rollout.sampling"
 
-    temperature: float = field(default=1.0, metadata=POSITIVE)
+    temperature: float = field(default=1.0, metadata=live(POSITIVE))
     """Greedy rollouts, at 0, would have no gradient."""
     top_p: float = field(default=1.0, metadata=within(above=0, most=1))
     """Draw each token from the most likely ones that have this probability together."""
@@ -284,7 +284,7 @@ class RolloutConfig(Section):
 
     num_engines: int = field(default=1, metadata=live(at_least(1)))
     num_workers: int = field(default=1, metadata=at_least(1))
-    group_size: int = field(default=8, metadata=at_least(2))
+    group_size: int = field(default=8, metadata=live(at_least(2)))
     """Trajectories per prompt, which GRPO compares with each other."""
     max_prompt_tokens: int = field(default=1024, metadata=at_least(1))
     max_response_tokens: int = field(default=1024, metadata=at_least(1))
@@ -304,7 +304,7 @@ class RolloutConfig(Section):
     """Discard groups whose rewards are all equal (they have no gradient) and run others."""
     max_filtered_ratio: float = field(default=4.0, metadata=live(NOT_NEGATIVE))
     """The most groups discarded this way per kept one; beyond it they are kept, and counted."""
-    max_groups_in_flight: int = field(default=256, metadata=at_least(1))
+    max_groups_in_flight: int = field(default=256, metadata=live(at_least(1)))
     """Per worker; admission is nearly always the tighter bound."""
     max_request_retries: int = field(default=2, metadata=at_least(0))
     """How often a failed sample is retried, from where it stood."""
@@ -331,7 +331,7 @@ class RolloutConfig(Section):
     )
     """Address for OpenTelemetry spans of episodes and requests, by OTLP over HTTP (None: no
     spans). Needs the extra leash-rl[tracing]."""
-    eval_every: int = field(default=25, metadata=at_least(0))
+    eval_every: int = field(default=25, metadata=live(at_least(0)))
     """Policy versions between two evaluations on held-out prompts (0: only first and last)."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

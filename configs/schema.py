@@ -186,7 +186,7 @@ class TrainerConfig(Section):
     share_prefixes: bool = False
     """Compute the tokens that trajectories of one forward pass begin with, such as the prompt of a
     group, once for all of them."""
-    learning_rate: float = field(default=1e-6, metadata=POSITIVE)
+    learning_rate: float = field(default=1e-6, metadata=live(POSITIVE))
     lr_warmup_steps: int = field(default=0, metadata=at_least(0))
     """Steps in which the learning rate rises linearly to `learning_rate`."""
     lr_schedule: LrSchedule = LrSchedule.constant
@@ -327,13 +327,14 @@ class BufferConfig(Section):
     """Complete buffers that the groups are spread over, on one server or on a Redis Cluster."""
     max_staleness: int = field(default=2, metadata=live(at_least(0)))
     """The most policy versions by which a trained token may lag."""
-    on_stale: OnStale = OnStale.requeue
+    on_stale: OnStale = field(default=OnStale.requeue, metadata=live())
+    """A running job keeps mask_tokens, and does not change to it."""
     max_retries: int = field(default=2, metadata=at_least(0))
     """How often a prompt whose group went stale is run again."""
     selector: Selector = Selector.stalest
-    capacity_groups: int | None = field(default=None, metadata=at_least(1))
+    capacity_groups: int | None = field(default=None, metadata=live(at_least(1)))
     """The most groups that may be ready or leased; None: limited by `max_staleness` only."""
-    capacity_bytes: int | None = field(default=None, metadata=NUM_BYTES)
+    capacity_bytes: int | None = field(default=None, metadata=live(NUM_BYTES))
     """The most bytes that ready and leased groups may take."""
     on_full: OnFull = OnFull.block
     max_attempts: int = field(default=5, metadata=at_least(1))
@@ -350,6 +351,8 @@ class BufferConfig(Section):
     """How long the id of a finished group is kept, to recognize a late retry of its push."""
     audit_length: int = field(default=100_000, metadata=at_least(0))
     """Approximate number of group events kept for `make trace`; 0 for none."""
+    paused: bool = field(default=False, metadata=live())
+    """No group begins and no step is taken: `make pause` and `make unpause`."""
     compress: bool = False
     """Compress payloads with zstd; pays off if the network to Redis is slow."""
     appendfsync: AppendFsync = AppendFsync.everysec
@@ -677,6 +680,14 @@ class Config(Section):
             "trainer.publish_every",
             f"must be at most buffer.max_staleness + 1 = {most}: engines would be too old to get a "
             "request, and the trainer would wait for ever",
+        )
+        capacity, groups = self.buffer.capacity_groups, trainer.groups_per_version
+        yield Rule(
+            capacity is None or capacity >= groups,
+            "buffer.capacity_groups",
+            "what one update trains on, trainer.groups_per_step * "
+            f"trainer.gradient_accumulation_steps = {groups} groups, would never fit; raise it to "
+            "at least that",
         )
         steps = trainer.gradient_accumulation_steps * trainer.publish_every
         yield Rule(

@@ -37,6 +37,7 @@ from buffer.results import TaskProgress
 from configs.checks import with_live
 from configs.choices import LoraMode
 from configs.environment import RUN_VARIABLE
+from configs.introspection import live_settings
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state, raw_client, url_of
 from controller.cluster.survey import check_cluster
@@ -309,11 +310,13 @@ class Run:
                         f"run.name={self.dir.name!r}: the Redis of buffer.url already holds a run "
                         "of this name; choose another run.name"
                     )
+            live, last = live_settings(), {name.rpartition(".")[2]: name for name in overridden}
             await buffer.open(
                 config.buffer,
                 config.trainer.groups_per_step,
                 config.rollout.oversampling,
-                replaced={name.rpartition(".")[2] for name in overridden},
+                # Not for another setting of that name, as rollout.eval.temperature.
+                replaced={name for name, whole in last.items() if live.get(name, whole) == whole},
                 gradient_accumulation_steps=config.trainer.gradient_accumulation_steps,
             )
             # Set before the first group is sampled, and not before what follows is all done.

@@ -23,6 +23,7 @@ from socket import socket
 import torch
 
 from buffer.connect import connect_buffer
+from buffer.errors import RunPausedError
 from buffer.probes import Probes
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
@@ -52,9 +53,15 @@ from trainer_pool.warm_start import warm_start
 from weight_sync.checkpoint_engine import CheckpointEngine
 from weight_sync.types import Captured, VersionBoard
 
+PAUSED_LOOK_S = 1.0
+"""While a run is paused, the ranks look for a request to stop so often."""
 PROBE_EVERY = 50
 """Versions that are sent from one comparison of engines and trainer to the next; besides, the first
 two."""
+
+
+_PAUSED = "paused"
+"""In the place of a batch's token, which is hexadecimal."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -137,6 +144,8 @@ class TrainerRank:
         self._connected_sender: CheckpointEngine | None = None
         self._stop_requested = threading.Event()
         self._is_working = False
+        self._peak_rate = config.learning_rate
+        """`learning_rate` as rank 0 has last read it."""
         self._recovery = Recovery(
             spec, self._policy, self._ranks, self._loop, self._buffer, self._run_state
         )
@@ -265,13 +274,17 @@ class TrainerRank:
         return self._ranks.broadcast_flag(self._stop_requested.is_set())
 
     def _run_version(self) -> None:
-        """Make the next version: in one step, or in those whose gradients add up."""
+        """Make the next version: in one step, or in those whose gradients add up. None is made if
+        the run is to stop while it is paused."""
         config, version = self._spec.config, self._version
         batches: list[tuple[Lease, tuple[str, ...]]] = []
         with ExitStack() as renewals:
             while True:
                 clock, times = Clock(), StepTimes()
-                lease, kept_ids = self._lease()
+                if (leased := self._lease(clock)) is None:
+                    self._step -= len(batches)  # nothing of an update that is not complete counts
+                    return
+                lease, kept_ids = leased
                 times.lease_wait_s = clock.lap()
                 # It is held until the update, which may take longer than the lease.
                 renewals.enter_context(self._loop.running(self._buffer.keep_renewed(lease)))
@@ -327,16 +340,29 @@ class TrainerRank:
             del record["memory_copy_error"]
         self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
-    def _lease(self) -> tuple[Lease, tuple[str, ...]]:
-        """This rank's part of the next batch, and the groups of the batch that may be trained.
+    def _lease(self, clock: Clock) -> tuple[Lease, tuple[str, ...]] | None:
+        """This rank's part of the next batch, and the groups of the batch that may be trained. None
+        if the run is to stop while it is paused; `clock` does not count the pause.
 
         Leases again if no group may be trained, or if the ranks got different batches because a
         lease expired between their calls.
         """
-        names = live_names(TrainerConfig)
-        config = with_live(self._spec.config, self._loop.run(self._run_state.live_settings(names)))
         while True:
-            lease = self._loop.run(
+            lease = self._try_lease()
+            kept_ids, are_paused = self._still_trainable(lease)
+            if lease is not None and kept_ids:
+                return lease, kept_ids
+            if are_paused:
+                self._loop.run(self._run_state.wait_unpaused(PAUSED_LOOK_S))
+                if self._should_stop():
+                    return None
+                clock.lap()
+
+    def _try_lease(self) -> Lease | None:
+        """None if the run is paused, and no rank has the batch."""
+        config = self._live_config()
+        try:
+            return self._loop.run(
                 self._run_state.retry_while_run_moves(
                     lambda: self._buffer.lease(
                         step=self._step + 1,
@@ -351,30 +377,39 @@ class TrainerRank:
                     )
                 )
             )
-            if kept_ids := self._still_trainable(lease):
-                return lease, kept_ids
+        except RunPausedError:
+            return None
 
-    def _still_trainable(self, lease: Lease) -> tuple[str, ...]:
-        """The groups of the batch that may be trained, as rank 0 finds. Empty if the ranks did not
-        lease the same batch, or those of a sequence group the same groups: one of them may have
-        found a payload that was gone when the next one looked."""
-        own = " ".join(group.group_id for group in lease.groups)
-        mine = f"{lease.lease_token} {sha256(own.encode()).hexdigest()[:16]}"
-        kept = frozenset[str]()
-        if self._is_lead:
+    def _live_config(self) -> TrainerConfig:
+        texts = self._loop.run(self._run_state.live_settings(live_names(TrainerConfig)))
+        return with_live(self._spec.config, texts)
+
+    def _still_trainable(self, lease: Lease | None) -> tuple[tuple[str, ...], bool]:
+        """The groups of the batch that may be trained, as rank 0 finds; and whether all ranks have
+        none because the run is paused. No groups if the ranks did not lease the same batch, or
+        those of a sequence group the same groups: one of them may have found a payload that was
+        gone when the next one looked. Also takes the learning rate from rank 0: each rank might
+        read another one while it changes."""
+        ids = () if lease is None else lease.group_ids
+        own = " ".join(group.group_id for group in lease.groups) if lease else ""
+        mine = f"{lease.lease_token if lease else _PAUSED} {sha256(own.encode()).hexdigest()[:16]}"
+        kept, rate = frozenset[str](), self._peak_rate
+        if self._is_lead and lease is not None:
             kept = self._loop.run(self._buffer.validate(lease, self._version))
-        flags = "".join("01"[group_id in kept] for group_id in lease.group_ids)
+            rate = self._live_config().learning_rate
+        flags = "".join("01"[group_id in kept] for group_id in ids)
         # One collective for all of it: each is a wait for the slowest rank.
-        replies = [text.rsplit(maxsplit=1) for text in self._ranks.gather_texts(f"{mine} {flags}")]
-        texts, width = [text for text, _ in replies], self._parts.width
+        said = self._ranks.gather_texts(f"{mine} {rate!r} -{flags}")
+        replies = [text.rsplit(maxsplit=2) for text in said]
+        texts, width = [text for text, *_ in replies], self._parts.width
         tokens = {text.split()[0] for text in texts}
         of_groups = [set(texts[i : i + width]) for i in range(0, len(texts), width)]
         if len(tokens) > 1 or any(len(group) > 1 for group in of_groups):
-            return ()
-        _, flags = replies[0]
-        return tuple(
-            group_id for group_id, flag in zip(lease.group_ids, flags, strict=True) if flag == "1"
-        )
+            return (), False
+        _, of_lead, flags = replies[0]
+        self._peak_rate = float(of_lead)
+        fresh = (i for i, flag in zip(ids, flags[1:], strict=True) if flag == "1")
+        return tuple(fresh), lease is None
 
     def _train_batch(self, lease: Lease, kept_ids: tuple[str, ...], is_update: bool) -> StepStats:
         config = self._spec.config
@@ -392,7 +427,7 @@ class TrainerRank:
             batch,
             config,
             self._algorithm,
-            learning_rate=learning_rate(self._step, config),
+            learning_rate=learning_rate(self._step, replace(config, learning_rate=self._peak_rate)),
             before_update=self._protect_copies,
             guard=self._guard,
             accumulation=self._accumulation,

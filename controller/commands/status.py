@@ -102,6 +102,8 @@ def _as_json(run_dir: RunDir, state: str, view: RunView | None, found: Sequence[
             "tokens_per_s": view.tokens_per_s,
             "waits": view.wait_fractions,
             "lengths": None if lengths is None else lengths.values(),
+            "paused": view.stats is not None and view.stats.paused,
+            "changes": [{"t": one.t, **one.values} for one in view.changes],
             "last_step": None if view.last_step is None else view.last_step.values,
         }
     return msgspec.json.encode({**whole, "findings": listed}).decode()

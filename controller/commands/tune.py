@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pwd import getpwuid
 from socket import gethostname
 
-from configs.checks import live_text
-from configs.introspection import all_settings, setting_named
+from buffer.results import BufferStats
+from configs.checks import Rule, live_text
+from configs.choices import OnStale
+from configs.introspection import live_settings, setting_named
+from configs.schema import Config
 from controller.buffer_access import BufferAddress, impatient, opened, opened_state
-from controller.metrics.history import TUNED
+from controller.metrics.history import TUNED, read_metrics, series
 from controller.run_dir import RunDir, RunDirError
+from controller.start.plan import FLOAT32_DIFF, max_logprob_diff
+from controller.watch.remarks import bytes_in_use
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
 AT_THE_START = "the parts of the run read it once, when they start"
 NO_SETTING = "there is no such setting"
 EXAMPLE = 'make tune ARGS="buffer.max_staleness=1 rollout.oversampling=1.5"'
-WHY_NOT = {"buffer.on_stale": BY_ITS_ORDER, "buffer.selector": BY_ITS_ORDER}
-LIVE = {s.name.rpartition(".")[2]: s.name for s in all_settings() if s.is_live}
-"""The live settings, by their name in Redis."""
+WHY_NOT = {"buffer.selector": BY_ITS_ORDER}
+LIVE = live_settings()
+RESTART = "or end the run and resume it with the value (make stop, make resume)"
 CHOICES = ", ".join(LIVE.values())
 
 
@@ -50,11 +56,14 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
 async def _tune(
     address: BufferAddress, run_dir: RunDir, overrides: Sequence[str], names: Mapping[str, None]
 ) -> None:
-    async with opened_state(address) as state:
-        held = await state.live_settings(LIVE)
+    async with opened_state(address) as state, opened(address) as buffer:
+        held, stats = await state.live_settings(LIVE), await buffer.stats()
+    for name in ("capacity_groups", "capacity_bytes"):  # a shard holds its part
+        held[name] = live_text(getattr(stats, name))
     # They may differ from those of the launch.
     now = [f"{LIVE[name]}={text}" for name, text in held.items()]
     before, after = run_dir.read_config(now), run_dir.read_config([*now, *overrides])
+    after.enforce(_rules(run_dir, before, after, stats))
     texts = {name: live_text(attrgetter(name)(after)) for name in names}
     async with opened(address) as buffer:
         await buffer.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
@@ -64,6 +73,37 @@ async def _tune(
             change = {"setting": name, "before": old, "after": text, "who": _who()}
             await state.append_metrics(change, TUNED)
             print(f"{run_dir.name}: {name} {old} -> {text}")
+
+
+def _rules(run_dir: RunDir, before: Config, after: Config, stats: BufferStats) -> Iterator[Rule]:
+    """Rules of a running job that a launch does not have."""
+    masks = {one.buffer.on_stale is OnStale.mask_tokens for one in (before, after)}
+    fix = f"{BY_ITS_ORDER} if it is or was mask_tokens; choose among requeue, drop and wait"
+    yield Rule(len(masks) == 1, "buffer.on_stale", fix)
+    cooler = after.rollout.sampling.temperature < before.rollout.sampling.temperature
+    if cooler:
+        steps = read_metrics(run_dir.metrics, "step")
+        # In force until the trainer starts again; before the first step that of a GPU is assumed.
+        usual = max_logprob_diff(run_dir.read_config(), uses_gpu=True)
+        bound = (series(steps, "logprob_diff_bound") or [usual])[-1]
+        yield Rule(
+            max_logprob_diff(after, uses_gpu=bound != FLOAT32_DIFF) <= bound,
+            "rollout.sampling.temperature",
+            "it multiplies by what rounding lets engines and trainer differ, and the trainer ends "
+            f"the run at {bound:g} nats, as its launch has set; choose a higher one, {RESTART}",
+        )
+    replays = after.rollout.engine.routing_replay
+    yield Rule(
+        not replays or after.rollout.group_size <= before.rollout.group_size,
+        "rollout.group_size",
+        "with rollout.engine.routing_replay=true the start checks the memory of a group's experts; "
+        f"choose at most {before.rollout.group_size}, {RESTART}",
+    )
+    held, capacity = stats.ready + stats.leased, after.buffer.capacity_bytes
+    if capacity is not None and held and capacity != before.buffer.capacity_bytes:
+        least = math.ceil(bytes_in_use(stats) / held * after.trainer.groups_per_version)
+        fix = f"the groups of one update take about {least} bytes now, and would not fit; raise it"
+        yield Rule(capacity >= least, "buffer.capacity_bytes", fix)
 
 
 def _who() -> str:

@@ -189,6 +189,12 @@ def _plain(value: Scalar) -> Scalar:
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
+def change_words(tuned: Record) -> str:
+    """A `tuned` record in words."""
+    setting, before, after, who = map(tuned.values.get, ("setting", "before", "after", "who"))
+    return f"{setting} {before} -> {after}, by {who}"
+
+
 def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
     return [record for record in records if record.kind == kind]
 

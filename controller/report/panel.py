@@ -16,7 +16,7 @@ from rich.text import Text
 
 from buffer.results import BufferStats
 from controller.metrics.counters import panel_line
-from controller.metrics.history import numbers, series
+from controller.metrics.history import change_words, numbers, series
 from controller.metrics.weights import median
 from controller.units import format_count, format_duration, format_number_of
 from controller.watch.finding import MUCH, Level
@@ -27,6 +27,7 @@ from host.printable import printable
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDE_BAR, NARROW_BAR = 14, 8
 FRAME = 6
+LAST_CHANGES = 3
 """Columns of the frame and its padding."""
 WIDE_PANEL, NARROW_PANEL = 88, 66
 """Columns inside the frame: from the first on bars are wide, below the second sections stack."""
@@ -144,6 +145,10 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         parts.append(_law(view.stats))
         if counted := panel_line(view.counters, view.stats.tokens_dropped):
             parts.append(Text.assemble(("Rollouts", "bold cyan"), f"  {counted}"))
+    for change in view.changes[-LAST_CHANGES:]:
+        ago = format_duration(max(0.0, view.now - change.t))
+        words = printable(f"  {change_words(change)}, {ago} ago")
+        parts.append(Text.assemble(("Changed", "bold cyan"), words))
     parts += _findings(view)
     return Frame(
         Group(*parts),

@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from configs.schema import Config
-from controller.metrics.history import EVAL_FAILED, RESUMED, Record, below, of_kind, series
+from controller.metrics.history import (
+    EVAL_FAILED,
+    RESUMED,
+    TUNED,
+    Record,
+    below,
+    change_words,
+    of_kind,
+    series,
+)
 from controller.metrics.weights import WeightsResult, weights_result
 from controller.watch.learning import has_no_gradient, learning_alarms
 
@@ -75,6 +84,8 @@ class RunResult:
     """The largest bound that was ever in force."""
     max_staleness_by_step: Mapping[int, int]
     """The bound in force from each of these steps on, according to the samples of the buffer."""
+    changes: Sequence[str]
+    """Live settings that were changed: what, when and by whom."""
     max_staleness_trained: int | None
     staleness_mean: float | None
     versions_published: int
@@ -172,6 +183,7 @@ def summarize(
         is_conserved=last.count("pushed") == placed + sum(last.dropped.values()),
         max_staleness=max(last.count("max_staleness"), last.count("max_staleness_largest")),
         max_staleness_by_step=_staleness_bounds(records),
+        changes=list(_changes(records)),
         max_staleness_trained=(
             last.count("max_staleness_trained") if "max_staleness_trained" in last.values else None
         ),
@@ -240,6 +252,15 @@ def _staleness_bounds(records: Sequence[Record]) -> dict[int, int]:
                 bounds[step] = int(bound)
             last = bound
     return bounds
+
+
+def _changes(records: Sequence[Record]) -> Iterator[str]:
+    step = 0
+    for record in records:
+        if record.kind == "step":
+            step = record.count("step")
+        elif record.kind == TUNED:
+            yield f"after step {step}: {change_words(record)}"
 
 
 def training_seconds(steps: Sequence[Record]) -> float:

@@ -199,6 +199,8 @@ def _group_rows(result: RunResult) -> Iterator[tuple[str, str]]:
     if len(result.max_staleness_by_step) > 1:
         changes = (f"{k} from step {step}" for step, k in result.max_staleness_by_step.items())
         yield "the bound over the run", ", ".join(changes)
+    for change in result.changes:
+        yield "changed", change
 
 
 def _cost_rows(result: RunResult) -> Iterator[tuple[str, str]]:

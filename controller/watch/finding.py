@@ -68,6 +68,8 @@ class Finding:
         settings = f'ARGS="{" ".join(self.changes)}"'
         if not self.is_live:
             return f"make stop{run} && make resume{run} {settings}"
+        if self.changes == ("buffer.paused=false",):
+            return f"make unpause{run}"
         name, _, value = self.changes[0].partition("=")
         if len(self.changes) == 1 and name in _SHORT:
             return f"{_SHORT[name]}={value}{run}"

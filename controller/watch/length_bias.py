@@ -147,7 +147,7 @@ def length_bias(lengths: Lengths, max_staleness: int, on_stale: OnStale) -> Find
         f" is {lengths.ratio:.2f} of the mean sampled, {lengths.sampled_mean:.0f}, as {share:.0%} "
         f"of those from {length} tokens on are given up"
     )
-    enough, wait = lengths.sufficient_staleness, "buffer.on_stale=wait, at a launch, trains all"
+    enough, wait = lengths.sufficient_staleness, "buffer.on_stale=wait trains all"
     if enough is None or enough <= max_staleness:
         return alarm("length bias", words, wait)
     per_version = f"an answer meets a version every {lengths.tokens_per_version:.0f} tokens"

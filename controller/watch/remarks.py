@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from buffer.results import BufferStats
 from configs.choices import OnStale
@@ -14,6 +14,7 @@ from controller.watch.finding import Finding, Level, alarm, hint
 
 TRAINER = "trainer"
 """The part of a stall that is the trainer's."""
+PAUSED = "buffer.paused"
 FACTOR, AT_LEAST_S = 3.0, 20.0
 """A step is late after so many times its usual duration, and not before so many seconds."""
 FEWEST_EPISODES = 32
@@ -63,6 +64,17 @@ def engine_findings(stats: BufferStats, weights: WeightsView) -> list[Finding]:
         advice = "its receiver, its machine or the link to it is slow"
         found.append(hint(engine, words, advice))
     return found
+
+
+def paused(stats: BufferStats, changes: Sequence[Record], now: float) -> Finding:
+    """The alarm of a run that somebody has paused."""
+    made = [one for one in changes if one.values.get("setting") == PAUSED]
+    since = f" for {format_duration(max(0.0, now - made[-1].t))}" if made else ""
+    by = f", by {made[-1].values.get('who')}" if made else ""
+    words = f"the run is paused{since}{by}: no group begins and no step is taken"
+    if left := stats.running:
+        words += f", and {format_number_of(left, 'group')} may end"
+    return alarm("run", words, "it goes on where it is when it is told to", f"{PAUSED}=false")
 
 
 def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from buffer.results import BufferStats
+from configs.checks import with_live
 from configs.choices import OnStale
 from configs.rollout_schema import RolloutConfig
 from configs.schema import Config
@@ -105,6 +106,8 @@ class RunView:
     """When the trainer was last seen to take a batch, to hand over a version, or to end a step."""
     workers_away: int = 0
     """Workers that have lost their process and are not back."""
+    changes: list[Record] = field(default_factory=list)
+    """Changes of live settings."""
     stall: Record | None = None
     """The stall that goes on, if there is one."""
     _observed_at: float = 0.0
@@ -149,9 +152,12 @@ class RunView:
         elif record.kind == "buffer":
             waits = {**record.waits, PUSHES: record.number("push_blocked_s")}
             self._sample(record.t, waits, record.counters)
-        elif record.kind == TUNED and record.values.get("setting") == "rollout.num_engines":
-            with suppress(ValueError):
-                self.num_engines = int(str(record.values.get("after")))
+        elif record.kind == TUNED:
+            self.changes.append(record)
+            with suppress(
+                KeyError, ValueError
+            ):  # any client of the run's Redis may have written it
+                self._follow(record)
         elif record.kind == WORKER_LOST:
             self.workers_away += 1
         elif record.kind in (STALL, STALL_ENDED):
@@ -163,6 +169,16 @@ class RunView:
             self.weights.apply(record)
         if NEW_CONDITIONS & {record.kind, record.values.get("event")}:
             self._measure_anew(record.t)
+
+    def _follow(self, change: Record) -> None:
+        section, _, name = str(change.values["setting"]).partition(".")
+        text = str(change.values["after"])
+        if section == RolloutConfig.SECTION:
+            self.rollout = with_live(self.rollout, {name.rpartition(".")[2]: text})
+            if name == "num_engines":
+                self.num_engines = self.rollout.num_engines
+        elif name == "on_stale":
+            self.on_stale = OnStale[text]
 
     def note_resumed(self, t: float) -> None:
         """A controller has taken the run up at `t`: it starts, until there is a record of that."""
@@ -199,6 +215,8 @@ class RunView:
         if self._observed_at and now - self._observed_at > UNSEEN_S:
             self._measure_anew(now)
         self._observed_at = now
+        if self.stats is not None and stats.paused != self.stats.paused:
+            self._measure_anew(now)
         if self.stats is None or _trainer_marks(stats) != _trainer_marks(self.stats):
             self.trainer_at = now
         # The latter is counted when a group ends; the histories of older versions have only that.

@@ -61,6 +61,8 @@ def find_stall(view: RunView, factor: float = FACTOR) -> Stall | None:
     stats, steps = view.stats, view.recent_steps
     if stats is None or not steps or view.phase != "training" or view.step >= view.num_steps:
         return None
+    if stats.paused:
+        return None
     found, at_least_s = _of_trainer(view, stats, steps), AT_LEAST_S
     if found is None:
         found = _of_rollouts(view, stats, view.usual_publish_s or 0.0)

@@ -36,6 +36,7 @@ from controller.watch.remarks import (
     engine_findings,
     eval_failed,
     late_step,
+    paused,
     rewritten_histories,
     stall_finding,
 )
@@ -68,6 +69,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     stats, usual_s = view.stats, view.usual_step_s
     waited = view.wait_fractions.trainer_for_rollout
     grown, elapsed_s = view.counted.growth(), view.counted.elapsed_s
+    if stats is not None and stats.paused:
+        yield paused(stats, view.changes, view.now)
     yield full_memory(view.room)
     yield full_disk(view.room, view.checkpoint)
     if view.checkpoint_failure is not None:
@@ -83,7 +86,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
             yield low_admission(stats, waited, for_rewards, engines, view.rollout)
             yield _bottleneck(view, stats)
         yield from engine_findings(stats, view.weights)
-        if usual_s is not None and view.phase == "training" and view.stall is None:
+        is_moving = view.phase == "training" and view.stall is None and not stats.paused
+        if usual_s is not None and is_moving:
             late_s = view.now - view.steps[-1].t
             yield late_step(stats, view.steps[-1], view.on_stale, late_s, usual_s)
         yield from buffer_findings(stats, view.waits.growth().get(PUSHES, 0.0), _when(view))

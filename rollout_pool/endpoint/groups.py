@@ -86,6 +86,7 @@ class ExternalGroup(EpisodeSource):
         is_rewarded = False
         try:
             self._prompt = prompt
+            self._group_size = request.group_size or self._group_size
             self._members.append(session)
             self.group_id = session.session_id.rpartition(".")[0]
             self._groups.note_start(self)

@@ -120,6 +120,8 @@ class EpisodeRequest:
     sampling: SamplingParams
     samples: GroupSamples = field(default_factory=GroupSamples)
     """Its group's, at which the episode's samples begin, wait and end."""
+    group_size: int = 0
+    """Episodes of its group; 0 if it has none."""
     priority: Priority = Priority.rollout
     min_version: int = 0
     engine: str | None = None

@@ -163,22 +163,23 @@ class GroupRunner:
     """Cause of the last failure."""
 
     def __post_init__(self) -> None:
-        self._sampling = SamplingParams(**asdict(self.config.sampling))
-        self.set_filter(self.config)
+        self._filter: VarianceFilter | None = None
+        self.use(self.config, is_new_filter=True)
 
-    def set_filter(self, config: RolloutConfig) -> None:
-        """Leaves out groups as these settings say, from the next one on."""
-        ratio = config.max_filtered_ratio
-        self._filter = VarianceFilter(ratio) if config.filter_zero_variance else None
+    def use(self, config: RolloutConfig, *, is_new_filter: bool) -> None:
+        """From now on, groups begin as these settings say, and are left out as they say."""
+        self._sampling = SamplingParams(**asdict(config.sampling))
+        self._group_size = config.group_size
+        if is_new_filter:
+            ratio = config.max_filtered_ratio
+            self._filter = VarianceFilter(ratio) if config.filter_zero_variance else None
 
     async def generate_and_push(self, run: GroupRun) -> None:
         """Generates the group and pushes it, unless the filter leaves it out.
 
         May be cancelled at any moment; `settle` must follow in any case.
         """
-        group = run.group = await generate_group(
-            run, self.scorer, self._sampling, self.config.group_size
-        )
+        group = run.group = await generate_group(run, self.scorer, self._sampling, self._group_size)
         self._failures_in_a_row = 0
         # Rewards with an unscored part, which counts as 0, may be equal because of the scorer.
         teaches = bool(run.num_unscored) or len({*group.rewards_by_episode.values()}) > 1
@@ -352,7 +353,8 @@ async def generate_group(
     """
     # All start in the same turn of the event loop, so that their requests share one call.
     members = [
-        asyncio.create_task(_member(run, place, scorer, sampling)) for place in range(group_size)
+        asyncio.create_task(_member(run, place, scorer, sampling, group_size))
+        for place in range(group_size)
     ]
     try:
         ended = await asyncio.gather(*members)
@@ -385,7 +387,7 @@ async def generate_group(
 
 
 async def _member(
-    run: GroupRun, place: int, scorer: Scorer, sampling: SamplingParams
+    run: GroupRun, place: int, scorer: Scorer, sampling: SamplingParams, group_size: int
 ) -> tuple[Episode, Score]:
     with open_span("episode") as span:
         span.set_attributes({"group": run.group_id, "episode": place, "prompt": run.ref.index})
@@ -393,6 +395,7 @@ async def _member(
             session=f"{run.group_id}.{place}",
             sampling=sampling,
             samples=run.samples,
+            group_size=group_size,
             span_context=set_span_in_context(span),
         )
         episode = await run.episode_source.run(run.prompt, request)

@@ -37,7 +37,9 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from buffer.errors import RunPausedError
 from buffer.replay_buffer import ReplayBuffer
+from buffer.results import Admission
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from configs.checks import live_names, with_live
@@ -155,7 +157,9 @@ class RolloutWorker:
             group_log=self.group_log,
             curriculum=self._curriculum,
         )
-        self._tail = self._new_tail(self.spec.config)
+        self._live = self.spec.config
+        """The settings as they are now."""
+        self._tail = self._new_tail(self._live)
 
     async def run(self) -> WorkerReport:
         """Generate until `stop`.
@@ -208,7 +212,7 @@ class RolloutWorker:
             return
         # A suspect runs alone.
         has_suspect = len(self._runs) == 1 and any(r.ref.is_suspect for r in self._runs.values())
-        if len(self._runs) < (1 if has_suspect else self.spec.config.max_groups_in_flight):
+        if len(self._runs) < (1 if has_suspect else self._live.max_groups_in_flight):
             self._admission = asyncio.create_task(self._admit())
             self._observe(self._admission)
 
@@ -231,7 +235,7 @@ class RolloutWorker:
         ]
         if self.spec.config.keep_every_tokens:
             work.append(self._keep_tokens())
-        if self.spec.buffer.on_stale in DROPPED_WHEN_STALE:
+        if self.spec.buffer.on_stale is not OnStale.mask_tokens:  # which is not live
             work.append(self._watch_age())
         if self.external_groups is not None:
             work.append(self._watch_idle())
@@ -274,12 +278,8 @@ class RolloutWorker:
         self._next_order += 1
         group_id = f"{self.index}-{order}-{secrets.token_hex(4)}"
         try:
-            started = time.monotonic()
-            admission = await self.state.retry_while_run_moves(
-                lambda: self.buffer.admit(group_id, self.spec.buffer.wait_timeout_s)
-            )
+            admission = await self._credit(group_id)
             group_id = admission.group_id
-            await self._note_wait(started)
             taken = await self._take_prompt(group_id, has_retries=admission.has_retries)
             if taken is not None and taken.ref.is_suspect:
                 taken = await self._when_idle(group_id, taken)
@@ -309,6 +309,21 @@ class RolloutWorker:
                 tokens=tokens,
             )
         )
+
+    async def _credit(self, group_id: str) -> Admission:
+        """Waits for a credit; the time in which the run is paused is nobody's fault."""
+        limit_s = self.spec.buffer.wait_timeout_s
+        while True:
+            started = time.monotonic()
+            try:
+                admission = await self.state.retry_while_run_moves(
+                    lambda: self.buffer.admit(group_id, limit_s)
+                )
+            except RunPausedError:
+                await self.state.wait_unpaused(WATCH_TIMEOUT_S)
+                continue
+            await self._note_wait(started)
+            return admission
 
     async def _note_wait(self, started: float) -> None:
         # Not counted while groups are in flight: then the engines are busy.
@@ -415,7 +430,7 @@ class RolloutWorker:
         )
 
     async def _run_tail(self) -> None:
-        """Runs the policy for stragglers, which changes with the live settings, as the filter."""
+        """Runs the policy for stragglers, and follows the live settings, with which it changes."""
         names, seen = live_names(RolloutConfig), dict[str, str]()
         running = asyncio.create_task(self._tail.run())
         looking: asyncio.Task[dict[str, str]] | None = None
@@ -427,10 +442,11 @@ class RolloutWorker:
                 await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     running.result()  # raises
-                before, seen = with_live(self.spec.config, seen), looking.result()
-                now = with_live(self.spec.config, seen)
-                if _of_filter(now) != _of_filter(before):
-                    self._group_runner.set_filter(now)
+                before, seen = self._live, looking.result()
+                now = self._live = with_live(self.spec.config, seen)
+                is_new_filter = _of_filter(now) != _of_filter(before)
+                self._group_runner.use(now, is_new_filter=is_new_filter)
+                self._completed.put_nowait(None)  # another group may start
                 if _of_tail(now) != _of_tail(before):
                     await end_tasks([running])
                     self._tail.close()
@@ -451,6 +467,9 @@ class RolloutWorker:
                 version = await self.state.wait_version_above(version, WATCH_TIMEOUT_S)
             except TimeoutError:
                 continue  # a long step; a dead trainer is detected elsewhere
+            policy = (await self.state.live_settings(["on_stale"])).get("on_stale")
+            if OnStale[policy or self.spec.buffer.on_stale.name] not in DROPPED_WHEN_STALE:
+                continue
             leash = await self.buffer.get_leash()
             for run in self._runs.values():
                 oldest = run.samples.spent.oldest_version
@@ -471,7 +490,7 @@ class RolloutWorker:
         while True:
             await asyncio.sleep(IDLE_CHECK_INTERVAL_S)  # groups become idle by time alone
             is_waiting = self._admission is not None and self._admission is seen
-            is_full = len(self._runs) >= self.spec.config.max_groups_in_flight
+            is_full = len(self._runs) >= self._live.max_groups_in_flight
             seen = self._admission
             if not (is_waiting or is_full) or not self._idle_for(limit_s):
                 continue

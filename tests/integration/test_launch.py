@@ -185,7 +185,12 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
         tmp_path, "tune", *first.split()
     )
     output += wait_for_line(process, "step 14/")
-    command_on(tmp_path, "tune", "rollout.tail=interrupt_and_resume", "rollout.keep_partial=false")
+    then = "rollout.tail=interrupt_and_resume rollout.keep_partial=false buffer.on_stale=requeue"
+    then += " rollout.group_size=3 rollout.sampling.temperature=1.2 trainer.learning_rate=2e-10"
+    command_on(tmp_path, "tune", "buffer.capacity_groups=40", *then.split())
+    command_on(tmp_path, "tune", "buffer.paused=true")
+    assert command_on(tmp_path, "status").startswith("The run is paused for ")
+    command_on(tmp_path, "tune", "buffer.paused=false")
     output += finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
@@ -206,6 +211,13 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     }
     assert sum(counted[f"scored_groups:{task}"] for task in by_task) >= trained
     run = tmp_path / RUN
+    tuned = read_metrics(run / "metrics.jsonl", "tuned")
+    assert len(tuned) == len(result["changes"]) == 3 + 7 + 2
+    began, ended = [r.t for r in tuned if r.values["setting"] == "buffer.paused"]
+    steps = read_metrics(run / "metrics.jsonl", "step")
+    # One had its batch. Two commands take far longer than a step.
+    assert sum(began < step.t < ended for step in steps) <= 1 < ended - began
+    assert (steps[0].number("lr"), steps[-1].number("lr")) == (1e-10, 2e-10)
     admitted = [r.number("limit") for r in read_metrics(run / "metrics.jsonl", "buffer")]
     assert max(admitted) == 2 * (2 + 1) * 4
     publishes = read_metrics(run / "metrics.jsonl", "publish")
@@ -230,6 +242,9 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     file = tmp_path / "groups.jsonl"
     command_on(tmp_path, "groups", str(file))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
+    last = read_recorded(run, rows[-1]["group"])
+    assert last is not None and last.group.sampling.temperature == 1.2
+    assert len(last.group.rewards_by_episode) == 3
     recorded = read_recorded(run, rows[0]["group"])
     assert recorded is not None and rows[0]["messages"] == recorded.messages[0]
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"]

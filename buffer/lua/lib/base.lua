@@ -48,10 +48,11 @@ local function bound_of(text) return math.max(1, math.min(math.floor(finite(text
 local function damaged(what) error({err = 'DAMAGED ' .. what .. ' cannot be read'}) end
 
 local held_settings = redis.call('HMGET', SETTINGS, 'trainer_version', 'max_staleness', 'on_stale',
-  'selector', 'wanted', 'lineage', 'reconciling', 'audit_length')
+  'selector', 'wanted', 'lineage', 'reconciling', 'audit_length', 'paused')
 if not held_settings[1] then return redis.error_reply('NOTOPEN no settings at ' .. SETTINGS) end
 local on_stale, selector, wanted = held_settings[3], held_settings[4], finite(held_settings[5], 0)
 local lineage = held_settings[6]
+local is_paused = held_settings[9] == 'True'
 local is_reconciling = held_settings[7] == '1' -- ready groups may have versions from before a rollback
 
 local settings_read = {}

@@ -1,12 +1,15 @@
 -- Gives a new group a credit to be generated, if there is room.
 -- Request: group_id, credit_ms (how long the credit lasts unless it is renewed).
--- Reply: Credit: 1 if it was given, trainer version, 1 if a prompt waits to run again; if not, last wake, in use, limit
+-- Reply: Credit: 1 if it was given, trainer version, 1 if a prompt waits to run again; if not, last wake, in use, limit,
+--        1 if the run is paused
 local id, expiry = request.group_id, whole(now_ms() + request.credit_ms)
 
 if redis.call('ZSCORE', RUNNING, id) then
   redis.call('ZADD', CREDITS, expiry, id)
   return {1, trainer_version, redis.call('EXISTS', RETRIES)}
 end
+
+if is_paused then return {0, trainer_version, 0, last_wake('room'), 0, 0, 1} end
 
 -- Engines that are too old get no requests and do not count; if there is no other, the limit is 0.
 local lag, num_fresh, served = 0, 0, redis.call('HVALS', key('engine_versions'))

@@ -4,6 +4,7 @@
 --                {{id, {version...}}, ...}
 --      | BatchNotReady: 'wait', {wakes}, ready, ms until the next lease expires or -1, running group,
 --                its version
+--      | Paused: 'paused' (and the step has no batch yet)
 --      | Again: 'again' (the bound of clean-up was reached)
 --      | Refused: 'refused', 'done' (the step is trained) or 'not_owner' or 'conflict' (the step was
 --                leased with other arguments), version, groups, shares
@@ -38,6 +39,7 @@ if batch then
   forget_batch(step) -- all its groups were dropped or returned: form a new one
 end
 if step <= setting('acked_step') then return {'refused', 'done'} end
+if is_paused then return {'paused'} end
 
 if drop_stale_ready(version, bound) == bound then return {'again'} end
 local blocking, blocking_version = blocking_group(version)

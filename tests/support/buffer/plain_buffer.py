@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 from buffer.admission import admission_limit, engine_lag
-from buffer.errors import BufferFullError, NotOwnerError
+from buffer.errors import BufferFullError, NotOwnerError, RunPausedError
 from buffer.replay_buffer import quota
 from buffer.results import Failure, PushResult, Reconciled
 from buffer.shard_routes import id_in_shard, shard_of
@@ -94,6 +94,7 @@ class PlainBuffer:
         self.oversampling = oversampling
         self.groups_per_step = groups_per_step
         self.max_staleness = settings.max_staleness
+        self.is_paused = False
         self.groups: dict[str, Group] = {}
         self.batches: dict[int, Batch] = {}
         self.done_steps: set[int] = set()
@@ -210,6 +211,8 @@ class PlainBuffer:
             groups_per_version=self.groups_per_step,
             oversampling=self.oversampling,
         )
+        if self.is_paused:
+            raise RunPausedError("the run is paused")
         for number in range(num_shards):
             shard = (crc32(group_id.encode()) + number) % num_shards
             in_use = len(self.ids("running", "ready", "leased", shard=shard))
@@ -350,6 +353,8 @@ class PlainBuffer:
         self.batches.pop(step, None)
         if step <= self.acked_step:
             raise ValueError(DONE)
+        if self.is_paused:
+            raise RunPausedError("the run is paused")
         return self.form(step, arguments, enough)
 
     def form(self, step: int, arguments: tuple[int, int, int], enough: int) -> Batch:

@@ -1,19 +1,21 @@
-"""A whole `TrainerRank`, on the Redis server named in `redis.txt`, until rank 0 is stopped."""
+"""A whole `TrainerRank`, on the Redis server named in `redis.txt`, until rank 0 is stopped in a
+pause."""
 
 from __future__ import annotations
 
 import json
 import socket
 import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from buffer.run_state import STREAM_START
-from tests.support.blocking import BlockingRunState
-from tests.support.trainer.loop_scene import LOOP_STEPS, TIMEOUT_S, loop_spec
+from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
+from tests.support.trainer.loop_scene import LATER_RATE, LOOP_STEPS, TIMEOUT_S, loop_spec
 from tests.support.zero3.batches import examples
 from trainer_pool.collectives import RankAddress
-from trainer_pool.rank import TrainerRank
+from trainer_pool.rank import PAUSED_LOOK_S, TrainerRank
 from trainer_pool.types import TrainerSpec, WarmStartReport
 
 
@@ -54,6 +56,7 @@ def run_loop(
 
 def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
     run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
+    buffer = BlockingReplayBuffer(spec.redis_url, spec.run, spec.buffer)
     num_steps, last, enough = 0, STREAM_START, LOOP_STEPS
     if spec.resume_from is not None:
         enough = 7
@@ -63,5 +66,12 @@ def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
         entries = run_state.read_metrics(last, TIMEOUT_S)
         num_steps += sum(entry.kind == "step" for entry in entries)
         last = entries[-1].id
+        buffer.change_settings({"learning_rate": str(LATER_RATE)})
+    buffer.change_settings({"paused": "True"})
+    before: object = None
+    while (now := (buffer.stats().leased, buffer.stats().trained)) != before:
+        before = now
+        time.sleep(3 * PAUSED_LOOK_S)  # a step that had its batch ends
     trainer.stop()
+    buffer.close()
     run_state.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
@@ -86,12 +87,25 @@ async def test_on_full_error_raises(checked_buffer: Any) -> None:
     assert (await buffer.stats()).pushed == 1
 
 
-async def test_capacity_that_no_batch_fits_in_is_refused(buffer_factory: Any) -> None:
-    with pytest.raises(ValueError, match=r"capacity_groups=3.*= 4 groups, would never fit"):
-        await buffer_factory(groups_per_step=4, capacity_groups=3)
-    # Those of earlier steps are leased until the update.
-    with pytest.raises(ValueError, match=r"capacity_groups=7.*= 8 groups, would never fit"):
-        await buffer_factory(groups_per_step=4, gradient_accumulation_steps=2, capacity_groups=7)
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_capacity_of_a_running_job_is_shared_by_its_shards(
+    buffer_factory: Any, shards: int
+) -> None:
+    buffer = await buffer_factory(groups_per_step=1, capacity_groups=shards, shards=shards)
+    names = [f"g{number}" for number in range(8)]
+    for name in names[:7]:
+        with contextlib.suppress(TimeoutError):
+            await buffer.push(make_group(name), 0)
+    assert (await buffer.stats()).ready == shards
+    waiting = asyncio.create_task(buffer.push(make_group("late"), 60))
+    await buffer.change_settings({"capacity_groups": 7, "capacity_bytes": "null"})
+    assert await waiting is PushResult.stored
+    stats = await buffer.stats()
+    assert (stats.capacity_groups, stats.capacity_bytes) == (7, None)
+    await buffer.change_settings({"capacity_groups": "null"})
+    for name in names:
+        await buffer.push(make_group(name), 0)
+    assert (await buffer.stats()).capacity_groups is None
 
 
 async def test_drop_stalest_evicts_nothing_for_a_group_that_cannot_fit(checked_buffer: Any) -> None:

@@ -30,7 +30,7 @@ from hypothesis.stateful import (
 from redis.asyncio import Redis
 
 from buffer.connect import Buffer, buffer_on
-from buffer.errors import BufferFullError, NotOwnerError
+from buffer.errors import BufferFullError, NotOwnerError, RunPausedError
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.server import EmbeddedServer
@@ -38,6 +38,7 @@ from buffer.results import Lease
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from buffer.wire.codec import encode_group
+from configs.checks import live_text
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
 from tests.support.buffer.groups import make_group
@@ -123,7 +124,7 @@ class BufferMachine(RuleBasedStateMachine):
         """The result of both, which must be equal, or both raise the same error."""
         try:
             expected = plain()
-        except (TimeoutError, ValueError, NotOwnerError, BufferFullError) as error:
+        except (TimeoutError, ValueError, NotOwnerError, BufferFullError, RunPausedError) as error:
             with pytest.raises(type(error), match=str(error)):
                 self.run(real)
             raise Refused from error
@@ -435,6 +436,28 @@ class BufferMachine(RuleBasedStateMachine):
     def tune(self, value: int) -> None:
         self.run(self.buffer.change_settings({"max_staleness": value}))
         self.model.max_staleness = value
+
+    @precondition(lambda self: self.model.settings.on_stale is not OnStale.mask_tokens)
+    @rule(
+        on_stale=st.sampled_from([one for one in OnStale if one is not OnStale.mask_tokens]),
+        capacity=st.sampled_from([None, 5, 9]),
+    )
+    def tune_rules(self, on_stale: OnStale, capacity: int | None) -> None:
+        changed = {"on_stale": on_stale.name, "capacity_groups": live_text(capacity)}
+        self.run(self.buffer.change_settings(changed))
+        self.model.settings = replace(
+            self.model.settings, on_stale=on_stale, capacity_groups=capacity
+        )
+
+    @rule(back=st.sampled_from([0, 0, 1, 2]), spread=AGES)
+    def pause(self, back: int, spread: int) -> None:
+        """Pushes go on, and so does a batch that a rank has."""
+        self.model.is_paused = True
+        self.run(self.buffer.change_settings({"paused": "True"}))
+        self.admit_one(self.new_id())
+        self.lease(back, 1, 0, 1, [spread])
+        self.model.is_paused = False
+        self.run(self.buffer.change_settings({"paused": "False"}))
 
     @rule(engine=st.sampled_from(["e0", "e1"]), lag=st.integers(0, 4))
     def commit(self, engine: str, lag: int) -> None:

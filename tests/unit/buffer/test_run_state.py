@@ -317,6 +317,22 @@ async def test_wait_goes_on_for_as_long_as_tokens_versions_or_leases_move(
     assert clerk.num_calls == 5
 
 
+async def test_wait_outlasts_a_pause(state: RunState, buffer_factory: Any) -> None:
+    buffer = await buffer_factory()
+
+    async def set_paused(number: int) -> None:
+        paused = {1: "True", 4: "False"}.get(number)
+        if paused is not None:
+            await buffer.change_settings({"paused": paused})
+
+    # That of the fifth call ended soon after the pause: it may have begun in it.
+    clerk = Clerk(9, set_paused)
+    with pytest.raises(TimeoutError, match="nothing came within 600 s"):
+        await state.retry_while_run_moves(clerk.wait)
+    assert clerk.num_calls == 5
+    assert not await state.is_paused()
+
+
 async def test_wait_ends_when_nothing_in_the_run_has_moved(state: RunState) -> None:
     clerk = Clerk(9, lambda number: state.count("tokens_arrived", 1 if number < 3 else 0))
     with pytest.raises(TimeoutError, match="nothing came within 600 s"):

@@ -186,6 +186,11 @@ trainer.sequence_parallel_size=2 ; trainer.num_ranks=3
     -> trainer.num_ranks=3: must be a multiple of trainer.sequence_parallel_size=2
 trainer.sequence_parallel_size=2 ; trainer.num_ranks=8 ; trainer.groups_per_step=3
     -> trainer.groups_per_step=3: every rank needs a group: at least (trainer.num_ranks / trainer.se
+trainer.groups_per_step=4 ; buffer.capacity_groups=3
+    -> buffer.capacity_groups=3: what one update trains on, trainer.groups_per_step * trainer.gra
+trainer.groups_per_step=4 ; trainer.gradient_accumulation_steps=2 ; rollout.eval_every=0 ;
+trainer.num_ranks=2 ; buffer.capacity_groups=7
+    -> buffer.capacity_groups=7
 rollout.sampling.top_p=0.9 -> rollout.sampling.top_k=-1
 rollout.sampling.min_p=0.1 -> rollout.sampling.top_k=-1
 rollout.sampling.top_k=1 -> rollout.sampling.top_k=1

@@ -42,6 +42,7 @@ from tests.support.pictures import build_seeing_model, plain_logprobs
 from tests.support.trainer import made_up
 from tests.support.trainer.loop_scene import (
     GROUPS_PER_STEP,
+    LATER_RATE,
     LOOP_STEPS,
     MAX_STALENESS,
     PEAK_TFLOPS,
@@ -908,7 +909,7 @@ def play_loop(
     buffer = BlockingReplayBuffer(redis_url, RUN, settings)
     run_state = BlockingRunState(redis_url, RUN, settings)
     replaced = {} if before is None else {"gradient_accumulation_steps": 2}
-    buffer.open(settings, GROUPS_PER_STEP, replaced=set(replaced), **replaced)
+    buffer.open(settings, GROUPS_PER_STEP, replaced={"paused", *replaced}, **replaced)
     name = "first" if before is None else "again"
     engine, rollouts = FollowingEngine(redis_url, receiver.client), MadeUpRollouts(redis_url, name)
     try:
@@ -1005,13 +1006,20 @@ def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
     for number, record in enumerate(loop.records, start=1):
         assert record["step"] == number and record["version"] == number - 1
         assert record["num_groups"] == GROUPS_PER_STEP and record["num_tokens"] > 0
-        assert record["reward_mean"] == 0.5 and record["lr"] == pytest.approx(1e-3)
+        assert record["reward_mean"] == 0.5
         assert record["staleness_max"] <= MAX_STALENESS
         for name in ("lease_wait_s", "step_s", "snapshot_s", "snapshot_wait_s", "checkpoint_s"):
             assert record[name] >= 0
         assert 0 <= record["checkpoint_wait_s"] <= record["checkpoint_s"]
         assert record["mfu"] == pytest.approx(record["model_tflops"] / PEAK_TFLOPS)
     assert {("trainer", "rollout"), ("trainer", "weight_sync")} <= loop.waits.keys()
+    rates = [record["lr"] for record in loop.records]
+    assert (rates[0], rates[2]) == (pytest.approx(1e-3), pytest.approx(LATER_RATE))
+
+
+def test_ranks_that_are_stopped_in_a_pause_have_written_their_last_step(loop: LoopOutcome) -> None:
+    # There is a batch that they would have taken without the pause.
+    assert loop.stats.paused and loop.stats.ready >= GROUPS_PER_STEP and loop.stats.leased == 0
 
 
 def publish_to_one_shard(redis_url: str, settings: BufferConfig, version: int) -> None:

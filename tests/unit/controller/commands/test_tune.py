@@ -16,7 +16,10 @@ from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from configs.load import load_config
 from controller.main import EXIT_BAD_INPUT
+from controller.metrics.history import MetricsLog
 from controller.run_dir import RunDir
+from controller.start.plan import FLOAT32_DIFF
+from tests.support.buffer.groups import make_group
 from tests.support.controller.buffers import Command, opened
 
 
@@ -83,6 +86,8 @@ def test_suggestion_of_tune_without_a_setting_can_be_pasted(
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
+        ("buffer.on_stale=mask_tokens", "choose among requeue, drop and wait"),
+        ("buffer.capacity_groups=3", "would never fit"),
         ("buffer.selector=shortest", "the groups that the buffer holds are stored by it"),
         ("trainer.groups_per_step=2", "read it once, when they start"),
         ("rollout.tale=postpone", "there is no such setting"),
@@ -103,10 +108,42 @@ def test_refused_settings_change_nothing_and_say_why(
 def test_values_that_the_rules_of_the_run_forbid_are_refused(
     open_run: RunDir, leash: Command
 ) -> None:
-    config = load_config(["buffer.on_stale=wait"])
-    open_run.write_config(config)
+    assert "on_stale requeue -> wait" in leash("tune", "buffer.on_stale=wait")
     error = leash("tune", "rollout.tail=postpone", exit_code=EXIT_BAD_INPUT)
     assert "with buffer.on_stale=wait the trainer waits" in error
+
+
+def test_limits_and_a_pause_are_set_and_lifted(open_run: RunDir, leash: Command) -> None:
+    told = leash("tune", "buffer.capacity_groups=90", "buffer.paused=true")
+    assert "capacity_groups null -> 90" in told and "paused False -> True" in told
+    told = leash("tune", "buffer.capacity_groups=null", "buffer.capacity_bytes=5000")
+    assert "capacity_groups 90 -> null" in told and "capacity_bytes null -> 5000" in told
+    leash("tune", "trainer.learning_rate=3e-6", "rollout.eval_every=7", "rollout.group_size=4")
+    told = leash("tune", "trainer.learning_rate=2e-6", "rollout.sampling.temperature=1.1")
+    assert "learning_rate 3e-06 -> 2e-06" in told and "temperature 0.5 -> 1.1" in told
+
+
+def test_temperature_at_which_the_trainer_would_end_the_run_is_refused(
+    open_run: RunDir, leash: Command
+) -> None:
+    error = leash("tune", "rollout.sampling.temperature=0.25", exit_code=EXIT_BAD_INPUT)
+    assert "rollout.sampling.temperature=0.25: it multiplies by what rounding lets" in error
+    # In float32 on a CPU the bound is the same at any temperature.
+    with MetricsLog(open_run.metrics) as log:
+        log.append("step", {"step": 1, "version": 0, "logprob_diff_bound": FLOAT32_DIFF})
+    assert "0.5 -> 0.25" in leash("tune", "rollout.sampling.temperature=0.25")
+
+
+def test_capacity_in_bytes_that_the_groups_of_an_update_exceed_is_refused(
+    open_run: RunDir, leash: Command, redis_url: str
+) -> None:
+    async def push() -> None:
+        async with opened(redis_url, open_run.name, 4) as buffer:
+            await buffer.push(make_group("a"))
+
+    asyncio.run(push())
+    error = leash("tune", "buffer.capacity_bytes=1000", exit_code=EXIT_BAD_INPUT)
+    assert "buffer.capacity_bytes=1000: the groups of one update take about " in error
 
 
 def test_staleness_that_the_algorithm_does_not_correct_is_refused(

@@ -158,6 +158,14 @@ def test_bounds_in_force_are_listed_after_a_change() -> None:
     assert "| the bound over the run | 2 from step 1, 4 from step 3, 1 from step 5 |" in summary
 
 
+def test_changes_of_live_settings_are_listed_with_who_made_them() -> None:
+    values = {"setting": "rollout.group_size", "before": "8", "after": "16", "who": "ann@host"}
+    records = [step_record(0, 1000.0), Record(t=1001.0, kind="tuned", values=values)]
+    result = result_of([*records, step_record(1, 1002.0)])
+    assert result.changes == ["after step 1: rollout.group_size 8 -> 16, by ann@host"]
+    assert f"| changed | {result.changes[0]} |" in summary_of(result)
+
+
 def test_plots_without_data_are_left_out() -> None:
     assert figures(run_records()).keys() == PLOTS.keys()
     steps = [record for record in run_records() if record.kind == "step"]

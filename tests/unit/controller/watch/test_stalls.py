@@ -111,6 +111,26 @@ def test_stall_names_who_waits_for_whom(
     assert found.finding(clock.t).level is Level.alarm
 
 
+def test_paused_run_has_not_stalled_and_its_first_line_says_who_paused_it() -> None:
+    clock = Clock()
+    pausing = {"setting": "buffer.paused", "before": "False", "after": "True", "who": "ann@host"}
+    clock.apply("tuned", **pausing)
+    clock.go_on(900.0, replace(TRAINING, paused=True), tokens=False)
+    assert clock.alarms == [] and find_stall(clock.view) is None
+    first, *others = findings(clock.view)
+    assert first.words == (
+        "the run is paused for 15m 00s, by ann@host: no group begins and no step is taken, and "
+        "9 groups may end"
+    )
+    assert first.command(" RUN=night") == "make unpause RUN=night"
+    assert not any("no step" in other.words for other in others)
+    # From its end on the usual time counts again.
+    clock.go_on(15.0, WAITING, tokens=False)
+    assert clock.alarms == []
+    clock.go_on(60.0, WAITING, tokens=False)
+    assert clock.alarms == []  # four steps of a usual length are from before it
+
+
 def test_trainer_that_must_wait_for_running_groups_has_not_stalled() -> None:
     clock = Clock()
     clock.view.on_stale = OnStale.wait

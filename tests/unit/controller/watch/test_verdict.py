@@ -136,7 +136,7 @@ FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
         "workers",
         "rollout.max_groups_in_flight=12 is the bottleneck: 12 groups run, no engine has a queue",
         {"waited": {"trainer": 0.6}, "max_groups_in_flight": 12},
-        'make stop && make resume ARGS="rollout.max_groups_in_flight=24"',
+        'make tune ARGS="rollout.max_groups_in_flight=24"',
     ),
     (
         "rollout",

@@ -858,6 +858,42 @@ async def test_filter_that_is_set_during_the_run_works_from_then_on(make_worker,
     assert counters["groups_filtered"] == 2 * 2 and counters["zero_variance_kept"] == 2
 
 
+async def test_size_temperature_and_number_of_groups_change_for_those_that_begin(
+    make_worker, completer, state
+):
+    completer.held = lambda sample: True
+    worker, buffer, running = await make_worker.run(max_groups_in_flight=1)
+    await until(lambda: len(completer.asked) == 2)
+    await buffer.change_settings(
+        {"group_size": "3", "temperature": "0.5", "max_groups_in_flight": "2"}
+    )
+    await until(lambda: len(completer.asked) == 2 + 3)
+    completer.held = lambda sample: False
+    completer.go.set()
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    lease = await consume(buffer, 0)
+    sizes = {(len(g.trajectories), g.sampling.temperature) for g in lease.groups[1:]}
+    first = lease.groups[0]
+    assert (len(first.trajectories), first.sampling.temperature) == (2, 1.0)
+    assert sizes == {(3, 0.5)}
+    worker.stop()
+    await running
+
+
+async def test_paused_run_admits_nothing_and_its_pause_is_no_wait(make_worker, state):
+    worker, buffer = await make_worker()
+    await buffer.change_settings({"paused": "True"})
+    running = await make_worker.start(worker)
+    await until(lambda: worker._admission is not None)
+    await asyncio.sleep(0.3)  # an absence has no event
+    assert (await buffer.stats()).running == 0 and not running.done()
+    await buffer.change_settings({"paused": "False"})
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
+    assert (await state.waits()).get(("rollout", "trainer"), 0.0) < 0.3
+    worker.stop()
+    await running
+
+
 async def test_setting_that_cannot_be_read_ends_the_worker_and_is_named(make_worker):
     _, buffer, running = await make_worker.run()
     await buffer.change_settings({"tail": "hurry"})
