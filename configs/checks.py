@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import cache
 from itertools import chain
 from operator import attrgetter
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_type_hints
@@ -137,10 +138,14 @@ def default_of(field: dataclasses.Field[Any]) -> object:
     return field.default
 
 
+_types = cache(get_type_hints)
+
+
+@cache
 def live_names(section: type[Section]) -> tuple[str, ...]:
     """Its fields that may change while the run is going on, and those of the sections in it."""
     fields = dataclasses.fields(section)  # type: ignore[arg-type]  # every subclass is one
-    kinds = [kind for kind in get_type_hints(section).values() if isinstance(kind, type)]
+    kinds = [kind for kind in _types(section).values() if isinstance(kind, type)]
     inner = [live_names(kind) for kind in kinds if issubclass(kind, Section)]
     return (*(field.name for field in fields if is_live(field)), *chain.from_iterable(inner))
 
@@ -156,7 +161,7 @@ def with_live(section: S, texts: Mapping[str, str]) -> S:
     """The section with these live settings, its own and those of the sections in it. Raises
     ValueError naming one that cannot be read."""
     values: dict[str, object] = {}
-    hints, own = get_type_hints(type(section)), dict(texts)
+    hints, own = _types(type(section)), dict(texts)
     for place in hints:
         if isinstance(inner := getattr(section, place, None), Section):
             of_inner = {n: own.pop(n) for n in live_names(type(inner)) if n in own}

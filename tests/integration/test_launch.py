@@ -181,6 +181,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     output = wait_for_line(process, "step 2/")
     # So far no sample is stopped and no group left out.
     first = "rollout.tail=postpone rollout.oversampling=2 rollout.filter_zero_variance=true"
+    first += " rollout.eval_every=16"
     assert "tail continue_across_versions -> postpone" in command_on(
         tmp_path, "tune", *first.split()
     )
@@ -212,7 +213,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     assert sum(counted[f"scored_groups:{task}"] for task in by_task) >= trained
     run = tmp_path / RUN
     tuned = read_metrics(run / "metrics.jsonl", "tuned")
-    assert len(tuned) == len(result["changes"]) == 3 + 7 + 2
+    assert len(tuned) == len(result["changes"]) == 4 + 7 + 2
     began, ended = [r.t for r in tuned if r.values["setting"] == "buffer.paused"]
     steps = read_metrics(run / "metrics.jsonl", "step")
     # One had its batch. Two commands take far longer than a step.
@@ -230,6 +231,8 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
         assert record.number("version_min") == record.number("version_max"), record.values
     evaluated = [record.number("version_min") for record in evals]
     assert evaluated[0] == 0 and evaluated[-1] == 24
+    seen = sum(step.t < tuned[3].t for step in steps)  # when rollout.eval_every became 16
+    assert not any(seen + 1 < version < 16 for version in evaluated)
     held = [record.values["engine"] for record in evals[1:-1]]  # a slow one may have delayed one
     assert held and set(held) <= {"engine-0", "engine-1"}
     assert all(record.number("num_samples/far") == 2 for record in evals)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from buffer.errors import RunPausedError
 from buffer.redis.client import BufferClosedError
 from buffer.run_state import RunState
 from buffer.types import TrajectoryGroup
@@ -133,7 +134,8 @@ def make_group(random: np.random.Generator, group_id: str, version: int) -> Traj
 
 
 class MadeUpRollouts:
-    """Admits and pushes groups in a thread, as a rollout worker would, until it is closed."""
+    """Admits and pushes groups in a thread, as a rollout worker would, until it is closed or the
+    run is paused."""
 
     def __init__(self, url: str, name: str = "group") -> None:
         self._name = name
@@ -148,7 +150,7 @@ class MadeUpRollouts:
             for i in range(10**6):
                 admission = self._buffer.admit(f"{self._name}-{i}", TIMEOUT_S)
                 self._buffer.push(make_group(random, admission.group_id, admission.version))
-        except (BufferClosedError, LoopClosedError):
+        except (BufferClosedError, LoopClosedError, RunPausedError):
             pass
 
     def close(self) -> None:

@@ -10,9 +10,18 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+
 from buffer.run_state import STREAM_START
 from tests.support.blocking import BlockingReplayBuffer, BlockingRunState
-from tests.support.trainer.loop_scene import LATER_RATE, LOOP_STEPS, TIMEOUT_S, loop_spec
+from tests.support.trainer.loop_scene import (
+    GROUPS_PER_STEP,
+    LATER_RATE,
+    LOOP_STEPS,
+    TIMEOUT_S,
+    loop_spec,
+    make_group,
+)
 from tests.support.zero3.batches import examples
 from trainer_pool.collectives import RankAddress
 from trainer_pool.rank import PAUSED_LOOK_S, TrainerRank
@@ -68,6 +77,9 @@ def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
         last = entries[-1].id
         buffer.change_settings({"learning_rate": str(LATER_RATE)})
     buffer.change_settings({"paused": "True"})
+    random, version = np.random.default_rng(enough), run_state.trainer_version()
+    for number in range(GROUPS_PER_STEP):  # a batch that would be taken without the pause
+        buffer.push(make_group(random, f"late-{enough}-{number}", version))
     before: object = None
     while (now := (buffer.stats().leased, buffer.stats().trained)) != before:
         before = now

@@ -1018,7 +1018,6 @@ def test_each_step_is_recorded_with_its_times(loop: LoopOutcome) -> None:
 
 
 def test_ranks_that_are_stopped_in_a_pause_have_written_their_last_step(loop: LoopOutcome) -> None:
-    # There is a batch that they would have taken without the pause.
     assert loop.stats.paused and loop.stats.ready >= GROUPS_PER_STEP and loop.stats.leased == 0
 
 

@@ -313,6 +313,23 @@ async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state
     assert sorted(text for _, text in written) == ["0", "1", "2", "3", "4", "5"]
 
 
+async def test_groups_that_the_trainer_waits_for_are_stopped_once_it_no_longer_does(
+    make_worker, completer
+):
+    completer.held = lambda sample: True
+    worker, buffer, running = await make_worker.run(max_staleness=0)
+    await until(lambda: len(completer.asked) == 2 * GROUPS_PER_STEP)
+    await buffer.change_settings({"on_stale": "wait"})
+    await buffer.announce_version(1)
+    await asyncio.sleep(0.3)  # an absence has no event
+    assert completer.cancelled == []
+    await buffer.change_settings({"on_stale": "drop"})
+    await buffer.announce_version(2)
+    await until(lambda: len(completer.cancelled) == 2 * GROUPS_PER_STEP)
+    worker.stop()
+    assert (await running).num_too_old == GROUPS_PER_STEP
+
+
 async def test_groups_that_became_too_old_are_stopped_and_run_again(make_worker, state, completer):
     completer.held = lambda sample: True
     external = Waiting()
