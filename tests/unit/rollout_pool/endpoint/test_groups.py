@@ -26,11 +26,12 @@ async def next_group(scene):
     return taken[-1]
 
 
-async def serve(scene, group_id="0-1-abc"):
+async def serve(scene, group_id="0-1-abc", size=2):
     """Runs the next group's episodes, as a worker does."""
     taken = await next_group(scene)
     requests = [
-        EpisodeRequest(session=f"{group_id}.{place}", sampling=scene.sampling) for place in range(2)
+        EpisodeRequest(session=f"{group_id}.{place}", sampling=scene.sampling, group_size=size)
+        for place in range(size)
     ]
     return await asyncio.gather(
         *(taken.run(PROMPT, request) for request in requests), return_exceptions=True
@@ -61,6 +62,16 @@ async def test_external_group_is_complete_when_all_rewards_are_posted(scene):
     assert (one.end, one.env_reward, one.env_parts) == ("done", 1.0, {"style": 0.5})
     assert (two.env_reward, two.num_turns) == (0.25, 1)
     check_branch(two.branches[0], [scene.author.ended[1][1]])
+
+
+async def test_external_group_has_the_size_with_which_its_worker_begins_it(scene):
+    serving = asyncio.create_task(serve(scene, size=3))  # it was 2 at the launch
+    group = (await scene.http(ADMIN_KEY).post("/groups", json={})).json()
+    assert len(group["sessions"]) == 3
+    for member in group["sessions"]:
+        await scene.say_hello(member)
+        await scene.post_reward(member, reward=1)
+    assert [one.env_reward for one in await serving] == [1.0] * 3
 
 
 async def test_reward_may_be_posted_again_but_not_changed(scene):
