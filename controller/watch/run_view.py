@@ -154,9 +154,8 @@ class RunView:
             self._sample(record.t, waits, record.counters)
         elif record.kind == TUNED:
             self.changes.append(record)
-            with suppress(
-                KeyError, ValueError
-            ):  # any client of the run's Redis may have written it
+            # Any client of the run's Redis may have written it.
+            with suppress(KeyError, ValueError):
                 self._follow(record)
         elif record.kind == WORKER_LOST:
             self.workers_away += 1
