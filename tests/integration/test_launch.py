@@ -583,11 +583,15 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
     assert "leash: the controller died (exit code -9); another one goes on" in output
     assert pools_of(tmp_path) == pools
 
+    command_on(tmp_path, "tune", "buffer.paused=true")
     kill_controller(run, with_guard=True)
     finish(process, timeout_s=30)
     version = served_version(run)
     process = attach(tmp_path)
-    output = wait_for_line(process, "✓ attached") + wait_for_line(process, "step ")
+    output = wait_for_line(process, "✓ attached")
+    assert command_on(tmp_path, "status").startswith("The run is paused for ")
+    command_on(tmp_path, "tune", "buffer.paused=false")
+    output += wait_for_line(process, "step ")
     assert pools_of(tmp_path) == pools
     output += finish(process)
     assert process.returncode == 0, output[-6000:]
