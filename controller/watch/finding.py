@@ -68,7 +68,7 @@ class Finding:
         settings = f'ARGS="{" ".join(self.changes)}"'
         if not self.is_live:
             return f"make stop{run} && make resume{run} {settings}"
-        if self.changes == ("buffer.paused=false",):
+        if self.changes == ("buffer.paused=False",):
             return f"make unpause{run}"
         name, _, value = self.changes[0].partition("=")
         if len(self.changes) == 1 and name in _SHORT:

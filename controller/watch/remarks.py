@@ -74,7 +74,7 @@ def paused(stats: BufferStats, changes: Sequence[Record], now: float) -> Finding
     words = f"the run is paused{since}{by}: no group begins and no step is taken"
     if left := stats.running:
         words += f", and {format_number_of(left, 'group')} may end"
-    return alarm("run", words, "it goes on where it is when it is told to", f"{PAUSED}=false")
+    return alarm("run", words, "it goes on where it is when it is told to", f"{PAUSED}=False")
 
 
 def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
