@@ -21,7 +21,7 @@ HERE := $(if $(call said,CLUSTER),,install)
 BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run doctor simulate try sandbox runs compare status stop report export groups tune scale pause unpause timeline stacks depth trace show quarantine buffer-dump buffer-load \
+.PHONY: help install install-verifiers lock check-lock launch resume attach dry-run doctor simulate try sandbox runs compare status page stop report export groups tune scale pause unpause timeline stacks depth trace show quarantine buffer-dump buffer-load \
 	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
@@ -77,6 +77,9 @@ runs: install ## all runs of a folder, the newest first, with verdicts and last 
 compare: install ## two runs side by side: settings, results, and their curves in one picture: make compare A=name B=name [PLOT=file.png] [JSON=1]
 	@$(if $(and $(call said,A),$(call said,B)),,$(error A or B is missing: say which runs, as make compare A=night B=night-2; make runs lists them))
 	@$(LEASH) compare $(if $(call said,DIR),--dir $(DIR)) $(if $(call said,PLOT),--plot '$(PLOT)') $(if $(call said,JSON),--json) $(call said,A) $(call said,B)
+
+page: install ## a page of a run for the browser: verdict, curves, samples, staleness bound [RUN=name] [PORT=8400] [HOST=127.0.0.1]
+	@$(LEASH) page $(RUN_FLAG) $(if $(call said,PORT),--port $(PORT)) $(if $(call said,HOST),--host '$(HOST)')
 
 stop: install ## stop a run from another shell (RUN=name; default: the newest)
 	@$(LEASH) stop $(RUN_FLAG)

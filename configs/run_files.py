@@ -6,8 +6,9 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -48,9 +49,15 @@ def read_json(path: Path, shape: type[T]) -> T:
     return parse_json(read_bytes(path), shape, str(path))
 
 
+@cache  # or each of a long file's lines would cost three times as much
+def _decoder(shape: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(shape)
+
+
 def parse_json(data: bytes | str, shape: type[T], where: str) -> T:
     """JSON as `shape`. Raises ValueError, which begins with `where`."""
     try:
-        return msgspec.json.decode(data, type=shape)
+        found: T = _decoder(shape).decode(data)
+        return found
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {error}") from error

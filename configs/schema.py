@@ -491,6 +491,9 @@ class RunConfig(Section):
     prometheus_port: int | None = field(default=None, metadata=PORT)
     """Port on cluster.host where Prometheus can read metrics; 0 takes a free one, None disables it.
     """
+    page_port: int | None = field(default=None, metadata=PORT)
+    """Port on 127.0.0.1 of this machine where the controller serves the page of the run; 0 takes a
+    free one. None: `make page` serves it, at any time."""
     stall: StallConfig = field(default_factory=StallConfig)
 
 

@@ -1,5 +1,5 @@
 """The command line: `leash launch | resume | attach | dry-run | doctor | simulate | try | sandbox |
-status | stop | report | export | groups | tune | timeline | stacks`, for all runs of a folder
+status | page | stop | report | export | groups | tune | timeline | stacks`, for all runs of a folder
 `leash runs | compare`, for a run's buffer `leash depth | trace | show | quarantine | buffer-dump |
 buffer-load`, and `leash completion` for the shell.
 
@@ -159,6 +159,10 @@ def _add_commands_on_runs(add: Add) -> None:
     status = add("status", words, "commands.status:print_status")
     status.add_argument("--json", action="store_true", dest="as_json", help="print one object")
     status.add_argument("--fix", action="store_true", help="run the verdict's command after a yes")
+    page = add("page", "serve a page of a run for a browser", "page.app:serve_page")
+    words = "to listen at (default: %(default)s)"
+    page.add_argument("--host", default="127.0.0.1", help=words)
+    page.add_argument("--port", type=int, default=8400, help=words)
     add("stop", "end a run and whatever is left of it", "commands.stop:stop_run")
     add("report", "rewrite summary, plots and result of a run", "report.summary:print_report")
     words = "write the model of a checkpoint for transformers"

@@ -43,6 +43,7 @@ from controller.buffer_access import BufferAddress, opened, opened_state, raw_cl
 from controller.cluster.survey import check_cluster
 from controller.metrics.history import Record
 from controller.metrics.prometheus import MetricsServer
+from controller.page.app import PageServer
 from controller.ray_environment import LOOPBACK
 from controller.report.panel import Panel
 from controller.report.summary import draw_plots, report_end
@@ -218,6 +219,7 @@ class Run:
         cleanup.callback(self._stop_pools, pools)
         self.stop.listen()  # Ray has installed its own handler for SIGTERM
         self._start_prometheus(cleanup)
+        self._start_page(cleanup)
         self._look()
         with self._progress("attached") as say:
             say("engines, workers and trainer ranks have gone on")
@@ -268,6 +270,7 @@ class Run:
             self._host = cluster.host
         self._start_redis(cleanup)
         self._start_prometheus(cleanup)
+        self._start_page(cleanup)
         return cluster or self._start_ray(cleanup)
 
     def _start_redis(self, cleanup: contextlib.ExitStack) -> None:
@@ -358,6 +361,14 @@ class Run:
     def _tell_prometheus(self, view: RunView) -> None:
         if self._prometheus is not None:
             self._prometheus.parts = parts_at_fault(view)
+
+    def _start_page(self, cleanup: contextlib.ExitStack) -> None:
+        if (port := self.config.run.page_port) is None:
+            return
+        with self._progress("page") as say:
+            server = PageServer(self.dir, LOOPBACK, port)
+            cleanup.callback(server.close)
+            say(server.url)
 
     def _start_ray(self, cleanup: contextlib.ExitStack) -> RayCluster:
         with self._progress("Ray") as say:

@@ -12,7 +12,7 @@ dim, unlikely ones underlined, very unlikely ones reversed. Elsewhere marks show
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 
@@ -77,7 +77,7 @@ def group_lines(
         yield Text(headline(place, trajectory), style="bold")
         for name in trajectory.columns:
             yield Text(column_line(name, trajectory))
-        pieces = cut(trajectory, token_texts(tokenizer, trajectory.tokens.tolist()))
+        pieces = cut(trajectory, token_texts(tokenizer.decode, trajectory.tokens.tolist()))
         coloured = ((piece.text, _style(piece, versions)) for piece in pieces)
         yield Text.assemble(*coloured) if has_colours else Text(marked(pieces))
 
@@ -156,14 +156,14 @@ def marked(pieces: Sequence[Piece]) -> str:
     return "".join(parts)
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
+def token_texts(decode: Callable[[Sequence[int]], str], tokens: Sequence[int]) -> list[str]:
     """The text that each token adds; "" for one that only begins a character."""
     texts: list[str] = []
     before = done = 0
     for end in range(1, len(tokens) + 1):
         # Decoded with the token before: some tokenizers drop a leading space.
-        known = tokenizer.decode(tokens[before:done])
-        text = tokenizer.decode(tokens[before:end])
+        known = decode(tokens[before:done])
+        text = decode(tokens[before:end])
         is_begun = text.endswith("\ufffd") and end < len(tokens)
         if is_begun and end - done < LONGEST_CHARACTER:
             texts.append("")

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
 from rich.markdown import Markdown
 
-from buffer.results import BufferStats
 from configs.run_files import read_text
-from controller.buffer_access import BufferAddress, opened, opened_state
 from controller.commands.tune import tune
-from controller.metrics.history import Record, Waits, of_kind, read_metrics
+from controller.metrics.history import Record, of_kind, read_metrics
 from controller.report.panel import render
 from controller.report.result import training_seconds
 from controller.run_dir import RunDir, RunRecord
-from controller.watch.faults import Room
 from controller.watch.finding import Finding
+from controller.watch.look import as_object, observe
 from controller.watch.run_view import RunView
 from controller.watch.verdict import findings, findings_of_ended
 from host.printable import printable
-
-CONNECT_TIMEOUT_S = 10.0
 
 
 def print_status(
@@ -48,7 +41,8 @@ def print_status(
     seconds = training_seconds(of_kind(history, "step"))
     found = findings_of_ended(history, seconds) if view is None else findings(view)
     if as_json:
-        print(_as_json(run_dir, "gone" if is_gone else record.state, view, found))
+        state = "gone" if is_gone else record.state
+        print(msgspec.json.encode(as_object(run_dir, state, view, found)).decode())
         return
     if view is not None or found:
         verdict = found[0].line(run_dir.named) if found else "Nothing is measured so far."
@@ -81,65 +75,13 @@ def _fix(run_dir: RunDir, found: Sequence[Finding], *, is_live: bool) -> None:
         tune(run_dir, verdict.changes)
 
 
-def _as_json(run_dir: RunDir, state: str, view: RunView | None, found: Sequence[Finding]) -> str:
-    run = run_dir.named
-    listed = [
-        {**msgspec.to_builtins(one), "sentence": one.sentence, "command": one.command(run)}
-        for one in found
-    ]
-    whole: dict[str, Any] = {
-        "run": run_dir.name,
-        "state": state,
-        "verdict": listed[0] if listed else None,
-    }
-    if view is not None:
-        lengths = view.lengths
-        whole |= {
-            "phase": view.phase,
-            "step": view.step,
-            "num_steps": view.num_steps,
-            "eta_s": view.eta_s,
-            "tokens_per_s": view.tokens_per_s,
-            "waits": view.wait_fractions,
-            "lengths": None if lengths is None else lengths.values(),
-            "paused": view.stats is not None and view.stats.paused,
-            "changes": [{"t": one.t, **one.values} for one in view.changes],
-            "last_step": None if view.last_step is None else view.last_step.values,
-        }
-    return msgspec.json.encode({**whole, "findings": listed}).decode()
-
-
 def live_view(run_dir: RunDir, run: RunRecord, url: str) -> RunView:
     """The past from `metrics.jsonl`, the present from Redis."""
-    config = run_dir.read_config()
-    view = RunView.of_run(run_dir.name, config, run.started, run_dir.named)
+    view = RunView.of_run(run_dir.name, run_dir.read_config(), run.started, run_dir.named)
     for record in read_metrics(run_dir.metrics):
         view.apply(record)
-    view.note_resumed(run.resumed or 0.0)
-    address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
-    try:
-        stats, waits, counters, memory = asyncio.run(_sample(address))
-    except (ConnectionError, TimeoutError):
-        if config.buffer.url is not None:
-            raise
-        raise ConnectionError(
-            f"the Redis of {run_dir.name} does not answer: it is stopped, busy, or being started "
-            f"again; {run_dir.log_of('redis')} may say why"
-        ) from None
-    view.observe(time.time(), stats, waits, counters, Room.of(memory, run_dir.path))
+    observe(view, run_dir, run, url)
     return view
-
-
-async def _sample(
-    address: BufferAddress,
-) -> tuple[BufferStats, Waits, Mapping[str, float], tuple[int, int]]:
-    async with (
-        asyncio.timeout(CONNECT_TIMEOUT_S),
-        opened(address) as buffer,
-        opened_state(address) as state,
-    ):
-        stats, waits, counters = await buffer.stats(), await state.waits(), await state.counters()
-        return stats, waits, counters, await state.memory()
 
 
 def _print_history(

@@ -30,7 +30,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from buffer.results import BufferStats
-from configs.run_files import parse_json, read_bytes
+from configs.run_files import open_bytes, parse_json
 from controller.metrics.catalogue import METRICS, Kind
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ TUNED = "tuned"
 WORKER_LOST = "worker_lost"
 STALL, STALL_ENDED = "stall", "stall_ended"
 LENGTHS = "lengths"
+READY_BY_STALENESS = "ready_by_staleness"
+"""A histogram of a `buffer` record: groups that wait, by versions behind the trainer."""
 Waits = Mapping[tuple[str, str], float]
 """Seconds by (waiter, waited on)."""
 SAMPLED = (
@@ -116,6 +118,7 @@ def buffer_values(
         "dropped": stats.num_dropped,
         "engine_lag": stats.trainer_version - oldest,
         "limit": stats.limit(),
+        READY_BY_STALENESS: json.dumps(dict(stats.by_staleness)),
         **{f"dropped.{reason}": number for reason, number in stats.dropped.items()},
         "tokens_generated": int(counters.get("tokens_generated", 0)),
         **{f"count.{name}": value for name, value in counters.items()},
@@ -210,24 +213,44 @@ def series(records: Iterable[Record], name: str) -> list[float]:
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
-    """Every record (of `kind`), oldest first; none if there is no file yet.
+    """Every record (of `kind`), oldest first; see `MetricsTail`."""
+    tail = MetricsTail(path)
+    tail.read()
+    return tail.records if kind is None else of_kind(tail.records, kind)
+
+
+class MetricsTail:
+    """The records of a file that grows. None if there is no file yet.
 
     Steps after the checkpoint from which the run was resumed are left out: they were undone. An
-    incomplete last line is ignored: it is still being written, or its writer was killed. Raises
-    ValueError with the number of any other invalid line.
+    incomplete last line is ignored: it is still being written, or its writer was killed.
     """
-    try:
-        lines = read_bytes(path).split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    records = list[Record]()
-    for number, line in enumerate(lines, start=1):
-        record = _parse(line, f"{path}:{number}")
-        if record.kind == RESUMED:
-            last = record.count("step")
-            records = [r for r in records if r.kind != "step" or r.count("step") <= last]
-        records.append(record)
-    return records if kind is None else of_kind(records, kind)
+
+    def __init__(self, path: Path) -> None:
+        self.records = list[Record]()
+        self._path = path
+        self._num_lines = self._num_bytes = 0
+
+    def read(self) -> Sequence[Record]:
+        """Returns what has come since the last call. Raises ValueError with the number of an
+        invalid line."""
+        try:
+            with open_bytes(self._path) as file:
+                file.seek(self._num_bytes)
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        first = self._num_lines + 1
+        new = [_parse(line, f"{self._path}:{n}") for n, line in enumerate(lines, start=first)]
+        self._num_lines += len(lines)
+        self._num_bytes += sum(map(len, lines)) + len(lines)
+        for record in new:
+            if record.kind == RESUMED:
+                last = record.count("step")
+                kept = [r for r in self.records if r.kind != "step" or r.count("step") <= last]
+                self.records = kept
+            self.records.append(record)
+        return new
 
 
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]

@@ -12,37 +12,32 @@ Drawn from the absolute times that `publish` and `commit` records carry.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-from matplotlib import rc_context
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from typing import TYPE_CHECKING
 
 from controller.metrics.history import Record, of_kind, read_metrics, series
-from controller.report.plots import BLUE, FAINT, GREEN, GREY, ORANGE, PINK, SKY, STYLE
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SNAPSHOT, ENCODE, WIRE = "copy of the shards", "finding changes", "sending"
 VERIFY, GATE, PAUSE = "checksums", "waiting for its turn", "paused"
 TRAINING, OLD, NEW = "training", "decoding the previous version", "decoding this version"
-_COLORS = {
-    TRAINING: GREY,
-    SNAPSHOT: ORANGE,
-    ENCODE: PINK,
-    WIRE: BLUE,
-    VERIFY: SKY,
-    GATE: "#F0E442",
-    PAUSE: "#C0392B",
-    OLD: FAINT,
-    NEW: GREEN,
-}
 _THIN = {TRAINING, OLD, NEW, GATE}
 LAST_TIMELINE = "timeline.png"
 """The last version that every engine took, drawn when a run ends."""
+_STAGES = {
+    "lease_wait_s": "waiting for rollouts",
+    "step_s": TRAINING,
+    "snapshot_wait_s": "waiting to copy weights",
+    "snapshot_s": SNAPSHOT,
+    "checkpoint_s": "checkpoint",
+}
+"""The fields of a step record that add up to its time, in their order."""
 _TRAINER, _PUBLISH, _RECEIVERS = "trainer", "checkpoint engine", "receivers"
 
 
@@ -126,6 +121,43 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
     )
 
 
+def find_lanes(records: Sequence[Record], seconds: float, num_bars: int) -> tuple[Bar, ...]:
+    """The phases of the trainer and of each engine in the last `seconds` of the records, at most
+    the last `num_bars` (pure)."""
+    stop = max((record.t for record in records), default=0.0)
+    start = stop - seconds
+    by_engine: dict[str, list[Record]] = {}
+    for commit in of_kind(records, "commit"):
+        by_engine.setdefault(str(commit.values.get("engine")), []).append(commit)
+    bars = [*_clip(_step_bars(records, start), start, stop)]
+    for engine, commits in sorted(by_engine.items()):
+        bars += _clip(_engine_bars(engine, commits, stop), start, stop)
+    return tuple(sorted(bars, key=lambda bar: bar.start)[-num_bars:])
+
+
+def _step_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
+    """A step's record is written at its end."""
+    for step in of_kind(records, "step"):
+        if step.t < since:
+            continue
+        stop = step.t
+        for name, what in reversed(_STAGES.items()):
+            for seconds in series([step], name):
+                yield Bar(row=_TRAINER, what=what, start=stop - seconds, stop=stop)
+                stop -= seconds
+
+
+def _engine_bars(engine: str, commits: Sequence[Record], stop: float) -> Iterator[Bar]:
+    """Pauses, and between them the version that is decoded."""
+    ends = [*(commit.number("paused_at") for commit in commits[1:]), stop]
+    for commit, end in zip(commits, ends, strict=True):
+        paused, resumed = commit.number("paused_at"), commit.number("resumed_at")
+        if math.isfinite(paused + resumed + end):
+            yield Bar(row=engine, what=PAUSE, start=paused, stop=resumed)
+            what = f"decoding {'odd' if commit.count('version') % 2 else 'even'} versions"
+            yield Bar(row=engine, what=what, start=resumed, stop=end)
+
+
 def _title(publish: Record) -> str:
     what = "changes only" if publish.values.get("mode") == "delta" else "full"
     parts = [f"Version {publish.number('version'):.0f}: {what}"]
@@ -183,20 +215,44 @@ def _clip(bars: Iterator[Bar], start: float, stop: float) -> Iterator[Bar]:
 
 def write_timeline(timeline: Timeline, path: Path) -> None:
     """Write the picture in the format of the file's suffix (svg or png)."""
+    # Matplotlib takes a second of a core to import, and the page of a run needs only the bars.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    from controller.report.plots import STYLE
+
+    colors = _colors()
     with rc_context({"axes.spines.left": False, "axes.grid.axis": "x"}, fname=STYLE):
         figure = Figure(figsize=(9.0, 1.6 + 0.42 * len(timeline.rows)))
         axes = figure.add_subplot()
-        _draw_bars(axes, timeline)
+        _draw_bars(axes, timeline, colors)
         axes.set_title(timeline.title, fontsize=11, pad=10)
         axes.set_yticks([-number for number in range(len(timeline.rows))], labels=timeline.rows)
         axes.set_xlabel("seconds since the snapshot began")
         drawn = {bar.what for bar in timeline.bars}
-        patches = [Patch(color=c, label=what) for what, c in _COLORS.items() if what in drawn]
+        patches = [Patch(color=c, label=what) for what, c in colors.items() if what in drawn]
         axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.01, 0.5))
         figure.savefig(path)
 
 
-def _draw_bars(axes: Axes, timeline: Timeline) -> None:
+def _colors() -> dict[str, str]:
+    from controller.report.plots import BLUE, FAINT, GREEN, GREY, ORANGE, PINK, SKY
+
+    return {
+        TRAINING: GREY,
+        SNAPSHOT: ORANGE,
+        ENCODE: PINK,
+        WIRE: BLUE,
+        VERIFY: SKY,
+        GATE: "#F0E442",
+        PAUSE: "#C0392B",
+        OLD: FAINT,
+        NEW: GREEN,
+    }
+
+
+def _draw_bars(axes: Axes, timeline: Timeline, colors: Mapping[str, str]) -> None:
     places = {row: -number for number, row in enumerate(timeline.rows)}
     for bar in timeline.bars:
         axes.barh(
@@ -204,6 +260,6 @@ def _draw_bars(axes: Axes, timeline: Timeline) -> None:
             max(bar.stop - bar.start, 0.002 * (timeline.stop - timeline.start)),
             left=bar.start - timeline.start,
             height=0.22 if bar.what in _THIN else 0.55,
-            color=_COLORS[bar.what],
+            color=colors[bar.what],
             zorder=2 if bar.what in _THIN else 3,
         )

@@ -274,6 +274,11 @@ def _check_folder(setting: str, path: str) -> None:
 def check_ports(config: Config, host: str | None = None) -> None:
     """Check that this machine's servers can listen at their addresses. `host`: this machine's
     address in the cluster."""
+    page = config.run.page_port
+    if page and not _is_free(LOOPBACK, page):
+        raise ValueError(
+            f"run.page_port={page}: another process uses that port; choose another one, or 0"
+        )
     host = config.cluster.host or host or (LOOPBACK if config.cluster.ray_address is None else None)
     if host is None:
         return  # known once Ray runs

@@ -161,7 +161,13 @@ def all_recorded(folder: Path) -> Iterator[Recorded]:
                     file = files.enter_context(open_bytes(part))
                     parts.setdefault(os.fstat(file.fileno()).st_ino, (part, file))
             for part, file in reversed(parts.values()):
-                yield from (_parse(*found) for found in _lines(file.read(), part))
+                yield from (parse_line(*found) for found in _lines(file.read(), part))
+
+
+def recorded_files(folder: Path) -> list[Path]:
+    """Files of a run that there are, of each worker the newest first."""
+    workers = sorted((folder / FOLDER).glob("*.jsonl"))
+    return [part for path in workers for part in _files(path, NUM_FILES) if part.exists()]
 
 
 def _files(path: Path, number: int) -> list[Path]:
@@ -180,7 +186,7 @@ def _read(path: Path, group_id: str | None) -> Recorded | None:
     for found in _lines(data, path):
         if found[0].startswith(wanted):
             last = found
-    return None if last is None else _parse(*last)
+    return None if last is None else parse_line(*last)
 
 
 def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, str]]:
@@ -290,7 +296,7 @@ def _runs(mask: NDArray[np.uint8]) -> list[int]:
     return np.diff([0, *changes, len(mask)]).tolist()  # type: ignore[no-any-return]
 
 
-def _parse(data: bytes, where: str) -> Recorded:
+def parse_line(data: bytes, where: str) -> Recorded:
     """Raises ValueError for a line that was not written by `_line`."""
     try:
         line = msgspec.json.decode(data, type=_Line, dec_hook=lambda _, numbers: np.array(numbers))

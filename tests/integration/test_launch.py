@@ -15,6 +15,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -148,6 +150,21 @@ def own_loss(folder: Path) -> tuple[str, ...]:
     return (f"algorithm.loss={folder / 'my_loss.py'}:mine", "algorithm.correction=[]")
 
 
+def _check_page(output: str) -> None:
+    """The controller serves the page, which tells of the run and changes it."""
+    (url,) = re.findall(r"http://127\.0\.0\.1:\d+/\?token=\S+", output)
+    origin = url.partition("/?")[0]
+    with httpx.Client(base_url=origin, follow_redirects=True, timeout=60) as browser:
+        assert browser.get(url).status_code == 200
+        state = browser.get("/api/state").json()
+        assert state["is_live"] and not state["problem"] and state["step"] >= 13
+        assert state["max_staleness"] == 2 and state["phase"] == "training"
+        assert browser.get("/api/groups").json()["total"] > 0
+        same = {"max_staleness": 2}
+        changed = browser.post("/api/tune", json=same, headers={"origin": origin})
+        assert changed.status_code == 200, changed.text
+
+
 TWO_ENGINES = (
     "task=mixed",
     "task.eval_size=128",  # the default: each task has its own
@@ -177,7 +194,7 @@ TWO_ENGINES = (
 def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_evaluations(
     tmp_path: Path,
 ) -> None:
-    process = start(tmp_path, RUN, *TWO_ENGINES)
+    process = start(tmp_path, RUN, *TWO_ENGINES, "run.page_port=0")
     output = wait_for_line(process, "step 2/")
     # So far no sample is stopped and no group left out.
     first = "rollout.tail=postpone rollout.oversampling=2 rollout.filter_zero_variance=true"
@@ -192,6 +209,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     command_on(tmp_path, "tune", "buffer.paused=true")
     assert command_on(tmp_path, "status").startswith("The run is paused for ")
     command_on(tmp_path, "tune", "buffer.paused=false")
+    _check_page(output)
     output += finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)

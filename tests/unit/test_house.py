@@ -97,6 +97,7 @@ FLOORS = {
         "watch",
         "report",
         "start commands cluster",
+        "page",
         "*",
     ),
 }

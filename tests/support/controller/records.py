@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
 from buffer.results import BufferStats
-from buffer.types import PromptRef
+from buffer.types import PromptRef, TrajectoryGroup
 from controller.metrics.history import MetricsLog, Record, Waits, buffer_values
 from controller.run_dir import RunDir
+from rollout_pool.episodes.conversation import Message
+from rollout_pool.worker.record import RolloutLog
+from tests.support.buffer.groups import make_group
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 
 STATS = BufferStats(
@@ -204,3 +208,28 @@ def write_checkpoint(run_dir: RunDir, step: int, version: int) -> None:
             untrained_prompts=(PromptRef(task="reverse", index=28),),
         )
     )
+
+
+def recorded_group(
+    group_id: str, *, task: str = "sums", rewards: Sequence[float] = (0.0, 1.0), length: int = 5
+) -> TrajectoryGroup:
+    """A group with these rewards, whose trajectories have `length` trained tokens."""
+    group = make_group(group_id, 3, newest=4, num_tokens=3 + length, size=len(rewards))
+    pairs = zip(group.trajectories, rewards, strict=True)
+    trajectories = tuple(replace(one, reward=reward) for one, reward in pairs)
+    prompt = PromptRef(task=task, index=0)
+    return replace(group, prompt=prompt, trajectories=trajectories)
+
+
+def record_groups(
+    run_dir: RunDir, groups: Sequence[TrajectoryGroup], said: str = "", **limits: int
+) -> None:
+    """Records the groups as a worker does, with a conversation whose answer is `said`."""
+    log = RolloutLog(run_dir.path, "worker-0", 1.0, 0, **limits)
+
+    async def write() -> None:
+        for group in groups:
+            answers = (Message(role="assistant", content=said),)
+            await log.write(group, "a prompt", {0: answers, 1: answers})
+
+    asyncio.run(write())

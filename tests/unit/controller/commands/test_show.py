@@ -67,7 +67,7 @@ def group() -> TrajectoryGroup:
 
 
 def test_marks_show_versions_the_mask_and_unlikely_tokens() -> None:
-    texts = token_texts(Words(), range(8))
+    texts = token_texts(Words().decode, range(8))
     assert texts == WORDS
     assert marked(cut(trajectory(), texts)) == (
         "3 + 4 =⟦v7⟧ 7⟦v8⟧ and not⟦-4.7⟧ 8⟦-3.0⟧⟦-⟧<tool>⟦v8⟧ so 7."
@@ -116,10 +116,10 @@ def test_colours_are_those_of_versions_and_the_mask_is_dim() -> None:
 
 
 def test_character_of_several_tokens_belongs_to_the_last_one() -> None:
-    assert token_texts(Bytes(), "aé€".encode()) == ["a", "", "é", "", "", "€"]
-    broken = token_texts(Bytes(), b"a\xff" + 9 * b"\xff" + b"b")
+    assert token_texts(Bytes().decode, "aé€".encode()) == ["a", "", "é", "", "", "€"]
+    broken = token_texts(Bytes().decode, b"a\xff" + 9 * b"\xff" + b"b")
     assert "".join(broken).count("\ufffd") == 10 and broken[-1].endswith("b")
-    assert token_texts(Bytes(), "é".encode()[:1]) == ["\ufffd"]
+    assert token_texts(Bytes().decode, "é".encode()[:1]) == ["\ufffd"]
 
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:

@@ -1,0 +1,127 @@
+"""One run as the page sees it: its records so far, its verdict, and the groups that it recorded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from controller.metrics.history import TUNED, MetricsTail, Record, of_kind
+from controller.page.curves import find_metrics
+from controller.page.samples import Decode, GroupIndex
+from controller.report.result import training_seconds
+from controller.run_dir import RunDir
+from controller.watch.finding import Finding
+from controller.watch.look import as_object, observe
+from controller.watch.run_view import UNSEEN_S, RunView
+from controller.watch.verdict import findings, findings_of_ended
+from rollout_pool.episodes.tokenizer import load_tokenizer
+
+EVERY_S = 2.0
+"""Files and Redis are read no more often, however many look."""
+INDEX_S = 0.3
+"""For reading on in the recorded groups, a request."""
+NUM_CHANGES = 50
+
+
+class WatchedRun:
+    """A run that goes on, or its folder. Threads may share it."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.dir = run_dir
+        self._tail = MetricsTail(run_dir.metrics)
+        self._metrics = set[tuple[str, str]]()
+        self._groups = GroupIndex(run_dir.path)
+        self._lock = threading.RLock()
+        self._looked_at = 0.0
+        self._state: dict[str, Any] = {}
+        self._view: RunView | None = None
+
+    def records(self) -> Sequence[Record]:
+        self.state()
+        return self._tail.records
+
+    def state(self) -> dict[str, Any]:
+        """The object of `make status JSON=1`, and what the page can draw.
+
+        Raises ValueError if the folder has a damaged file."""
+        with self._lock:
+            if time.monotonic() - self._looked_at > EVERY_S:
+                self._state = self._look()
+                self._looked_at = time.monotonic()
+            return self._state
+
+    def _look(self) -> dict[str, Any]:
+        run, url = self.dir.read_record(), self.dir.read_redis_url()
+        new, problem, found = self._tail.read(), "", list[Finding]()
+        shapes = {(record.kind, *record.values): record for record in new}
+        self._metrics |= set(find_metrics(shapes.values()))
+        is_live = run.is_running and url is not None
+        if is_live and url is not None:
+            view = self._followed(new)
+            try:
+                observe(view, self.dir, run, url)
+                found = findings(view)
+            except (OSError, RuntimeError) as error:
+                problem = f"{error}"
+        else:
+            view, steps = None, of_kind(self._tail.records, "step")
+            found = findings_of_ended(self._tail.records, training_seconds(steps))
+        self._view = view
+        state = "gone" if run.state == "running" and not run.is_alive else run.state
+        return {
+            **as_object(self.dir, state, view, found),
+            "is_live": is_live,
+            "problem": problem,
+            "error": run.error,
+            "line": found[0].line(self.dir.named) if found else "Nothing is measured so far.",
+            "num_records": len(self._tail.records),
+            "metrics": sorted("/".join(metric) for metric in self._metrics),
+            "max_staleness": None if view is None or not view.stats else view.stats.max_staleness,
+            "changes": [
+                {"t": record.t, **record.values}
+                for record in of_kind(self._tail.records, TUNED)[-NUM_CHANGES:]
+            ],
+        }
+
+    def _followed(self, new: Sequence[Record]) -> RunView:
+        """The view with the new records. One that nobody has fed for a while begins anew, as that
+        of `make status`: it would take the time in between for a gap in what Redis says."""
+        view = self._view
+        if view is None or time.monotonic() - self._looked_at > UNSEEN_S / 2:
+            run, config = self.dir.read_record(), self.dir.read_config()
+            view = RunView.of_run(self.dir.name, config, run.started, self.dir.named)
+            new = self._tail.records
+        for record in new:
+            view.apply(record)
+        return view
+
+    def look_again(self) -> None:
+        """After a change of the run: the next look does not wait."""
+        with self._lock:
+            self._looked_at = min(self._looked_at, time.monotonic() - EVERY_S - 0.1)
+
+    def groups(self) -> tuple[GroupIndex, int]:
+        """The recorded groups, and how many bytes of them are not read yet."""
+        with self._lock:
+            return self._groups, self._groups.read(INDEX_S)
+
+    @cached_property
+    def decode(self) -> Decode | None:
+        """The text of tokens; None if the tokenizer is gone."""
+        model = self.dir.read_config().model
+        path = model.path or str(self.dir.model)
+        if (file := Path(path) / "tokenizer.json").is_file():
+            # Transformers, which read the same file, take ten seconds of a core to import.
+            return partial(
+                tokenizers.Tokenizer.from_file(str(file)).decode, skip_special_tokens=False
+            )
+        try:
+            return load_tokenizer(path, trust_remote_code=model.trust_remote_code).decode
+        except (ValueError, OSError):
+            return None

@@ -1,0 +1,80 @@
+"""A look at a run from outside its controller: a sample of its Redis, its state as one object."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from buffer.results import BufferStats
+from controller.buffer_access import BufferAddress, opened, opened_state
+from controller.metrics.history import Waits
+from controller.run_dir import RunDir, RunRecord
+from controller.watch.faults import Room
+from controller.watch.finding import Finding
+from controller.watch.run_view import RunView
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+def observe(view: RunView, run_dir: RunDir, run: RunRecord, url: str) -> None:
+    """Add a sample of the run's Redis to the view. Raises ConnectionError or TimeoutError."""
+    config = view.config or run_dir.read_config()
+    view.note_resumed(run.resumed or 0.0)
+    address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
+    try:
+        stats, waits, counters, memory = asyncio.run(_sample(address))
+    except (ConnectionError, TimeoutError):
+        if config.buffer.url is not None:
+            raise
+        raise ConnectionError(
+            f"the Redis of {run_dir.name} does not answer: it is stopped, busy, or being started "
+            f"again; {run_dir.log_of('redis')} may say why"
+        ) from None
+    view.observe(time.time(), stats, waits, counters, Room.of(memory, run_dir.path))
+
+
+async def _sample(
+    address: BufferAddress,
+) -> tuple[BufferStats, Waits, Mapping[str, float], tuple[int, int]]:
+    async with (
+        asyncio.timeout(CONNECT_TIMEOUT_S),
+        opened(address) as buffer,
+        opened_state(address) as state,
+    ):
+        stats, waits, counters = await buffer.stats(), await state.waits(), await state.counters()
+        return stats, waits, counters, await state.memory()
+
+
+def as_object(
+    run_dir: RunDir, state: str, view: RunView | None, found: Sequence[Finding]
+) -> dict[str, Any]:
+    """The state of a run, its verdict and all findings, of simple types and dataclasses."""
+    run = run_dir.named
+    listed = [
+        {**msgspec.to_builtins(one), "sentence": one.sentence, "command": one.command(run)}
+        for one in found
+    ]
+    whole: dict[str, Any] = {
+        "run": run_dir.name,
+        "state": state,
+        "verdict": listed[0] if listed else None,
+    }
+    if view is not None:
+        lengths = view.lengths
+        whole |= {
+            "phase": view.phase,
+            "step": view.step,
+            "num_steps": view.num_steps,
+            "eta_s": view.eta_s,
+            "tokens_per_s": view.tokens_per_s,
+            "waits": view.wait_fractions,
+            "lengths": None if lengths is None else lengths.values(),
+            "paused": view.stats is not None and view.stats.paused,
+            "changes": [{"t": one.t, **one.values} for one in view.changes],
+            "last_step": None if view.last_step is None else view.last_step.values,
+        }
+    return {**whole, "findings": listed}
