@@ -145,9 +145,19 @@ class TaskKind(Enum):
     math = "math"  # problems whose solutions end in a boxed answer
     code = "code"  # programs that are run against tests
     alphabet_sort = "alphabet_sort"  # names to sort, more at each turn
+    repository = "repository"  # problems in small repositories, worked on in a container
     verifiers = "verifiers"  # an environment of the verifiers library
     mixture = "mixture"  # several tasks, those in task.tasks
     custom = "custom"  # the task that the function in task.factory returns
+
+
+class ContainerKind(Enum):
+    """The place where tools run what the model wrote."""
+
+    bubblewrap = "bubblewrap"  # namespaces of this machine, made by bwrap
+    docker = "docker"  # a container of an image
+    podman = "podman"  # the same
+    kubernetes = "kubernetes"  # a pod, by kubectl
 
 
 class TailPolicy(Enum):

@@ -20,6 +20,7 @@ from configs import (
     advantages,
     algorithm_schema,
     choices,
+    container_schema,
     corrections,
     losses,
     rollout_schema,
@@ -225,7 +226,7 @@ def _default(value: object) -> object:
 @cache
 def _class_nodes() -> dict[str, ast.ClassDef]:
     families = (losses, corrections, advantages)
-    modules = (schema, *families, algorithm_schema, rollout_schema, choices)
+    modules = (schema, *families, algorithm_schema, rollout_schema, container_schema, choices)
     trees = [ast.parse(inspect.getsource(module)) for module in modules]
     bodies = [node for tree in trees for node in tree.body]
     return {node.name: node for node in bodies if isinstance(node, ast.ClassDef)}

@@ -38,6 +38,7 @@ from configs.choices import (
     Thoughts,
     ToolParser,
 )
+from configs.container_schema import ContainerConfig
 
 VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
 ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
@@ -590,9 +591,9 @@ class TaskSource(Section):
     params: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's generator or environment; free for a custom task."""
     path: str | None = field(default=None, metadata=NOT_EMPTY)
-    """questions, gsm8k, math, code: a file in JSONL, JSON, CSV, Parquet or Arrow, or a folder;
-    docs/data.md describes their rows. verifiers: a folder with the environment's package, if that
-    is not installed."""
+    """questions, gsm8k, math, code, repository: a file in JSONL, JSON, CSV, Parquet or Arrow, or a
+    folder; docs/data.md describes their rows. verifiers: a folder with the environment's package,
+    if that is not installed."""
     python: str | None = field(default=None, metadata=NOT_EMPTY)
     """verifiers: the interpreter of an environment, as env/bin/python, that has the library and the
     packages of its environments; None: that of .venv-verifiers, which `make install-verifiers`
@@ -667,7 +668,7 @@ class MixedTask(TaskSource):
         )
 
 
-FILE_KINDS = (TaskKind.questions, TaskKind.gsm8k, TaskKind.math, TaskKind.code)
+FILE_KINDS = (*HUB_KINDS, TaskKind.code, TaskKind.repository)
 """Kinds of task whose `path` is a file of problems."""
 
 
@@ -752,6 +753,7 @@ class TaskConfig(TaskSource):
     episode_timeout_s: float = field(default=7200.0, metadata=SECONDS)
     """Longest that a whole episode may take."""
     seed: int = field(default=0, metadata=SEED)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
 
     @property
     def by_name(self) -> dict[str, TaskConfig]:

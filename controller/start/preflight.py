@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.choices import LoraMode, OnLongPrompt, TaskKind
+from configs.choices import ContainerKind, LoraMode, OnLongPrompt, TaskKind
 from configs.rollout_schema import TaskConfig
 from configs.schema import Config
 from controller.cluster.needs import shared_memory_needed, stage_folder, staged_slots
@@ -51,9 +51,10 @@ from rollout_pool.sampling.stop import first_stop
 from rollout_pool.sampling.tracing import make_exporter
 from rollout_pool.tasks.agent import find_agent
 from rollout_pool.tasks.datasets import QuestionsTask
-from rollout_pool.tasks.env_episodes import environment_factory, load_tools
+from rollout_pool.tasks.env_episodes import environment_factory, tools_shown
 from rollout_pool.tasks.mixture import for_each_member
 from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.repository import RepositoryTask
 from rollout_pool.tasks.task import Task, TaskStream, demonstrations
 from rollout_pool.worker.prompt_filter import PromptFilter
 from tensors.base_weights import BaseWeights
@@ -445,15 +446,20 @@ def _check_rewards_and_environment(name: str, config: TaskConfig, task: Task) ->
     for part, reward in config.rewards.items():
         class_of(reward).check(part, config, task)
     check_sandbox(config)
+    if isinstance(task, RepositoryTask) and config.container.kind is ContainerKind.bubblewrap:
+        asyncio.run(task.probe())  # others fetch images: not before a launch
 
 
 def check_services(config: TaskConfig, task: Task, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a service that cannot give its part of the reward."""
+    """Raises ValueError for a service that cannot give its part of the reward, or for containers
+    that do not start."""
 
     def probe(name: str, config: TaskConfig, task: Task) -> None:
         for part, reward in config.rewards.items():
             if reward.url is not None:
                 asyncio.run(class_of(reward).probe(part, reward, tokenizer))
+        if isinstance(task, RepositoryTask):
+            asyncio.run(task.probe())
 
     for_each_member(config, task, probe)
 
@@ -482,7 +488,7 @@ def _check_words(
     config: Config, task: Task, tokenizer: Tokenizer, chat: TrainableChat, is_trained: bool
 ) -> None:
     _check_prompts(config, task, chat, is_trained)
-    tools = [tool.spec for tool in load_tools(config.task.tools)]
+    tools = tools_shown(config.task, task)
     if find_agent(config.task, task) is None:
         _check_opening(config, task, chat, tools)
     if config.task.chat_template:
@@ -544,9 +550,10 @@ def _check_opening(
 ) -> None:
     """Check the first prompt as an episode begins, with its tools, and that it can go on."""
     prompt = task.example(0)
-    # A user's own environment may do anything at its start, so it is not run here.
+    # A user's own environment may do anything at its start, and one that brings tools starts what
+    # they need, so they are not run here.
     first = Observation(messages=prompt.opening(config.task.system_prompt), tools=tuple(tools))
-    if config.task.env is None:
+    if config.task.env is None and not hasattr(task, "tools"):
         first = asyncio.run(environment_factory(config.task, task)(prompt).reset())
     tokens, most = chat.first_prompt(first.messages, first.tools), config.rollout.max_prompt_tokens
     if config.task.max_turns > 1:

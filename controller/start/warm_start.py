@@ -12,8 +12,8 @@ from configs.schema import Config
 from rollout_pool.episodes.conversation import Message, ToolSpec, TrainableChat
 from rollout_pool.episodes.renderer import chat_format
 from rollout_pool.episodes.tokenizer import load_tokenizer
-from rollout_pool.tasks.env_episodes import load_tools
-from rollout_pool.tasks.mixture import member_of
+from rollout_pool.tasks.env_episodes import tools_shown
+from rollout_pool.tasks.mixture import for_each_member, member_of
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import demonstrations
 from trainer_pool.types import SupervisedExample
@@ -24,10 +24,7 @@ def supervised_examples(config: Config, model_path: str) -> list[SupervisedExamp
     tokenizer = load_tokenizer(model_path, trust_remote_code=config.model.trust_remote_code)
     chat = chat_format(tokenizer, config.task)  # which refuses pictures
     task, warm_start = build_task(config.task), config.trainer.warm_start
-    tools = {
-        name: [tool.spec for tool in load_tools(one.tools)]
-        for name, one in config.task.by_name.items()
-    }
+    tools = for_each_member(config.task, task, lambda _, one, member: tools_shown(one, member))
     draw = random.Random(config.run.seed)
     examples = []
     for prompt, messages in demonstrations(task, warm_start.num_steps * warm_start.batch_size):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from configs.rollout_schema import TaskConfig
 from host.user_code import load_callable
 from rollout_pool.cancelling import contained
-from rollout_pool.episodes.conversation import Tool
+from rollout_pool.episodes.conversation import Tool, ToolSpec
 from rollout_pool.episodes.environment import Env
 from rollout_pool.episodes.episode import Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.episodes.mcp_tools import PREFIX, mcp_tools
@@ -94,6 +94,11 @@ def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
         return env
 
     return make
+
+
+def tools_shown(config: TaskConfig, task: Task) -> list[ToolSpec]:
+    """Those of task.tools, or those that the task's environments bring (`tools`)."""
+    return [*getattr(task, "tools", ()), *(tool.spec for tool in load_tools(config.tools))]
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:

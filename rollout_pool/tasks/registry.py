@@ -18,6 +18,7 @@ _CLASSES = {
     TaskKind.math: "math_problems:MathTask",
     TaskKind.code: "programs:CodeTask",
     TaskKind.alphabet_sort: "alphabet_sort:AlphabetSortTask",
+    TaskKind.repository: "repository:RepositoryTask",
     TaskKind.verifiers: "verifiers.adapter:VerifiersTask",
 }
 

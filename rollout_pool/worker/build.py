@@ -12,6 +12,7 @@ from opentelemetry import trace
 
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
+from configs.choices import TaskKind
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.app import Endpoint
@@ -30,6 +31,7 @@ from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
+from rollout_pool.sandbox.containers import Container
 from rollout_pool.tasks.agent import AgentTask, find_agent
 from rollout_pool.tasks.env_episodes import EnvEpisodes, environment_factory
 from rollout_pool.tasks.registry import build_task, check_data
@@ -153,7 +155,7 @@ class WorkerParts:
         chat = await asyncio.to_thread(chat_format, self._tokenizer, spec.task, self._pictures)
         counters = Counters(self._state)
         endpoint = await self._open_endpoint(sampler, grammars, chat, counters)
-        source = self._make_source(sampler, chat)
+        source = await self._make_source(sampler, chat)
         scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)
         self._closing.push_async_callback(scorer.close)
         prompt_filter = PromptFilter(chat, spec.task, config)
@@ -249,9 +251,11 @@ class WorkerParts:
             self._closing.push_async_callback(self._agents.close)
         return endpoint
 
-    def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
+    async def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
         if self._agents is not None:
             return self._agents
+        if any(one.kind is TaskKind.repository for one in self._spec.task.by_name.values()):
+            await Container(self._spec.task.container).sweep()
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)
         return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
 

@@ -1,0 +1,211 @@
+"""Containers: bubblewrap's as they are, the others by a program that stands for theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.choices import ContainerKind
+from configs.container_schema import ContainerConfig
+from configs.environment import PROCESS_VARIABLE, RUN_VARIABLE
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.sandbox.containers import MAX_OUTPUT_BYTES, Container, ContainerError
+from tests.support.repository import ROOT
+
+STUBBED = [ContainerKind.docker, ContainerKind.podman, ContainerKind.kubernetes]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where containers of bubblewrap are; nobody else may enter pytest's own."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        yield Path(name)
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch) -> Path:
+    """Stand-ins of docker, podman and kubectl on PATH; their containers and their log."""
+    for name in ("docker", "podman", "kubectl"):
+        (tmp_path / name).symlink_to(ROOT / "tests" / "support" / "container_program.sh")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    containers = tmp_path / "containers"
+    containers.mkdir()
+    monkeypatch.setenv("CONTAINERS", str(containers))
+    return containers
+
+
+@asynccontextmanager
+async def started(**settings: object) -> AsyncIterator[Container]:
+    container = Container(ContainerConfig(**settings), "some-image")
+    await container.start()
+    try:
+        yield container
+    finally:
+        await container.close()
+
+
+async def test_commands_share_a_folder_that_is_removed_with_what_they_locked(folder):
+    async with started() as container:
+        assert (await container.run("cat >x; echo err >&2; exit 3", b"hello")).output == b"err\n"
+        ran = await container.run("cat x; pwd; mkdir -p a/b; chmod 000 a; exit 3")
+        assert (ran.text, ran.exit_code, ran.is_whole) == ("hello/work\n", 3, True)
+        [own] = folder.iterdir()
+        assert own.stat().st_mode & 0o077 == 0
+    assert list(folder.iterdir()) == []
+
+
+async def test_command_sees_neither_the_machine_nor_its_secrets_nor_a_network(monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "hidden-word")
+    script = "env; cat /proc/*/environ; ls / /etc /tmp; cat /proc/net/dev; ls /proc/self/fd"
+    async with started() as container:
+        seen = (await container.run(script)).text
+        assert "hidden-word" not in seen and "LEASH" not in seen and "passwd" not in seen
+        assert str(os.getpid()) not in (await container.run("ls /proc")).text.split()
+        devices = [line.split(":")[0].strip() for line in seen.splitlines() if ":" in line]
+        assert "lo" in devices and "eth0" not in devices
+        assert not {"root", "home", "var"} & set((await container.run("ls /")).text.split())
+        for forbidden in ("touch /usr/x", "touch /x", "unshare --mount true", "mount -t tmpfs x /"):
+            assert (await container.run(forbidden)).exit_code != 0, forbidden
+        assert (await container.run("grep CapEff /proc/self/status")).text.split()[1] == "0" * 16
+
+
+async def test_command_ends_at_its_time_with_all_that_it_started():
+    marker = "98765.4321"
+    async with started(timeout_s=1) as container:
+        assert (await container.run(f"setsid sleep {marker} & sleep {marker}")).exit_code == 137
+        assert (await container.run(f"(sleep {marker} >/dev/null 2>&1 &); true")).exit_code == 0
+    assert not [p for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]
+
+
+async def test_output_memory_and_processes_are_bounded():
+    async with started(processes=16, memory_bytes=2**27) as container:
+        ran = await container.run("echo first; head -c 1000000 /dev/zero; echo last")
+        assert not ran.is_whole and len(ran.output) < MAX_OUTPUT_BYTES + 100
+        assert ran.text.startswith("first") and ran.text.endswith("last\n")
+        assert "934475 bytes left out" in ran.text
+        assert (await container.run("head -c 300000000 /dev/zero | tail -c 250000000")).exit_code
+        assert "ork" in (await container.run("for i in $(seq 40); do sleep 5 & done")).text
+        assert (await container.run("echo still")).text == "still\n"
+
+
+async def test_container_is_removed_though_its_episode_is_cancelled_meanwhile(folder):
+    container = Container(ContainerConfig())
+    await container.start()
+    closing = asyncio.create_task(container.close())
+    await asyncio.sleep(0)  # it begins
+    await end_tasks([closing], again_s=0.001)
+    while list(folder.iterdir()):
+        await asyncio.sleep(0.01)
+
+
+WORKER = """
+import asyncio, sys, tempfile
+from configs.container_schema import ContainerConfig
+from rollout_pool.sandbox.containers import Container
+tempfile.tempdir = sys.argv[1]
+async def main():
+    container = Container(ContainerConfig())
+    await container.start()
+    print("started", flush=True)
+    await container.run("sleep 54321.9876")
+asyncio.run(main())
+"""
+
+
+async def test_worker_removes_what_a_killed_one_of_its_name_has_left(folder, monkeypatch):
+    marks = {RUN_VARIABLE: "/runs/a", PROCESS_VARIABLE: "rollout-0"}
+    command = [sys.executable, "-c", WORKER, str(folder)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=os.environ | marks, cwd=ROOT, text=True
+    ) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "started\n"
+        worker.send_signal(signal.SIGKILL)
+    assert len(list(folder.iterdir())) == 1
+    monkeypatch.setenv(RUN_VARIABLE, "/runs/a")
+    monkeypatch.setenv(PROCESS_VARIABLE, "rollout-1")
+    await Container(ContainerConfig()).sweep()
+    assert len(list(folder.iterdir())) == 1  # another worker's
+    monkeypatch.setenv(PROCESS_VARIABLE, "rollout-0")
+    await Container(ContainerConfig()).sweep()
+    assert list(folder.iterdir()) == []
+    words = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
+    assert not [one for one in words if "54321.9876" in one]
+
+
+@pytest.mark.parametrize("kind", STUBBED)
+async def test_container_of_a_program_is_started_used_swept_and_removed(programs, kind):
+    async with started(kind=kind, network=kind is ContainerKind.kubernetes) as container:
+        assert (await container.run("cat >x; cat x; exit 3", b"hello"))[:2] == (b"hello", 3)
+        assert (programs / "log").read_text().count("timeout -s KILL 60 sh -c") == 2
+        [name] = [path.name for path in programs.iterdir() if path.is_dir()]
+        (programs / "another").mkdir()
+        await container.sweep()
+        assert not (programs / name).exists() and (programs / "another").exists()
+        (programs / name).mkdir()
+    assert not (programs / name).exists()
+    first = (programs / "log").read_text().splitlines()[0]
+    limits = {"docker": "--network none --memory 1073741824 --memory-swap 1073741824 --pids-limit "}
+    limits["kubernetes"] = f'"name":"{name}","workingDir":"/work","resources":{{"limits":{{"memory"'
+    assert limits.get(kind.name, limits["docker"]) in first and "some-image" in first
+
+
+async def test_commands_of_the_settings_take_the_place_of_the_kinds(programs):
+    own = {"start": "sh -c 'docker run --name $0 image' {name}"}
+    async with started(kind=ContainerKind.docker, commands=own) as container:
+        assert (await container.run("echo here")).text == "here\n"
+    assert (programs / "log").read_text().startswith("docker run --name leash-")
+
+
+@pytest.mark.parametrize("kind", STUBBED)
+async def test_container_without_its_image_is_an_error_that_says_so(programs, kind):
+    container = Container(ContainerConfig(kind=kind, network=True), "absent")
+    with pytest.raises(ContainerError, match=r"ended with code 125: no image .*absent; correct"):
+        await container.start()
+
+
+async def test_container_without_a_shell_is_an_error_that_says_so(programs):
+    own = {"exec": "env sh -c 'echo no shell; exit 126'"}
+    container = Container(ContainerConfig(kind=ContainerKind.docker, commands=own), "image")
+    with pytest.raises(ContainerError, match="it runs no command: no shell; an image needs sh"):
+        await container.start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (ContainerKind.docker, r"kind=docker: there is no program 'docker' on PATH; install it"),
+        (ContainerKind.kubernetes, r"there is no program 'sh' on PATH"),
+    ],
+)
+def test_missing_program_is_named(kind, message, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ContainerError, match=message):
+        Container(ContainerConfig(kind=kind, network=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": ContainerKind.kubernetes}, r"task.container.network=False: close the network"),
+        ({"commands": {"start": "x"}}, r"task.container.commands=.*kind=bubblewrap has no comm"),
+        (
+            {"kind": ContainerKind.docker, "commands": {"begin": "x"}},
+            r"commands={'begin': 'x'}: kind=docker has start, exec, stop, names; correct",
+        ),
+        ({"workdir": "work"}, r"task.container.workdir='work': must be an absolute path"),
+    ],
+)
+def test_bad_setting_is_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ContainerConfig(**settings)
