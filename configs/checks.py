@@ -239,3 +239,4 @@ SEED = within(0, 2**31 - 1)
 NOT_EMPTY = matching(r"(?s).*\S.*", "not empty")
 CODE_PATTERN = r"(?s:.+):[^\W\d][\w.]*"
 CODE = matching(CODE_PATTERN, "module:name or file.py:name")
+VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")

@@ -158,6 +158,7 @@ class ContainerKind(Enum):
     docker = "docker"  # a container of an image
     podman = "podman"  # the same
     kubernetes = "kubernetes"  # a pod, by kubectl
+    sandbox_fusion = "sandbox_fusion"  # a service, to which the files travel with each command
 
 
 class TailPolicy(Enum):

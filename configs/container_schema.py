@@ -10,6 +10,7 @@ from configs import checks
 from configs.checks import Rule, Section
 from configs.choices import ContainerKind
 
+WITH_IMAGE = (ContainerKind.docker, ContainerKind.podman, ContainerKind.kubernetes)
 VERBS = ("start", "exec", "stop", "names")
 
 
@@ -29,16 +30,28 @@ class ContainerConfig(Section):
     memory_bytes: int = field(default=2**30, metadata=checks.within(2**26, checks.LARGEST_SIZE))
     """The most memory of the container; bubblewrap: of each process, as address space."""
     processes: int = field(default=128, metadata=checks.at_least(8))
-    """The most processes and threads; kubernetes: the cluster's limit."""
+    """The most processes and threads; kubernetes, sandbox_fusion: theirs."""
     network: bool = False
-    """Whether commands reach a network. kubernetes cannot close that of a pod, and needs true."""
+    """Whether commands reach a network. kubernetes and sandbox_fusion cannot close that of a pod or
+    a service, and need true."""
+    url: str | None = field(
+        default=None,
+        metadata=checks.matching(r"https?://[^\s/@?]+[^\s@?]*", "an address as http://host"),
+    )
+    """sandbox_fusion: the service."""
+    api_key_env: str | None = field(default=None, metadata=checks.VARIABLE)
+    """For `url`: environment variable that holds the key."""
     commands: dict[str, str] = field(default_factory=dict)
     """docker, podman, kubernetes: other command lines than the kind's, by what they do: `start`,
     `exec`, `stop` and `names` (docs/environments.md#containers)."""
 
     def rules(self) -> Iterator[Rule]:
-        fix = "close the network of pods with a NetworkPolicy, and set true"
-        yield Rule(self.network or self.kind is not ContainerKind.kubernetes, "network", fix)
-        known = () if self.kind is ContainerKind.bubblewrap else VERBS
+        is_service = self.kind is ContainerKind.sandbox_fusion
+        fix = f"kind={self.kind.name}: sandbox_fusion needs its address, and no other has one"
+        yield Rule((self.url is not None) == is_service, "url", fix)
+        is_open = is_service or self.kind is ContainerKind.kubernetes
+        fix = "close the network there, of pods with a NetworkPolicy, and set true"
+        yield Rule(self.network or not is_open, "network", fix)
+        known = VERBS if self.kind in WITH_IMAGE else ()
         fix = f"kind={self.kind.name} has {', '.join(known) or 'no commands'}; correct the names"
         yield Rule(set(self.commands) <= {*known}, "commands", fix)

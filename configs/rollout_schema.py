@@ -21,6 +21,7 @@ from configs.checks import (
     POSITIVE,
     SECONDS,
     SEED,
+    VARIABLE,
     Rule,
     Section,
     at_least,
@@ -40,7 +41,6 @@ from configs.choices import (
 )
 from configs.container_schema import ContainerConfig
 
-VARIABLE = matching("[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable, not its value")
 ARGUMENTS = matching(r"[^\0\n]+", "words of a command, none empty or of several lines")
 STOPS = matching(r"(?s).+", "not empty")
 RENDERER = matching(r"[a-z0-9][a-z0-9.-]*", "auto or the name of a renderer, as qwen3")

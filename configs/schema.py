@@ -23,6 +23,7 @@ from configs.checks import (
     POSITIVE,
     SECONDS,
     SEED,
+    VARIABLE,
     Rule,
     Section,
     at_least,
@@ -51,7 +52,6 @@ from configs.choices import (
 from configs.rollout_schema import (
     CACHE_DTYPE,
     TEST_TIME_FRACTION,
-    VARIABLE,
     RolloutConfig,
     TaskConfig,
 )

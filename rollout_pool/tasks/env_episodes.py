@@ -97,7 +97,7 @@ def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
 
 
 def tools_shown(config: TaskConfig, task: Task) -> list[ToolSpec]:
-    """Those of task.tools, or those that the task's environments bring (`tools`)."""
+    """The tools in task.tools, or those that the task brings (`tools`)."""
     return [*getattr(task, "tools", ()), *(tool.spec for tool in load_tools(config.tools))]
 
 

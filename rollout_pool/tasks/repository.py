@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
-from configs.choices import ContainerKind
+from configs.container_schema import WITH_IMAGE
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Completion, Message, ToolCall, ToolError
 from rollout_pool.episodes.environment import Observation, SingleTurn, Step
 from rollout_pool.episodes.tools import ToolEnv, function_tool
 from rollout_pool.sandbox.containers import Container, Ran
+from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.data.files import text_of
 from rollout_pool.tasks.datasets import ProblemTask, load_problems
 from rollout_pool.tasks.task import Prompt
@@ -79,7 +80,7 @@ class RepositoryTask(ProblemTask[Repository]):
 
     def environment(self, prompt: Prompt) -> RepositoryEnv:
         repository = self.problem(prompt)
-        container = Container(self._config.container, repository.image)
+        container = make_container(self._config.container, repository.image)
         return RepositoryEnv(prompt, repository, container, self._config)
 
     async def probe(self) -> None:
@@ -222,7 +223,7 @@ def _replaced(text: str, old: str, new: str) -> str:
 def read_repository(record: dict[str, Any], place: str, *, config: TaskConfig) -> Repository:
     """Raises ValueError naming the row and its field."""
     image = text_of(record, "image", place) if record.get("image") else config.container.image
-    if not image and config.container.kind is not ContainerKind.bubblewrap:
+    if not image and config.container.kind in WITH_IMAGE:
         raise ValueError(
             f'{place}: "image" is missing, and task.container.kind={config.container.kind.name} '
             "needs one; give the row one, or all rows by task.container.image"
@@ -249,8 +250,10 @@ def _files(given: object, what: str) -> dict[str, str]:
 
 
 def _commands(given: object, what: str) -> tuple[tuple[str, ...], ...]:
-    is_several = isinstance(given, list) and given and isinstance(given[0], list)
-    for words in (listed := given if is_several else [given]):
+    listed: list[Any] = [given]
+    if isinstance(given, list) and given and isinstance(given[0], list):
+        listed = given
+    for words in listed:
         if not isinstance(words, list) or not words or not all(isinstance(w, str) for w in words):
             raise ValueError(
                 f"{what}={given!r:.100}: must be a list of words, or of such commands, as "

@@ -31,7 +31,7 @@ from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
-from rollout_pool.sandbox.containers import Container
+from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.agent import AgentTask, find_agent
 from rollout_pool.tasks.env_episodes import EnvEpisodes, environment_factory
 from rollout_pool.tasks.registry import build_task, check_data
@@ -255,7 +255,7 @@ class WorkerParts:
         if self._agents is not None:
             return self._agents
         if any(one.kind is TaskKind.repository for one in self._spec.task.by_name.values()):
-            await Container(self._spec.task.container).sweep()
+            await make_container(self._spec.task.container).sweep()
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)
         return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import psutil
@@ -20,6 +25,7 @@ from configs.container_schema import ContainerConfig
 from configs.environment import PROCESS_VARIABLE, RUN_VARIABLE
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.sandbox.containers import MAX_OUTPUT_BYTES, Container, ContainerError
+from rollout_pool.sandbox.remote_container import make_container
 from tests.support.repository import ROOT
 
 STUBBED = [ContainerKind.docker, ContainerKind.podman, ContainerKind.kubernetes]
@@ -27,10 +33,11 @@ STUBBED = [ContainerKind.docker, ContainerKind.podman, ContainerKind.kubernetes]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    """Where containers of bubblewrap are; nobody else may enter pytest's own."""
-    with tempfile.TemporaryDirectory() as name:
-        monkeypatch.setattr(tempfile, "tempdir", name)
-        yield Path(name)
+    """Where containers of bubblewrap are."""
+    made = tmp_path / "made"
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    return made
 
 
 @pytest.fixture
@@ -181,6 +188,71 @@ async def test_container_without_a_shell_is_an_error_that_says_so(programs):
         await container.start()
 
 
+class Service(BaseHTTPRequestHandler):
+    """Does what SandboxFusion does with a program in bash, and keeps nothing."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, body["language"]) == ("/run_code", "bash")
+        if self.headers["Authorization"] != "Bearer right":
+            self.send_error(401)
+            return
+        with tempfile.TemporaryDirectory() as name:
+            for file, content in body["files"].items():
+                (Path(name) / file).write_bytes(base64.b64decode(content))
+            ran = subprocess.run(["bash", "-c", body["code"]], cwd=name, stdout=subprocess.PIPE)
+            fetched = {file: (Path(name) / file).read_bytes() for file in body["fetch_files"]}
+        files = {file: base64.b64encode(content).decode() for file, content in fetched.items()}
+        result = {
+            "status": "Finished",
+            "return_code": ran.returncode,
+            "stdout": ran.stdout.decode(),
+        }
+        content = json.dumps({"status": "Success", "run_result": result, "files": files}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def at_service() -> ContainerConfig:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        kind = ContainerKind.sandbox_fusion
+        yield ContainerConfig(kind=kind, url=url, network=True, api_key_env="KEY", timeout_s=2)
+        server.shutdown()
+        thread.join()
+
+
+async def test_service_gets_the_folder_with_each_command(at_service, monkeypatch):
+    monkeypatch.setenv("KEY", "right")
+    container = make_container(at_service)
+    await container.sweep()
+    await container.start()
+    assert (await container.run("cat >x; echo err >&2; exit 3", b"h\xff"))[:2] == (b"err\n", 3)
+    assert (await container.run("wc -c <x; mkdir a; echo b >'a/it''s'")).text.strip() == "2"
+    assert (await container.run("cat a/*; sleep 60"))[:2] == (b"b\n", 137)
+    ran = await container.run("head -c 100000 /dev/zero")
+    assert (len(ran.output), ran.is_whole) == (MAX_OUTPUT_BYTES, False)
+    await container.close()
+
+
+async def test_service_that_refuses_or_is_gone_is_an_error_that_names_it(at_service, monkeypatch):
+    with pytest.raises(ContainerError, match=r"api_key_env='KEY': this environment variable is no"):
+        make_container(at_service)
+    monkeypatch.setenv("KEY", "wrong")
+    with pytest.raises(ContainerError, match=r"task.container.url='http://127.*401"):
+        await make_container(at_service).start()
+    monkeypatch.setenv("KEY", "right")
+    with pytest.raises(ContainerError, match=r"task.container.url='http://127.0.0.1:1': Connect"):
+        await make_container(replace(at_service, url="http://127.0.0.1:1")).start()
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -203,6 +275,8 @@ def test_missing_program_is_named(kind, message, monkeypatch, tmp_path):
             {"kind": ContainerKind.docker, "commands": {"begin": "x"}},
             r"commands={'begin': 'x'}: kind=docker has start, exec, stop, names; correct",
         ),
+        ({"kind": ContainerKind.sandbox_fusion}, r"task.container.url=None: .* needs its address"),
+        ({"url": "http://a"}, r"container.url='http://a': kind=bubblewrap: .* no other has one"),
         ({"workdir": "work"}, r"task.container.workdir='work': must be an absolute path"),
     ],
 )

@@ -28,11 +28,12 @@ ROW = {
 
 
 @pytest.fixture(autouse=True)
-def folder(monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """Where containers are."""
-    with tempfile.TemporaryDirectory() as name:
-        monkeypatch.setattr(tempfile, "tempdir", name)
-        yield Path(name)
+    made = tmp_path / "made"
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    return made
 
 
 @pytest.fixture
