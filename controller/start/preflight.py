@@ -553,7 +553,7 @@ def _check_opening(
     # A user's own environment may do anything at its start, and one that brings tools starts what
     # they need, so they are not run here.
     first = Observation(messages=prompt.opening(config.task.system_prompt), tools=tuple(tools))
-    if config.task.env is None and not hasattr(task, "tools"):
+    if config.task.env is None and not hasattr(task, "tool_specs"):
         first = asyncio.run(environment_factory(config.task, task)(prompt).reset())
     tokens, most = chat.first_prompt(first.messages, first.tools), config.rollout.max_prompt_tokens
     if config.task.max_turns > 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.util
+import logging
 import os
 import secrets
 import shlex
@@ -27,6 +28,8 @@ from configs.environment import PROCESS_VARIABLE, RUN_VARIABLE
 from processes import die_with_parent
 from processes.child import kill_group
 from rollout_pool.cancelling import BackgroundTasks
+
+log = logging.getLogger(__name__)
 
 MAX_OUTPUT_BYTES = 2**16
 """Printed by a command; of more, the middle is left out."""
@@ -88,7 +91,7 @@ class Ran(NamedTuple):
 
 
 class Container:
-    """All methods raise ContainerError."""
+    """The container of one episode. Its methods raise ContainerError, but `close`."""
 
     def __init__(self, config: ContainerConfig, image: str = "", name: str = "") -> None:
         """`name`: of one that exists. Raises ContainerError if there is no program for it."""
@@ -130,7 +133,10 @@ class Container:
 
     async def close(self) -> None:
         """Removes it, however far its start got."""
-        await asyncio.shield(_removing.spawn(self._do("stop", GRACE_S)))
+        try:
+            await asyncio.shield(_removing.spawn(self._do("stop", GRACE_S)))
+        except ContainerError as error:  # it may never have started
+            log.warning("a container was not removed: %s", error)
 
     async def sweep(self) -> None:
         """Removes all that workers of this name have left."""

@@ -97,8 +97,8 @@ def _own(config: TaskConfig, name: str, task: Task) -> EnvironmentFactory:
 
 
 def tools_shown(config: TaskConfig, task: Task) -> list[ToolSpec]:
-    """The tools in task.tools, or those that the task brings (`tools`)."""
-    return [*getattr(task, "tools", ()), *(tool.spec for tool in load_tools(config.tools))]
+    """The tools in task.tools, or those that the task brings (`tool_specs`)."""
+    return [*getattr(task, "tool_specs", ()), *(tool.spec for tool in load_tools(config.tools))]
 
 
 def load_tools(names: Sequence[str]) -> list[Tool]:

@@ -75,7 +75,7 @@ class RepositoryTask(ProblemTask[Repository]):
         self._config = config
         read = partial(read_repository, config=config)
         super().__init__(config, *load_problems(config, read, LINE_FORM))
-        self.tools = tuple(tool.spec for tool in RepositoryTools(None).every)
+        self.tool_specs = tuple(tool.spec for tool in RepositoryTools(None).every)
         """Brought by its environments."""
 
     def environment(self, prompt: Prompt) -> RepositoryEnv:

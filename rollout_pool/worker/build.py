@@ -155,7 +155,9 @@ class WorkerParts:
         chat = await asyncio.to_thread(chat_format, self._tokenizer, spec.task, self._pictures)
         counters = Counters(self._state)
         endpoint = await self._open_endpoint(sampler, grammars, chat, counters)
-        source = await self._make_source(sampler, chat)
+        if any(one.kind is TaskKind.repository for one in spec.task.by_name.values()):
+            await make_container(spec.task.container).sweep()
+        source = self._make_source(sampler, chat)
         scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)
         self._closing.push_async_callback(scorer.close)
         prompt_filter = PromptFilter(chat, spec.task, config)
@@ -251,11 +253,9 @@ class WorkerParts:
             self._closing.push_async_callback(self._agents.close)
         return endpoint
 
-    async def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
+    def _make_source(self, sampler: Sampler, chat: Chat) -> EpisodeSource:
         if self._agents is not None:
             return self._agents
-        if any(one.kind is TaskKind.repository for one in self._spec.task.by_name.values()):
-            await make_container(self._spec.task.container).sweep()
         runner = EpisodeRunner(sampler, chat, self._spec.task, self._spec.config)
         return EnvEpisodes(runner, environment_factory(self._spec.task, self._task))
 

@@ -175,10 +175,13 @@ async def test_commands_of_the_settings_take_the_place_of_the_kinds(programs):
 
 
 @pytest.mark.parametrize("kind", STUBBED)
-async def test_container_without_its_image_is_an_error_that_says_so(programs, kind):
+async def test_container_without_its_image_is_an_error_that_says_so(programs, kind, caplog):
     container = Container(ContainerConfig(kind=kind, network=True), "absent")
     with pytest.raises(ContainerError, match=r"ended with code 125: no image .*absent; correct"):
         await container.start()
+    await container.close()
+    is_told = "a container was not removed" in caplog.text
+    assert is_told == (kind is not ContainerKind.kubernetes)  # which ignores that there is none
 
 
 async def test_container_without_a_shell_is_an_error_that_says_so(programs):
