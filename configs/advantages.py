@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from configs.checks import (
+    NOT_EMPTY,
     NOT_NEGATIVE,
     POSITIVE,
     FunctionConfig,
     Rule,
+    Section,
     at_least,
     within,
 )
@@ -66,6 +68,34 @@ class Normalized(AdvantageConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class Gae(AdvantageConfig):
+    gamma: float = field(default=1.0, metadata=within(above=0, most=1))
+    """Discount of a reward for each further token."""
+    gae_lambda: float = field(default=1.0, metadata=within(0, 1))
+    """How far the critic's values are trusted: 1: the reward less the value, 0: the difference of
+    two values."""
+    whiten: bool = True
+    """Subtract the mean over all tokens of the batch, and divide by the standard deviation."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CriticConfig(Section):
+    """A model of values, by which `gae` estimates advantages: docs/algorithms.md#a-critic."""
+
+    SECTION: ClassVar[str] = "algorithm.critic"
+
+    path: str | None = field(default=None, metadata=NOT_EMPTY)
+    """Folder or name of the model that it begins as, of the policy's config.json, with a new head;
+    None is the policy that RL begins with, after its warm start."""
+    learning_rate: float = field(default=1e-5, metadata=POSITIVE)
+    """In place of trainer.learning_rate, whose schedule it follows."""
+    clip_range: float | None = field(default=0.5, metadata=POSITIVE)
+    """A step gains nothing by moving a value further than this; None: as far as it may."""
+    warmup_steps: int = field(default=0, metadata=at_least(0))
+    """Steps in which the critic alone learns."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Gdpo(Normalized):
     part_weights: dict[str, float] = field(default_factory=dict)
     """The weight of each part of the reward; if empty, those of task.rewards."""
@@ -91,6 +121,7 @@ ADVANTAGES: dict[str, type[AdvantageConfig]] = {
     "max_rl": AdvantageConfig,
     "gdpo": Gdpo,
     "pass_at_k": Normalized,
+    "gae": Gae,
 }
 
 

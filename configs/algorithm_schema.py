@@ -18,6 +18,7 @@ from configs.advantages import (
     AGGREGATIONS,
     AdvantageConfig,
     AggregationConfig,
+    CriticConfig,
     Normalized,
     OwnAdvantage,
     OwnAggregation,
@@ -74,6 +75,7 @@ ESTIMATOR = matching(
 POLICY = "policy"
 """Name of the stream whose settings are `loss`, `correction` and `advantage`."""
 TEACHER_COLUMN, REFERENCE_COLUMN = "teacher_logprobs", "reference_logprobs"
+VALUE_COLUMN, RETURN_COLUMN = "values", "returns"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -166,6 +168,8 @@ class AlgorithmConfig(Section):
     """How the losses of tokens become that of an update."""
     advantage: AdvantageConfig = field(default_factory=lambda: Normalized(kind="grpo"))
     """How rewards become advantages."""
+    critic: CriticConfig | None = None
+    """None: no values are learnt, and no memory is taken."""
     correction: list[CorrectionConfig] = field(
         default_factory=lambda: [Truncated(kind="tis_token")]
     )
@@ -246,6 +250,26 @@ class AlgorithmConfig(Section):
             "streams",
             f"names must be words of letters, digits and _, and {POLICY} is that of algorithm.loss",
             [*self.streams],
+        )
+        kind, has_critic = self.advantage.kind, self.critic is not None
+        yield Rule(
+            has_critic or kind != "gae",
+            "advantage.kind",
+            "it needs the values of a critic; set algorithm.critic={} too",
+        )
+        yield Rule(
+            not has_critic or kind == "gae",
+            "critic",
+            f"algorithm.advantage.kind={kind} reads no values; set algorithm.advantage=gae, or "
+            "null here",
+            {},
+        )
+        yield Rule(
+            not has_critic or (self.policy_weight > 0 and self.loss.kind != "supervised"),
+            "critic",
+            "with algorithm.loss=supervised or algorithm.policy_weight=0 nothing reads advantages; "
+            "set null, and algorithm.advantage=grpo",
+            {},
         )
         yield from self._penalty_rules()
         yield from self._correction_rules()

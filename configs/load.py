@@ -553,6 +553,8 @@ def _anchor_paths(config: Config) -> None:
     model.path = model.path and _absolute_or_hub(model.path)
     if model.lora is not None and model.lora.resume_from is not None:
         model.lora.resume_from = _absolute(model.lora.resume_from)
+    if (critic := algorithm.critic) is not None:
+        critic.path = critic.path and _absolute_or_hub(critic.path)
     algorithm.kl.reference = algorithm.kl.reference and _absolute_or_hub(algorithm.kl.reference)
 
 

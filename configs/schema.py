@@ -907,7 +907,7 @@ class Config(Section):
         teaches_at_equal_rewards = {
             "policy_weight=0": algorithm.policy_weight == 0,
             "loss=supervised": algorithm.loss.kind == "supervised",
-            f"advantage.kind={advantage.kind}": advantage.kind in ("reinforce_pp", "gdpo"),
+            f"advantage.kind={advantage.kind}": advantage.kind in ("reinforce_pp", "gdpo", "gae"),
             "streams.*.loss=teacher_kl": algorithm.needs_teacher,
         }
         for setting, does in teaches_at_equal_rewards.items():
@@ -916,6 +916,25 @@ class Config(Section):
                 "rollout.filter_zero_variance",
                 f"with algorithm.{setting} groups of equal rewards teach as much as others; set "
                 "false",
+            )
+        if (critic := algorithm.critic) is not None:
+            for setting, value, usual in (
+                ("model.lora", self.model.lora, None),
+                ("trainer.sequence_parallel_size", self.trainer.sequence_parallel_size, 1),
+            ):
+                yield Rule(
+                    value == usual,
+                    "algorithm.critic",
+                    f"a critic has all its weights on the policy's ranks, and computes whole rows: "
+                    f"set {setting}={'null' if usual is None else usual}, or this to null",
+                    {},
+                )
+            steps = self.trainer.gradient_accumulation_steps
+            yield Rule(
+                critic.warmup_steps % steps == 0,
+                "algorithm.critic.warmup_steps",
+                f"must be a multiple of trainer.gradient_accumulation_steps={steps}: between its "
+                "steps an update is unfinished",
             )
         longest = self.rollout.max_response_tokens
         end = longest if advantage.overlong_end is None else advantage.overlong_end

@@ -33,10 +33,12 @@ from configs.schema import TrainerConfig
 from host.loop_thread import LoopThread
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives, RankAddress, join_ranks, leave_ranks
+from trainer_pool.critic_step import CriticStep
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.guard import UpdateGuard
 from trainer_pool.learning_rate import learning_rate
 from trainer_pool.metrics import StepStats, check_engines_agree
+from trainer_pool.model.critic import Critic
 from trainer_pool.model.routers import check_gates
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.recovery import Recovery
@@ -130,6 +132,15 @@ class TrainerRank:
             trust_remote_code=spec.trust_remote_code,
             lora=lora,
         )
+        self._critic: Critic | None = None
+        if (critic := spec.algorithm.critic) is not None:
+            self._critic = Critic(
+                critic.path or spec.model_path,
+                config,
+                address,
+                self._policy,
+                trust_remote_code=spec.trust_remote_code,
+            )
         balance = spec.algorithm.load_balancing_weight
         check_gates(f"model.path={spec.model_path!r}", self._policy.gates, balance)
         cost = self._policy.cost
@@ -147,7 +158,8 @@ class TrainerRank:
         self._peak_rate = config.learning_rate
         """`learning_rate` as rank 0 has last read it."""
         self._recovery = Recovery(
-            spec, self._policy, self._ranks, self._loop, self._buffer, self._run_state
+            *(spec, self._policy, self._critic, self._ranks),
+            *(self._loop, self._buffer, self._run_state),
         )
         self.restored = self._recovery.restored
         """The step at which training goes on."""
@@ -192,6 +204,10 @@ class TrainerRank:
         """
         if self._algorithm.needs_reference:
             self._hold_reference()
+        if self._critic is not None and self._spec.resume_from is None:
+            assert self._spec.algorithm.critic is not None
+            if self._spec.algorithm.critic.path is None:
+                self._critic.begin_as(self._policy)
         if self._is_lead:
             self._recovery.reconcile()
             self._announce_version()
@@ -431,6 +447,7 @@ class TrainerRank:
             before_update=self._protect_copies,
             guard=self._guard,
             accumulation=self._accumulation,
+            critic=self._critic_step(),
         )
         # A group that no rank had must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
@@ -441,6 +458,19 @@ class TrainerRank:
             self._spec.max_logprob_diff,
         )
         return stats
+
+    def _critic_step(self) -> CriticStep | None:
+        if self._critic is None:
+            return None
+        critic = self._spec.algorithm.critic
+        assert critic is not None
+        config = replace(self._spec.config, learning_rate=critic.learning_rate)
+        return CriticStep(
+            critic=self._critic,
+            config=critic,
+            learning_rate=learning_rate(self._step, config),
+            holds_policy=self._step < critic.warmup_steps,
+        )
 
     def _protect_copies(self) -> None:
         self._weight_sender.protect_copy()
@@ -504,5 +534,7 @@ class TrainerRank:
             return
         if self._connected_sender is not None:
             self._connected_sender.close()
+        if self._critic is not None:
+            self._critic.close()
         self._policy.close()
         leave_ranks()

@@ -22,6 +22,8 @@ from buffer.run_state import RunState
 from host.loop_thread import LoopThread
 from processes.leftovers import list_path, write_list
 from trainer_pool.collectives import Collectives
+from trainer_pool.model.critic import Critic
+from trainer_pool.model.sharded_state import joint_layout, joint_shards
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import (
     CheckpointStore,
@@ -43,7 +45,7 @@ class Recovery:
 
     Example:
 
-        recovery = Recovery(spec, policy, ranks, loop, buffer, run_state)   # restores, if resumed
+        recovery = Recovery(spec, policy, None, ranks, ...)   # restores, if resumed
         recovery.reconcile()
         ...                                             # step 13 makes version 12
         recovery.note_version(12)
@@ -56,6 +58,7 @@ class Recovery:
         self,
         spec: TrainerSpec,
         policy: Zero3Policy,
+        critic: Critic | None,
         ranks: Collectives,
         loop: LoopThread,
         buffer: ReplayBuffer,
@@ -65,6 +68,8 @@ class Recovery:
         config = spec.config
         self._spec = spec
         self._policy = policy
+        self._critic = critic
+        self._states = [one.state for one in (policy, critic) if one is not None]
         self._ranks = ranks
         self._loop = loop
         self._buffer = buffer
@@ -76,7 +81,7 @@ class Recovery:
         )
         self.writer = CheckpointWriter(
             self._store,
-            policy.state.layout(),
+            joint_layout(self._states),
             ranks,
             uses_gpu=spec.uses_gpu,
             timeout_s=config.timeout_s,
@@ -106,7 +111,7 @@ class Recovery:
         write_list(list_path(Path(spec.run_dir), f"trainer-{rank}"), [spec.copies_dir])
         return PeerCopies(
             Path(spec.copies_dir),
-            self._policy.state.layout(),
+            joint_layout(self._states),
             self._ranks,
             timeout_s=spec.config.timeout_s,
         )
@@ -123,6 +128,8 @@ class Recovery:
         self._state = state
         with ShardReader(folder, only) as reader:
             self._policy.state.restore(reader, state.num_updates)
+            if self._critic is not None:
+                self._critic.state.restore(reader, state.critic_updates)
             if reader.layout.num_ranks == self._ranks.num_ranks:
                 restore_rng(folder, self._ranks.rank)
         self.saved_step = self._durable.step
@@ -196,7 +203,7 @@ class Recovery:
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(step))
         state = self._train_state(step, version, progress)
-        wait_s = self.writer.save(state, self._policy.state.shards())
+        wait_s = self.writer.save(state, joint_shards(self._states))
         self.saved_step = step
         return wait_s
 
@@ -208,7 +215,7 @@ class Recovery:
             unsaved = list(self._unsaved)
         nothing = TaskProgress(positions={}, untrained=())  # Redis knows it
         state = self._train_state(step, version, nothing)
-        return self._copies.save(state, unsaved, self._policy.state.shards())
+        return self._copies.save(state, unsaved, joint_shards(self._states))
 
     def _train_state(self, step: int, version: int, progress: TaskProgress) -> TrainState:
         with self._unsaved_lock:
@@ -217,6 +224,7 @@ class Recovery:
             step=step,
             version=version,
             num_updates=self._policy.state.num_updates,
+            critic_updates=0 if self._critic is None else self._critic.state.num_updates,
             lineage=self._lineage,
             consumed_group_ids=group_ids,
             task_positions=dict(progress.positions),

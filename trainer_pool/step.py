@@ -7,7 +7,8 @@ Each rank has its own part of the groups. The denominator of a loss is that of t
 over all ranks, and a group's minibatch depends only on its position in the whole batch. So the
 number of ranks and of micro-batches changes nothing but rounding. Each stream has a loss and a
 denominator of its own; an update adds their gradients. With `trainer.gradient_accumulation_steps`
-several steps make one update, whose denominator is the sum of theirs.
+several steps make one update, whose denominator is the sum of theirs. A critic is updated after
+the policy, with the same micro-batches.
 
 Letters: N trained tokens of a micro-batch.
 """
@@ -31,6 +32,7 @@ from trainer_pool.algorithms.load_balancing import RouterSums
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
+from trainer_pool.critic_step import CriticStep, update_critic
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.guard import SkipReason, Update, UpdateGuard
@@ -87,17 +89,18 @@ def train_step(
     before_update: Callable[[], None],
     guard: UpdateGuard | None = None,
     accumulation: Accumulation | None = None,
+    critic: CriticStep | None = None,
 ) -> StepStats:
     """Update the weights on `batch`; every rank calls it with its own part of the same batch.
 
     `before_update` is called before each change of the weights. `guard` may skip updates.
     With `accumulation` the gradient is added to those of the steps before, and the weights change
-    only if it `is_complete`.
+    only if it `is_complete`. `critic` gives the values of `gae`, and learns from the batch.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     speed = StepSpeed(device=policy.device)
     with speed.timing("plan"):
-        minibatches = plan_minibatches(policy, batch, config, algorithm, ranks)
+        minibatches = plan_minibatches(policy, batch, config, algorithm, ranks, critic)
     with speed.timing("score"):
         starts = _at_start(policy, minibatches, algorithm)
     totals, updates = StepAccumulator(policy.device, len(batch.group_ids)), list[Update]()
@@ -105,7 +108,10 @@ def train_step(
     def update(divisor: float = 1.0) -> None:
         before_update()
         with speed.timing("update"):
-            updates.append(_update(policy, ranks, totals, guard, learning_rate, divisor))
+            if critic is not None and critic.holds_policy:
+                updates.append(Update(policy.step(learning_rate, norm_limit=0.0)))
+            else:
+                updates.append(_update(policy, ranks, totals, guard, learning_rate, divisor))
 
     for number, (minibatch, start) in enumerate(zip(minibatches, starts, strict=True)):
         with speed.timing("passes"):
@@ -131,7 +137,12 @@ def train_step(
         update(accumulation.divisor)
         accumulation.divisor = 0.0
     totals.add_means(policy.take_routing())
-    return totals.total(
+    of_critic: dict[str, float] = {}
+    if critic is not None:
+        with speed.timing("critic"):
+            parts = [(part.micro_batches, part.denominators[POLICY]) for part in minibatches]
+            of_critic = update_critic(critic, parts, ranks, before_update)
+    stats = totals.total(
         ranks,
         groups=batch.groups,
         group_ids=batch.group_ids,
@@ -142,6 +153,7 @@ def train_step(
         speed=speed,
         peak_tflops=config.peak_tflops or peak_tflops(policy.device),
     )
+    return replace(stats, metrics={**stats.metrics, **of_critic})
 
 
 def _update(
@@ -352,6 +364,7 @@ def plan_minibatches(
     config: TrainerConfig,
     algorithm: Algorithm,
     ranks: Collectives,
+    critic: CriticStep | None = None,
 ) -> list[Minibatch]:
     """Split the batch into updates with nearly equal numbers of groups; collective.
 
@@ -364,10 +377,18 @@ def plan_minibatches(
         with policy.reference():
             return score_rows(policy, own, config, ranks)
 
+    def values_of(rows: Sequence[Row]) -> list[NDArray[np.float32]]:
+        assert critic is not None
+        return score_rows(policy, rows, config, ranks, critic.critic.values)
+
     policy.check_groups(batch.groups)
     places = batch.places
     rows = rows_by_group(
-        batch, algorithm, ranks, score_reference if algorithm.needs_reference else None
+        batch,
+        algorithm,
+        ranks,
+        score_reference if algorithm.needs_reference else None,
+        values_of if critic is not None else None,
     )
     parts: list[list[list[Row]]] = [[] for _ in range(config.num_minibatches)]
     for group, of_group in zip(batch.groups, rows, strict=True):
@@ -404,15 +425,21 @@ def _pack(policy: Zero3Policy, rows: Sequence[Row], config: TrainerConfig) -> li
 
 
 def score_rows(
-    policy: Zero3Policy, rows: Sequence[Row], config: TrainerConfig, ranks: Collectives
+    policy: Zero3Policy,
+    rows: Sequence[Row],
+    config: TrainerConfig,
+    ranks: Collectives,
+    score: Callable[[MicroBatch], Tensor] | None = None,
 ) -> list[NDArray[np.float32]]:
-    """[T] log-probabilities of each row, in the passes of a step; 0 where no token is trained.
-    Collective."""
+    """[T] log-probabilities of each row, or what `score` gives each trained token [N], in the
+    passes of a step; 0 where no token is trained. Collective."""
     batches = _pack(policy, rows, config)
     count = ranks.gather(torch.tensor([len(batches)], dtype=torch.float64)).max()
     found = [np.zeros(len(row.tokens), np.float32) for row in rows]
     for batch in fill_up(batches, int(count)):
-        values = _score(policy, batch).cpu().numpy()
+        with torch.no_grad():
+            scored_N = score(batch.to(policy.device)) if score else _score(policy, batch)
+        values = scored_N.cpu().numpy()
         for segment, number in enumerate(batch.rows):
             mine = batch.segment_ids_N.numpy() == segment
             found[number][rows[number].is_scored] = values[mine]

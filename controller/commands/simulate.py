@@ -133,6 +133,7 @@ def _check_settings(config: Config) -> None:
         ("trainer.publish_every", trainer.publish_every, 1),
         ("trainer.sequence_parallel_size", trainer.sequence_parallel_size, 1),
         ("model.lora", config.model.lora, None),
+        ("algorithm.critic", config.algorithm.critic, None),
         ("buffer.selector", buffer.selector, Selector.stalest),
         ("rollout.tail", config.rollout.tail, TailPolicy.continue_across_versions),
     ):

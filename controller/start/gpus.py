@@ -206,7 +206,7 @@ def rank_bytes(config: Config, model: ModelSize, *, num_ranks: int, uses_gpu: bo
         frozen_bytes += model.num_params // num_ranks * ITEM_BYTES[dtype]
     context = GPU_CONTEXT_BYTES if uses_gpu else RANK_PROCESS_BYTES
     step_bytes = min(share, STEP_PARAMS) * STEP_BYTES_PER_PARAM
-    return share * per_param + frozen_bytes + step_bytes + context
+    return num_states(config) * share * per_param + frozen_bytes + step_bytes + context
 
 
 def tokens_of_rank(config: TrainerConfig) -> int:
@@ -249,20 +249,26 @@ def rank_host_bytes(config: Config, model: ModelSize, *, num_ranks: int, served:
     if model.num_params is None or trained is None:
         return None
     dtype, whole = resolved(config.trainer.dtype, True), 0
-    per_param = NUM_SNAPSHOTS * ITEM_BYTES[served] + CHECKPOINT_BYTES_PER_PARAM
+    of_state = CHECKPOINT_BYTES_PER_PARAM
     if config.trainer.offload_optimizer:
-        per_param += CHECKPOINT_BYTES_PER_PARAM
+        of_state += CHECKPOINT_BYTES_PER_PARAM
+    if config.trainer.memory_copy_every is not None:
+        of_state += COPIES_BYTES_PER_PARAM
+    per_param = NUM_SNAPSHOTS * ITEM_BYTES[served] + num_states(config) * of_state
     if config.trainer.offload_parameters:
-        whole += ITEM_BYTES[dtype]
+        whole += num_states(config) * ITEM_BYTES[dtype]
     if _holds_reference(config) and config.full_algorithm.kl.offload:
         whole += ITEM_BYTES[dtype]
-    if config.trainer.memory_copy_every is not None:
-        per_param += COPIES_BYTES_PER_PARAM
     inputs = 0
     if config.trainer.offload_activations and model.linear:
         inputs = model.num_layers * ITEM_BYTES[dtype] * model.linear["q_proj"][1]
     size = (trained * per_param + model.num_params * whole) // num_ranks
     return size + tokens_of_rank(config.trainer) * inputs + HOST_PROCESS_BYTES
+
+
+def num_states(config: Config) -> int:
+    """Models that are trained, each with its optimizer: the policy, and a critic of its size."""
+    return 1 if config.algorithm.critic is None else 2
 
 
 def _holds_reference(config: Config) -> bool:

@@ -23,7 +23,7 @@ from controller.cluster.needs import shared_memory_needed, stage_folder, staged_
 from controller.metrics.sinks import check_loggers
 from controller.ray_environment import LOOPBACK
 from controller.start.gpu_host import SURE_FRACTION, check_gpus, check_host_memory
-from controller.start.gpus import COPIES_BYTES_PER_PARAM, num_servers
+from controller.start.gpus import COPIES_BYTES_PER_PARAM, num_servers, num_states
 from controller.start.model_size import num_trained
 from controller.start.placement import RayCluster, num_cpus_needed
 from controller.start.plan import Plan, make_plan
@@ -201,14 +201,18 @@ def check_model(config: Config, *, is_resumed: bool = False) -> None:
         if model.lora is not None:
             with BaseWeights(model.path) as base:  # receivers merge into its files
                 check_base(built, base)
-    reference = config.algorithm.kl.reference
-    if reference is not None and reference.startswith("/"):  # a local folder is absolute by now
-        setting = "algorithm.kl.reference"
-        _check_folder(setting, reference)
+    critic = config.algorithm.critic
+    for setting, path in (
+        ("algorithm.kl.reference", config.algorithm.kl.reference),
+        ("algorithm.critic.path", critic and critic.path),
+    ):
+        if path is None or not path.startswith("/"):  # a local folder is absolute by now
+            continue
+        _check_folder(setting, path)
         if policy is not None:
             trust = model.trust_remote_code
-            other = AutoConfig.from_pretrained(reference, trust_remote_code=trust)
-            check_reference(f"{setting}={reference!r}", policy, other)
+            other = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+            check_reference(f"{setting}={path!r}", policy, other)
     if policy is not None:
         check_heads(config.trainer.sequence_parallel_size, policy)
     text = None if policy is None else policy.get_text_config()
@@ -405,7 +409,7 @@ def _copies_bytes(config: Config, plan: Plan) -> int:
     if config.trainer.memory_copy_every is None:
         return 0
     params = num_trained(config.model, plan.model) or 0
-    return int(SURE_FRACTION * COPIES_BYTES_PER_PARAM * params)
+    return int(SURE_FRACTION * COPIES_BYTES_PER_PARAM * num_states(config) * params)
 
 
 def _check_room(setting: str, folder: Path, what: str, needed: int, fix: str, is_dry: bool) -> None:

@@ -53,6 +53,11 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
                 "launch a new run to change it"
             )
     _check_reference(config, run_dir)
+    if config.algorithm.critic is not None and before.algorithm.critic is None:
+        raise ConfigError(
+            "algorithm.critic: the run has none, whose values would have to be learnt first; set "
+            "null, or launch a new run with it"
+        )
     found = CheckpointStore(run_dir.path / "checkpoints").latest()
     record = run_dir.read_record()
     if found is None:

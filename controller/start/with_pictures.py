@@ -19,6 +19,7 @@ def check_pictures(config: Config, model: Any) -> None:
     teachers = [f"task.rewards.{name}" for name in config.task.teachers]
     refused = {
         "model.lora": (config.model.lora is not None, "null"),
+        "algorithm.critic": (config.algorithm.critic is not None, "null"),
         "trainer.sequence_parallel_size": (config.trainer.sequence_parallel_size > 1, "1"),
         "rollout.engine.routing_replay": (config.rollout.engine.routing_replay, "false"),
         "trainer.warm_start.num_steps": (config.trainer.warm_start.num_steps > 0, "0"),

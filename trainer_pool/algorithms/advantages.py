@@ -9,6 +9,7 @@ Letters: E episodes of the batch, G those of one group, T tokens of a trajectory
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.types import Trajectory
-from configs.advantages import AdvantageConfig, Gdpo, Normalized
+from configs.advantages import AdvantageConfig, Gae, Gdpo, Normalized
 
 Values = NDArray[np.float64]
 TokenAdvantages = list[NDArray[np.float32]]
 """[T] for each trajectory of this rank."""
+_EPSILON = 1e-8
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -39,6 +41,13 @@ class AdvantageInputs:
     """This rank's; with `columns`, `version_spans` and masks, to credit single tokens."""
     episodes: Sequence[int] = ()
     """The index, among the E, of each trajectory's episode."""
+    masks: Sequence[NDArray[np.uint8]] = ()
+    """[T] for each trajectory: 1 for a token that is trained."""
+    values: TokenAdvantages = field(default_factory=list)
+    """[T] for each trajectory: the critic's value of what came before each trained token, and 0 of
+    the others; only with `algorithm.critic`."""
+    sum_over_ranks: Callable[[Values], Values] = lambda sums: sums
+    """Sums of an array over all ranks; collective."""
 
     def __post_init__(self) -> None:
         assert np.isfinite(self.rewards_E).all(), self.rewards_E
@@ -179,6 +188,60 @@ def pass_at_k(inputs: AdvantageInputs, config: Normalized) -> TokenAdvantages:
         return result_G
 
     return inputs.spread(inputs.by_group(inputs.rewards_E, lead_of_best))
+
+
+def gae(inputs: AdvantageInputs, config: Gae) -> TokenAdvantages:
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) over the trained tokens, of which
+    the last one of each trajectory gets the reward R of its episode:
+
+        A_t = d_t + gamma lambda A_(t+1),    d_t = r_t + gamma V_(t+1) - V_t
+
+    Tokens of environments and tools are passed over: the policy did not choose them. Whitened, each
+    episode counts once, however many trajectories it has.
+    """
+    found = _estimates(inputs, config)
+    if config.whiten:
+        counts = Counter(e for e, own in zip(inputs.episodes, found, strict=True) if len(own))
+        sums = np.zeros(3)
+        for episode, own in zip(inputs.episodes, found, strict=True):
+            sums += np.array([len(own), own.sum(), (own**2).sum()]) / max(counts[episode], 1)
+        number, total, squares = inputs.sum_over_ranks(sums)
+        mean = total / max(number, 1)
+        deviation = np.sqrt(max(squares / max(number, 1) - mean**2, 0.0))
+        found = [(own - mean) / (deviation + _EPSILON) for own in found]
+    return _at_trained(found, inputs)
+
+
+def returns(inputs: AdvantageInputs, config: Gae) -> TokenAdvantages:
+    """What a critic learns of `gae`: the value of each trained token + its advantage, not whitened:
+    with lambda = 1 the discounted reward itself."""
+    pairs = zip(_estimates(inputs, config), inputs.values, inputs.masks, strict=True)
+    return _at_trained([own + values[mask != 0] for own, values, mask in pairs], inputs)
+
+
+def _estimates(inputs: AdvantageInputs, config: Gae) -> list[Values]:
+    """The advantage of each trained token of each trajectory."""
+    values = [of[mask != 0] for of, mask in zip(inputs.values, inputs.masks, strict=True)]
+    longest = max(map(len, values), default=0)
+    # All trajectories at once, whose last tokens stand side by side.
+    values_TR = np.zeros((longest + 1, len(values)))  # after the last token there is no value
+    for place, own in enumerate(values):
+        values_TR[longest - len(own) : longest, place] = own
+    found_TR = np.zeros_like(values_TR)
+    reward_R = inputs.rewards_E[list(inputs.episodes)]
+    for t in reversed(range(longest)):
+        delta_R = reward_R + config.gamma * values_TR[t + 1] - values_TR[t]
+        found_TR[t] = delta_R + config.gamma * config.gae_lambda * found_TR[t + 1]
+        reward_R = np.zeros(len(values))
+    return [found_TR[longest - len(own) : longest, i] for i, own in enumerate(values)]
+
+
+def _at_trained(found: Sequence[Values], inputs: AdvantageInputs) -> TokenAdvantages:
+    """[T] of each trajectory: what its trained tokens have, and 0 for the others."""
+    spread = [np.zeros(len(mask), np.float32) for mask in inputs.masks]
+    for values, mask, own in zip(spread, inputs.masks, found, strict=True):
+        values[mask != 0] = own
+    return spread
 
 
 def overlong_penalty(num_tokens: int, config: AdvantageConfig) -> float:

@@ -26,9 +26,17 @@ from buffer.types import (
     Trajectory,
     TrajectoryGroup,
 )
-from configs.algorithm_schema import POLICY, REFERENCE_COLUMN, TEACHER_COLUMN, StreamConfig
+from configs.advantages import Gae
+from configs.algorithm_schema import (
+    POLICY,
+    REFERENCE_COLUMN,
+    RETURN_COLUMN,
+    TEACHER_COLUMN,
+    VALUE_COLUMN,
+    StreamConfig,
+)
 from configs.choices import KLPlace, StreamTokens
-from trainer_pool.algorithms.advantages import AdvantageInputs, overlong_penalty
+from trainer_pool.algorithms.advantages import AdvantageInputs, overlong_penalty, returns
 from trainer_pool.algorithms.aggregation import AggregationInputs
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
@@ -52,17 +60,19 @@ class StepBatch:
         return {group_id: place for place, group_id in enumerate(self.group_ids)}
 
 
-ReferenceScores = Callable[[Sequence[Row]], Sequence[NDArray[np.float32]]]
-"""[T] log-probabilities of each row by the reference, 0 where no token is trained; collective."""
+RowScores = Callable[[Sequence[Row]], Sequence[NDArray[np.float32]]]
+"""[T] numbers of a second model for each row, 0 where no token is trained; collective."""
 
 
 def rows_by_group(
     batch: StepBatch,
     algorithm: Algorithm,
     ranks: Collectives,
-    score_reference: ReferenceScores | None = None,
+    score_reference: RowScores | None = None,
+    values_of: RowScores | None = None,
 ) -> list[list[Row]]:
     """For each group of this rank, the rows of its trajectories with a trained token; collective.
+    `score_reference`: log-probabilities of the reference; `values_of`: the critic's values.
 
     An episode's reward counts once, however many trajectories it has: each gets the episode's
     advantage, and the trained ones share its weight. A token whose log-probability from the engine
@@ -78,21 +88,38 @@ def rows_by_group(
     ]
     penalties: dict[tuple[str, int], float] = {}
     if score_reference is not None:
-        found = iter(score_reference([row for of_group in rows for row in of_group if row]))
-        rows = [
-            [
-                row and replace(row, columns={**row.columns, REFERENCE_COLUMN: next(found)})
-                for row in of_group
-            ]
-            for of_group in rows
-        ]
+        rows = _with_column(rows, REFERENCE_COLUMN, score_reference)
         if algorithm.config.kl.where is KLPlace.reward:
             penalties = _penalties(batch, rows, algorithm)
     inputs = _advantage_inputs(batch, masks, algorithm, ranks, penalties)
+    if values_of is not None:
+        assert isinstance(algorithm.config.advantage, Gae)
+        rows = _with_column(rows, VALUE_COLUMN, values_of)
+        every = [*itertools.chain(*rows)]
+        inputs = replace(
+            inputs,
+            values=[
+                np.zeros(t.num_tokens, np.float32) if row is None else row.columns[VALUE_COLUMN]
+                for t, row in zip(inputs.trajectories, every, strict=True)
+            ],
+        )
+        targets = zip(every, returns(inputs, algorithm.config.advantage), strict=True)
+        of_rows = [target for row, target in targets if row is not None]
+        rows = _with_column(rows, RETURN_COLUMN, lambda _: of_rows)
     for row, values in zip(itertools.chain(*rows), algorithm.advantages(inputs), strict=True):
         if row is not None:
             row.advantages = values
     return [[row for row in of_group if row is not None] for of_group in rows]
+
+
+def _with_column(
+    rows: Sequence[Sequence[Row | None]], name: str, values_of: RowScores
+) -> list[list[Row | None]]:
+    found = iter(values_of([row for of_group in rows for row in of_group if row]))
+    return [
+        [row and replace(row, columns={**row.columns, name: next(found)}) for row in of_group]
+        for of_group in rows
+    ]
 
 
 def _rows(
@@ -323,6 +350,8 @@ def _advantage_inputs(
         num_tokens_E=rows[:, 3],
         parts={name: rows[:, 4 + i] for i, name in enumerate(names)},
         trajectories=[t for group in batch.groups for t in group.trajectories],
+        masks=[*itertools.chain(*masks)],
+        sum_over_ranks=lambda sums: ranks.gather(torch.from_numpy(sums)).sum(0).numpy(),
         episodes=[
             place_of[places[group.group_id], trajectory.episode]
             for group in batch.groups

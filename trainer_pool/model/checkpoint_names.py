@@ -103,7 +103,7 @@ def check_reference(setting: str, own: PreTrainedConfig, other: PreTrainedConfig
             check_reference(f"{setting}: {name}", mine, theirs)  # parts of a model with pictures
         elif "drop" not in name and mine != theirs:
             raise ValueError(
-                f"{setting}: its {name} is {theirs!r}, the policy's {mine!r}, and a reference is "
+                f"{setting}: its {name} is {theirs!r}, the policy's {mine!r}, and it is "
                 "computed as the policy; choose a model whose config.json agrees with the policy's"
             )
 

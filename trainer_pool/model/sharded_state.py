@@ -8,7 +8,7 @@ Nothing here is a collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from tensors.layout import Layout, Part, TensorSpec
 from tensors.snapshots import Shard
 from trainer_pool.model.lora import adapter_name
 from trainer_pool.state.shards import ShardReader, differences
+
+CRITIC = "critic:"
+"""Prefix of a critic's tensors in a checkpoint."""
 
 
 class ShardedState:
@@ -32,15 +35,17 @@ class ShardedState:
         parts: Mapping[str, tuple[Part, ...]],
         *,
         is_adapter: bool = False,
+        prefix: str = "",
     ) -> None:
         """`deepspeed`: its engine, around the model at `model_path`. `parts`: what each parameter
         is in a checkpoint. `is_adapter`: the state is that of the model's adapter alone, by the
-        names of its file."""
+        names of its file. `prefix`: begins all names, beside those of another model."""
         self._deepspeed = deepspeed
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._model_path = model_path
         self._parts = parts
         self._is_adapter = is_adapter
+        self._prefix = prefix
 
     def served_layout(self, dtype: str) -> Layout:
         """Every parameter by its name in the checkpoint, as engines serve it.
@@ -58,9 +63,9 @@ class ShardedState:
             )
             for name, parameter in parameters
         ]
-        layout = Layout.of(specs, self._num_ranks)
+        layout = Layout.of(specs, self.num_ranks)
         for name, parameter in parameters:
-            share = -(-parameter.ds_numel // self._num_ranks)
+            share = -(-parameter.ds_numel // self.num_ranks)
             if parameter.ds_tensor.numel() != share:
                 raise RuntimeError(
                     f"deepspeed gave this rank {parameter.ds_tensor.numel()} elements of {name}, "
@@ -84,7 +89,7 @@ class ShardedState:
                 dtype = torch.float32 if parameter.requires_grad else parameter.ds_tensor.dtype
                 text = str(dtype).removeprefix("torch.")
                 specs.append(TensorSpec(name=_state_name(name, key), dtype=text, shape=shape))
-        return Layout.of(specs, self._num_ranks)
+        return Layout.of(specs, self.num_ranks)
 
     def shards(self) -> Iterator[Shard]:
         """This rank's pieces of `layout`, as views of the live state."""
@@ -103,8 +108,8 @@ class ShardedState:
     def restore(self, reader: ShardReader, num_updates: int) -> None:
         """Continue from a state that any number of ranks wrote. Raises ValueError if it is that of
         another model."""
-        layouts = self.layout(), reader.layout
-        if wrong := differences(*({t.name: t for t in layout.tensors} for layout in layouts)):
+        own = [t for t in reader.layout.tensors if t.name.startswith(CRITIC) == bool(self._prefix)]
+        if wrong := differences(*({t.name: t for t in of} for of in (self.layout().tensors, own))):
             raise ValueError(
                 f"the checkpoint is of another model: it and model.path={self._model_path!r} "
                 f"differ in {wrong}; set model.path to the model that the run began with, and "
@@ -121,10 +126,20 @@ class ShardedState:
             if "step" in state:
                 state["step"].fill_(num_updates)
 
+    def copy_from(self, other: ShardedState, names: Mapping[str, str]) -> None:
+        """Take the float32 weights of parameters of the same shapes: `names` in `other`, by those
+        here."""
+        theirs = dict(other._named_parameters())
+        for name, parameter in self._named_parameters():
+            if name in names:
+                weights = other._local_state(theirs[names[name]], "")
+                self._local_state(parameter, "").copy_(weights)
+                parameter.ds_tensor.data.flatten().copy_(weights)
+
     def _named_parameters(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._deepspeed.module.named_parameters():
             if not self._is_adapter:
-                yield name, parameter
+                yield self._prefix + name, parameter
             elif parameter.requires_grad:
                 yield adapter_name(name), parameter
 
@@ -163,6 +178,18 @@ class ShardedState:
         flat, begin, size = self._place(parameter)
         whole: Tensor = self._deepspeed.optimizer.optimizer.state[flat][key] if key else flat
         return whole.detach().narrow(0, begin, size)
+
+
+def joint_layout(states: Sequence[ShardedState]) -> Layout:
+    """The layout of several models in one checkpoint."""
+    tensors = (tensor for state in states for tensor in state.layout().tensors)
+    return Layout.of(tensors, states[0].num_ranks)
+
+
+def joint_shards(states: Sequence[ShardedState]) -> Iterator[Shard]:
+    """This rank's pieces of `joint_layout`."""
+    for state in states:
+        yield from state.shards()
 
 
 def _state_name(parameter: str, key: str) -> str:

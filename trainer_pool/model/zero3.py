@@ -61,8 +61,125 @@ _GATHER_ELEMENTS = 50_000_000
 """Elements gathered on every rank at once during an export."""
 
 
-class Zero3Policy:
-    """A policy whose weights are sharded over the ranks, with its optimizer.
+class Zero3Model:
+    """A model whose weights are sharded over the ranks, with its optimizer."""
+
+    SETTING = "model.path"
+    """The setting that names the model."""
+
+    def __init__(
+        self,
+        model_path: str,
+        config: TrainerConfig,
+        address: RankAddress,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        _prepare(address)
+        self.device = address.device
+        self.num_ranks = address.num_ranks
+        self._model_path = model_path
+        self._trust_remote_code = trust_remote_code
+        dtype = _resolve_dtype(config.dtype, uses_gpu=address.uses_gpu)
+        settings = _settings(config, dtype, uses_gpu=address.uses_gpu)
+        # While this object exists, from_pretrained shards each weight as it is read, so that no
+        # rank ever has the whole model in memory.
+        self._hf_settings = HfDeepSpeedConfig(settings)
+        model = load_model(
+            model_path, dtype, trust_remote_code=trust_remote_code, setting=self.SETTING
+        )
+        trained = self._trained(model, config)
+        # Whole decoder layers are gathered and reduced at once: fewer collectives, and far fewer
+        # of deepspeed's Python hooks.
+        deepspeed.utils.set_z3_leaf_modules(
+            model, list(model._no_split_modules or ()), raise_if_not_found=False
+        )
+        if config.gradient_checkpointing:
+            recompute_layers(model, offload=config.offload_activations)
+        if config.mlp_tile_tokens is not None:
+            tile_mlps(model, config.mlp_tile_tokens)
+        # A torch optimizer: one named in `settings` would be compiled first.
+        adam = torch.optim.AdamW(
+            [parameter for parameter in trained.parameters() if parameter.requires_grad],
+            lr=config.learning_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self._deepspeed: Any
+        self._deepspeed, *_ = deepspeed.initialize(
+            model=trained, optimizer=adam, config=settings, dist_init_required=False
+        )
+        self._create_moments()
+        self._norm_limit = math.inf
+        self._max_grad_value = config.max_grad_value
+        adam.register_step_pre_hook(self._skip_or_clip)
+
+    def _trained(self, model: Any, config: TrainerConfig) -> Any:
+        """The module that is trained, made of the loaded model."""
+        raise NotImplementedError
+
+    def _create_moments(self) -> None:
+        """Create the moments that AdamW would create in its first step: a checkpoint is restored
+        before it."""
+        optimizer = self._deepspeed.optimizer
+        for flat in optimizer.fp32_partitioned_groups_flat:
+            optimizer.optimizer.state[flat] = {
+                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
+                "exp_avg": torch.zeros_like(flat),
+                "exp_avg_sq": torch.zeros_like(flat),
+            }
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        # deepspeed averages over the ranks, but the losses here are shares of one global sum.
+        self._deepspeed.backward(loss * self.num_ranks)
+
+    def step(
+        self, learning_rate: float, *, norm_limit: float | None = None, divisor: float = 1.0
+    ) -> float | None:
+        """Divide the gradients by `divisor`, clip, update and clear them; returns their global norm
+        before clipping.
+
+        None if a gradient was not finite, 0 if all were zero. In both cases, and if the norm is
+        above `norm_limit`, no rank changes its weights or optimizer.
+        """
+        self._norm_limit = math.inf if norm_limit is None else norm_limit
+        for group in self._deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        # deepspeed divides by it, as if the losses had been scaled.
+        self._deepspeed.optimizer.loss_scale = divisor
+        self._deepspeed.step()
+        self._deepspeed.optimizer.loss_scale = 1.0
+        if not self._deepspeed.was_step_applied():
+            return None
+        return float(self._deepspeed.get_global_grad_norm())
+
+    def _skip_or_clip(self, adam: torch.optim.Optimizer, *_: object) -> None:
+        # With a zero gradient Adam would still change the weights, by momentum and weight decay.
+        # deepspeed sets `params` again before each update. Their gradients must stay: offloaded
+        # ones are buffers that the next update fills. The norm is global, so all ranks agree.
+        if not 0 < self._deepspeed.optimizer._global_grad_norm <= self._norm_limit:
+            for group in adam.param_groups:
+                group["params"] = []
+        elif (most := self._max_grad_value) is not None:
+            for group in adam.param_groups:
+                for shard in group["params"]:
+                    shard.grad.clamp_(-most, most)
+
+    def reset_optimizer(self) -> None:
+        """Reset Adam's moments; the weights stay. Not a collective."""
+        for state in self._deepspeed.optimizer.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+
+    def close(self) -> None:
+        """Remove deepspeed's hooks from the model and free its buffers. Not a collective."""
+        self._deepspeed.destroy()
+
+
+class Zero3Policy(Zero3Model):
+    """The policy.
 
     Example, one update by two micro-batches:
 
@@ -82,57 +199,14 @@ class Zero3Policy:
         lora: LoraConfig | None = None,
     ) -> None:
         """`lora`: an adapter is trained instead of the weights."""
-        _prepare(address)
-        self.device = address.device
-        self.num_ranks = address.num_ranks
-        self._model_path = model_path
-        self._trust_remote_code = trust_remote_code
         self._lora = lora
-        dtype = _resolve_dtype(config.dtype, uses_gpu=address.uses_gpu)
-        settings = _settings(config, dtype, uses_gpu=address.uses_gpu)
-        # While this object exists, from_pretrained shards each weight as it is read, so that no
-        # rank ever has the whole model in memory.
-        self._hf_settings = HfDeepSpeedConfig(settings)
-        model = load_model(model_path, dtype, trust_remote_code=trust_remote_code)
-        parts = checkpoint_parts(model)
-        check_names(model_path, parts)
-        check_tied_head(model_path, model)
-        check_heads(config.sequence_parallel_size, model.config)
-        self._tower = find_tower(
-            model,
-            model_path,
-            trust_remote_code=trust_remote_code,
-            is_changed=lora is not None or config.sequence_parallel_size > 1,
-        )
-        if lora is not None:
-            add_adapter(model, lora, model_path)
-        # Whole decoder layers are gathered and reduced at once: fewer collectives, and far fewer
-        # of deepspeed's Python hooks.
-        deepspeed.utils.set_z3_leaf_modules(
-            model, list(model._no_split_modules or ()), raise_if_not_found=False
-        )
-        self.gates = gates(model)
-        """The routers of a mixture of experts, by layer."""
-        if config.gradient_checkpointing:
-            recompute_layers(model, offload=config.offload_activations)
-        if config.mlp_tile_tokens is not None:
-            tile_mlps(model, config.mlp_tile_tokens)
-        # A torch optimizer: one named in `settings` would be compiled first.
-        adam = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        self._deepspeed: Any
-        self._deepspeed, *_ = deepspeed.initialize(
-            model=model, optimizer=adam, config=settings, dist_init_required=False
-        )
-        self._create_moments()
+        super().__init__(model_path, config, address, trust_remote_code=trust_remote_code)
         self.state = ShardedState(
-            self._deepspeed, address.num_ranks, model_path, parts, is_adapter=lora is not None
+            self._deepspeed,
+            address.num_ranks,
+            model_path,
+            self._parts,
+            is_adapter=lora is not None,
         )
         self._sequence: SequenceGroup | None = None
         if config.sequence_parallel_size > 1:
@@ -142,9 +216,6 @@ class Zero3Policy:
         self._reference: Reference | None = None
         self._replay: RoutingReplay | None = None
         """From the first pass with known experts on."""
-        self._norm_limit = math.inf
-        self._max_grad_value = config.max_grad_value
-        adam.register_step_pre_hook(self._skip_or_clip)
         self._deepspeed.eval()
         attention.check_model(model_path, lambda *row: self._forward(*row)[0], self.device)
         self._deepspeed.train()
@@ -152,6 +223,29 @@ class Zero3Policy:
         self._head = ScoringHead(self._deepspeed.module, model_path, unsampled)
         two = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._head.learn_shape(lambda: self._forward(packed_row([two]), two[1:]))
+
+    def _trained(self, model: Any, config: TrainerConfig) -> Any:
+        path, lora = self._model_path, self._lora
+        self._parts = checkpoint_parts(model)
+        check_names(path, self._parts)
+        check_tied_head(path, model)
+        check_heads(config.sequence_parallel_size, model.config)
+        self._tower = find_tower(
+            model,
+            path,
+            trust_remote_code=self._trust_remote_code,
+            is_changed=lora is not None or config.sequence_parallel_size > 1,
+        )
+        if lora is not None:
+            add_adapter(model, lora, path)
+        self.gates = gates(model)
+        """The routers of a mixture of experts, by layer."""
+        return model
+
+    @property
+    def config(self) -> Any:
+        """transformers' of the model."""
+        return self._deepspeed.module.config
 
     @cached_property
     def cost(self) -> PassCost:
@@ -168,17 +262,6 @@ class Zero3Policy:
             per_token=sum(weights.values()) / num_ranks,
             per_pair=2.0 * config.num_hidden_layers * config.num_attention_heads * size / num_ranks,
         )
-
-    def _create_moments(self) -> None:
-        """Create the moments that AdamW would create in its first step: a checkpoint is restored
-        before it."""
-        optimizer = self._deepspeed.optimizer
-        for flat in optimizer.fp32_partitioned_groups_flat:
-            optimizer.optimizer.state[flat] = {
-                "step": torch.zeros((), dtype=torch.float32, device=flat.device),
-                "exp_avg": torch.zeros_like(flat),
-                "exp_avg_sq": torch.zeros_like(flat),
-            }
 
     def score(self, batch: MicroBatch) -> Scores:
         """The policy's scores of a micro-batch's N trained tokens, each among its candidates."""
@@ -268,48 +351,9 @@ class Zero3Policy:
         Returns bool [L]: the positions of the last scored row whose input embedding has a gradient
         that is not finite. A trajectory's gradient reaches only its own positions and shared ones.
         """
-        # deepspeed averages over the ranks, but the losses here are shares of one global sum.
-        self._deepspeed.backward(loss * self.num_ranks)
+        self._add_gradient(loss)
         not_finite = self._head.take_not_finite()
         return not_finite if self.part is None else self.part.join_flags(not_finite)
-
-    def step(
-        self, learning_rate: float, *, norm_limit: float | None = None, divisor: float = 1.0
-    ) -> float | None:
-        """Divide the gradients by `divisor`, clip, update and clear them; returns their global norm
-        before clipping.
-
-        None if a gradient was not finite, 0 if all were zero. In both cases, and if the norm is
-        above `norm_limit`, no rank changes its weights or optimizer.
-        """
-        self._norm_limit = math.inf if norm_limit is None else norm_limit
-        for group in self._deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
-        # deepspeed divides by it, as if the losses had been scaled.
-        self._deepspeed.optimizer.loss_scale = divisor
-        self._deepspeed.step()
-        self._deepspeed.optimizer.loss_scale = 1.0
-        if not self._deepspeed.was_step_applied():
-            return None
-        return float(self._deepspeed.get_global_grad_norm())
-
-    def _skip_or_clip(self, adam: torch.optim.Optimizer, *_: object) -> None:
-        # With a zero gradient Adam would still change the weights, by momentum and weight decay.
-        # deepspeed sets `params` again before each update. Their gradients must stay: offloaded
-        # ones are buffers that the next update fills. The norm is global, so all ranks agree.
-        if not 0 < self._deepspeed.optimizer._global_grad_norm <= self._norm_limit:
-            for group in adam.param_groups:
-                group["params"] = []
-        elif (most := self._max_grad_value) is not None:
-            for group in adam.param_groups:
-                for shard in group["params"]:
-                    shard.grad.clamp_(-most, most)
-
-    def reset_optimizer(self) -> None:
-        """Reset Adam's moments; the weights stay. Not a collective."""
-        for state in self._deepspeed.optimizer.optimizer.state.values():
-            for value in state.values():
-                value.zero_()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every full parameter by its name in the module, in the same order on all ranks.
@@ -362,10 +406,6 @@ class Zero3Policy:
             trust_remote_code=self._trust_remote_code,
             adapter=adapter,
         )
-
-    def close(self) -> None:
-        """Remove deepspeed's hooks from the model and free its buffers. Not a collective."""
-        self._deepspeed.destroy()
 
 
 def _active(parameter: Any, config: Any) -> float:

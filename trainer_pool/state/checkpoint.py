@@ -67,6 +67,8 @@ class TrainState:
     """Groups trained on since the last checkpoint."""
     task_positions: dict[Count, Count]
     """Each rollout worker's position in its prompts."""
+    critic_updates: Count = 0
+    """Updates of a critic's optimizer."""
     untrained_prompts: tuple[PromptRef, ...]
     """Prompts before these positions that are not trained: all that a resume with an empty Redis
     has to run again."""

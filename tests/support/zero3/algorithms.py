@@ -8,7 +8,7 @@ import deepspeed
 import numpy as np
 import torch
 
-from configs.advantages import ADVANTAGES, AGGREGATIONS, AggregationConfig
+from configs.advantages import ADVANTAGES, AGGREGATIONS, AggregationConfig, CriticConfig
 from configs.algorithm_schema import KLConfig, StreamConfig
 from configs.choices import KLPlace, Proximal
 from configs.corrections import CORRECTIONS
@@ -75,7 +75,8 @@ def cases() -> dict[str, Algorithm]:
     )
     for kind, section in ADVANTAGES.items():
         parts = {"part_weights": {"right": 1.0}} if kind == "gdpo" else {}
-        chosen[kind] = load("tis_token", advantage=section(kind=kind, **parts))
+        critic = CriticConfig() if kind == "gae" else None
+        chosen[kind] = load("tis_token", advantage=section(kind=kind, **parts), critic=critic)
     return chosen
 
 

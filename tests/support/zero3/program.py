@@ -33,6 +33,7 @@ from tests.support.zero3 import (
     adapter,
     algorithms,
     checkpoints,
+    critics,
     killed,
     loop,
     optimizing,
@@ -43,6 +44,7 @@ from tests.support.zero3 import (
 )
 from tests.support.zero3.scene import NotingPolicy, Scene, config_for
 from trainer_pool.collectives import RankAddress, join_ranks, leave_ranks
+from trainer_pool.model.critic import Critic
 
 SCENES: dict[str, Callable[[Scene], None]] = {
     "adapter": adapter.train,
@@ -57,6 +59,8 @@ SCENES: dict[str, Callable[[Scene], None]] = {
     "noise": checkpoints.noise,
     "full_disk": checkpoints.full_disk,
     "copies": checkpoints.copies,
+    "critic": critics.train,
+    "critic_again": critics.resume,
     "chain": killed.chain,
     "optimizer": optimizing.optimizer,
     "masters": optimizing.masters,
@@ -149,13 +153,18 @@ def play(folder: Path, listener: socket.socket | None, name: str, address: RankA
             address,
             lora=adapter.LORA if name.startswith("adapter") else None,
         )
+    critic = None
+    if name in ("critic", "critic_again", "algorithms"):
+        critic = Critic(policy._model_path, settings_of(name, ranks.num_ranks), address, policy)
     output = folder / f"{name}-{ranks.num_ranks}"
-    scene = Scene(folder, output, policy, ranks)
+    scene = Scene(folder, output, policy, ranks, critic)
     SCENES[name.split("+")[0]](scene)
     if ranks.rank == 0:
         output.mkdir(exist_ok=True)
         (output / "results.json").write_text(json.dumps(scene.results))
     ranks.barrier()
+    if critic is not None:
+        critic.close()
     policy.close()
     leave_ranks()
 

@@ -9,16 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 
 from configs.algorithm_schema import AlgorithmConfig
 from configs.schema import TrainerConfig, WarmStartConfig
 from tests.support.zero3.batches import read_batch
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
+from trainer_pool.critic_step import CriticStep
 from trainer_pool.data.packing import MicroBatch
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.metrics import StepStats
+from trainer_pool.model.critic import Critic
 from trainer_pool.model.head import Scores
+from trainer_pool.model.sharded_state import joint_layout, joint_shards
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.shards import ShardReader
@@ -76,11 +80,18 @@ class Scene:
     """The work of all ranks together; `results` is the same on each."""
 
     def __init__(
-        self, folder: Path, output: Path, policy: NotingPolicy, ranks: Collectives
+        self,
+        folder: Path,
+        output: Path,
+        policy: NotingPolicy,
+        ranks: Collectives,
+        critic: Critic | None,
     ) -> None:
         self.folder = folder
         self.output = output
         self.policy = policy
+        self.critic = critic
+        self.states = [one.state for one in (policy, critic) if one is not None]
         self.ranks = ranks
         self.config = config_for(ranks.num_ranks)
         self.algorithm = Algorithm.load(AlgorithmConfig())
@@ -90,7 +101,7 @@ class Scene:
         self.saved: list[SaveReport] = []
         self.writer = CheckpointWriter(
             self.store,
-            policy.state.layout(),
+            joint_layout(self.states),
             ranks,
             uses_gpu=False,
             timeout_s=60.0,
@@ -116,14 +127,24 @@ class Scene:
         **further: Any,
     ) -> StepStats:
         """A training step, by default with the scene's own settings."""
+        algorithm, critic = algorithm or self.algorithm, None
+        if (settings := algorithm.config.critic) is not None:
+            assert self.critic is not None
+            critic = CriticStep(
+                critic=self.critic,
+                config=settings,
+                learning_rate=learning_rate,
+                holds_policy=batch.version < settings.warmup_steps,
+            )
         return train_step(
             self.policy,
             self.ranks,
             batch,
             config or self.config,
-            algorithm or self.algorithm,
+            algorithm,
             learning_rate=learning_rate,
             before_update=before_update,
+            critic=critic,
             **further,
         )
 
@@ -155,7 +176,7 @@ class Scene:
     # Checkpoints
 
     def save(self, step: int) -> None:
-        self.writer.save(self.state(step), self.policy.state.shards())
+        self.writer.save(self.state(step), joint_shards(self.states))
 
     def state(self, step: int, num_updates: int | None = None) -> TrainState:
         return TrainState(
@@ -163,6 +184,7 @@ class Scene:
             version=step,
             num_updates=self.policy.state.num_updates if num_updates is None else num_updates,
             lineage="one",
+            critic_updates=0 if self.critic is None else self.critic.state.num_updates,
             consumed_group_ids=(),
             task_positions={},
             untrained_prompts=(),
@@ -174,11 +196,17 @@ class Scene:
         assert found is not None
         with ShardReader(found[0]) as reader:
             self.policy.state.restore(reader, found[1].num_updates)
+            if self.critic is not None:
+                self.critic.state.restore(reader, found[1].critic_updates)
 
     # Results
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in self.policy.named_tensors()}
+        weights = {name: tensor.clone() for name, tensor in self.policy.named_tensors()}
+        if self.critic is not None:
+            for name, parameter in self.critic._deepspeed.module.named_parameters():
+                weights[f"critic:{name}"] = safe_get_full_fp32_param(parameter).clone()
+        return weights
 
     def moments(self) -> list[torch.Tensor]:
         states = self.policy._deepspeed.optimizer.optimizer.state.values()

@@ -21,6 +21,7 @@ def kinds(*names: str) -> str:
 
 
 TEACHER = ("task.rewards.teacher={kind: teacher, url: 'http://host:1/v1', model: m}",)
+CRITIC = ["algorithm=ppo"]
 
 
 @pytest.mark.parametrize("name", options("algorithm"))
@@ -153,12 +154,42 @@ def test_legal_combinations_load(settings: list[str]) -> None:
                     "advantage.kind=gdpo",
                     ["algorithm.advantage={kind: gdpo, part_weights: {right: 1.0}}"],
                 ),
+                ("advantage.kind=gae", CRITIC),
                 (
                     "streams.*.loss=teacher_kl",
                     ["algorithm.streams.t.loss=teacher_kl", *TEACHER, "task.rewards.a.kind=task"],
                 ),
             )
         ),
+        # A critic.
+        (
+            ["algorithm.advantage=gae"],
+            "algorithm.advantage.kind='gae': it needs the values of a critic; set "
+            "algorithm.critic={}",
+        ),
+        (
+            ["algorithm.critic={}"],
+            "algorithm.critic={}: algorithm.advantage.kind=grpo reads no values",
+        ),
+        (
+            [*CRITIC, "algorithm.loss=supervised", NONE],
+            "algorithm.critic={}: with algorithm.loss=supervised or",
+        ),
+        ([*CRITIC, "model.lora={}"], "algorithm.critic={}: a critic has all its weights on the"),
+        (
+            [*CRITIC, "trainer.num_ranks=2", "trainer.sequence_parallel_size=2"],
+            "algorithm.critic={}: a critic has all its weights on the policy's ranks, and computes "
+            "whole rows: set trainer.sequence_parallel_size=1",
+        ),
+        (
+            [
+                *CRITIC,
+                "algorithm.critic.warmup_steps=3",
+                "trainer.gradient_accumulation_steps=2",
+            ],
+            "algorithm.critic.warmup_steps=3: must be a multiple of",
+        ),
+        ([*CRITIC, "algorithm.critic.clip_range=0"], "algorithm.critic.clip_range=0.0: must be"),
         (
             ["task.rewards={t: {kind: teacher, url: 'http://t', weight: 5}, a: {kind: task}}"],
             "task.rewards.*.weight=5.0: task.rewards.*.kind=teacher gives no reward",

@@ -32,6 +32,7 @@ from buffer.run_state import STREAM_START
 from buffer.types import TrajectoryGroup
 from buffer.wire.codec import decode_group, encode_group
 from configs.advantages import AGGREGATIONS
+from configs.algorithm_schema import RETURN_COLUMN, VALUE_COLUMN
 from configs.schema import BufferConfig, ScratchModelConfig
 from host.loop_thread import LoopThread
 from tensors.layout import Layout, TensorSpec
@@ -56,6 +57,13 @@ from tests.support.trainer.loop_scene import (
     loop_spec,
 )
 from tests.support.zero3.adapter import LORA
+from tests.support.zero3.critics import (
+    BIAS,
+    CLIP_RANGE,
+    DENOMINATOR,
+    head_weights,
+    row_with_values,
+)
 from tests.support.zero3.ranks import Outcome, Ranks
 from tests.support.zero3.seeing import shown_rows, with_pictures
 from trainer_pool.data.packing import Row, pack
@@ -506,6 +514,88 @@ def test_resumed_adapter_continues_identically(ranks: Ranks, adapters: dict[int,
     assert again.results["steps"] == adapters[2].results["steps"][SAVE_AFTER:]
     for name, weights in adapters[2].weights.items():
         np.testing.assert_array_equal(weights, again.weights[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def critics(ranks: Ranks) -> dict[int, Outcome]:
+    return {num_ranks: ranks.outcome("critic", num_ranks) for num_ranks in (1, 2)}
+
+
+def test_gradient_of_the_critic_is_that_of_a_plain_loop_in_one_process(
+    critics: dict[int, Outcome], folder: Path
+) -> None:
+    """From the policy's weights, with weighted tokens, of which some are clipped."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").double()
+    weight_H = head_weights(model.config.hidden_size).double().requires_grad_()
+    bias = torch.tensor(BIAS, dtype=torch.float64, requires_grad=True)
+    loss, clipped, number = torch.zeros((), dtype=torch.float64), 0, 0
+    losses = 0.0
+    for row in map(row_with_values, range(6)):
+        tokens = torch.from_numpy(row.tokens).long()
+        hidden_TH = model.model(tokens[None]).last_hidden_state[0]
+        for t in np.flatnonzero(row.loss_mask):
+            start, target = (float(row.columns[name][t]) for name in (VALUE_COLUMN, RETURN_COLUMN))
+            value = hidden_TH[t - 1] @ weight_H + bias
+            moved = min(max(float(value.detach()) - start, -CLIP_RANGE), CLIP_RANGE)
+            of_token = (value - target) ** 2 / 2
+            if (start + moved - target) ** 2 / 2 > float(of_token.detach()):
+                of_token, clipped = torch.tensor((start + moved - target) ** 2 / 2), clipped + 1
+            losses, number = losses + float(of_token.detach()), number + 1
+            loss = loss + row.weight * of_token / DENOMINATOR
+    assert 0.1 < clipped / number < 0.9
+    loss.backward()  # type: ignore[no-untyped-call]
+    expected = {f"body.{name}": p.grad for name, p in model.model.named_parameters()}
+    expected |= {"head.weight": weight_H.grad, "head.bias": bias.grad}
+    for outcome in critics.values():
+        gradients = dict(np.load(outcome.export.parent / "gradients.npz"))
+        assert gradients.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert gradient is not None
+            theirs = gradient.numpy().flatten()
+            error = np.linalg.norm(gradients[name].flatten() - theirs) / np.linalg.norm(theirs)
+            assert error < 1e-5, (name, error)
+        assert outcome.results["update"]["value_loss"] == pytest.approx(losses / number, rel=1e-5)
+        assert outcome.results["update"]["value_clip_fraction"] == clipped / number
+
+
+def test_critic_learns_alone_at_first_and_alike_on_one_and_two_ranks(
+    critics: dict[int, Outcome], folder: Path
+) -> None:
+    """It is neither served nor exported."""
+    assert_nearly_equal(critics[1], critics[2])
+    names = load_file(folder / "model" / "model.safetensors").keys()
+    for outcome in critics.values():
+        assert outcome.results["moved"] == [[False, True], [True, True], [True, True], [True, True]]
+        assert {*outcome.results["served"]} == {*names}
+        assert load_file(outcome.export / "model.safetensors").keys() == names
+    for one, two in zip(*(critics[n].results["steps"] for n in (1, 2)), strict=True):
+        for name in ("value_loss", "explained_variance", "critic_grad_norm"):
+            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
+    losses = [step["value_loss"] for step in critics[2].results["steps"]]
+    assert losses[-1] < losses[0]
+
+
+def test_resumed_critic_continues_identically(ranks: Ranks, critics: dict[int, Outcome]) -> None:
+    again = ranks.outcome("critic_again", 2)
+    assert again.results["steps"] == critics[2].results["steps"][SAVE_AFTER:]
+    for name, weights in critics[2].weights.items():
+        np.testing.assert_array_equal(weights, again.weights[name], err_msg=name)
+
+
+def test_run_without_a_critic_has_neither_its_passes_nor_its_state(
+    folder: Path, two_ranks: Outcome, critics: dict[int, Outcome]
+) -> None:
+    found = []
+    for name in ("checkpoints-2", "checkpoints-critic-2"):
+        checkpoint = CheckpointStore(folder / name).latest()
+        assert checkpoint is not None
+        with ShardReader(checkpoint[0]) as reader:
+            found.append({spec.name for spec in reader.layout.tensors})
+    without, together = found
+    assert without == {name for name in together if not name.startswith("critic:")} < together
+    for one, other in zip(two_ranks.results["steps"], critics[2].results["steps"], strict=True):
+        more = {"value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm"}
+        assert {name for name in other if name not in one} == more
 
 
 def test_update_over_the_norm_limit_changes_neither_weights_nor_moments(head: Outcome) -> None:

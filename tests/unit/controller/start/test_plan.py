@@ -163,6 +163,14 @@ def test_memory_of_a_rank_is_that_of_the_step() -> None:
     assert per_param("trainer.offload_parameters=true") == 22 - 2
     assert per_param("algorithm.kl.weight=0.1") == 22 + 2, "the reference"
     assert per_param("algorithm.kl.weight=0.1", "algorithm.kl.offload=true") == 22
+    assert per_param("algorithm=ppo") == 22 + 18, "the critic"
+    host = {"num_ranks": 1, "served": "bfloat16"}
+    with_critic, alone = (
+        rank_host_bytes(load_config([*settings]), size, **host)
+        for settings in (["algorithm=ppo"], [])
+    )
+    assert with_critic is not None and alone is not None
+    assert with_critic - alone == 12 * params, "for its checkpoints"
     many = ModelSize(label="m", num_params=3 * 10**9)  # DeepSpeed copies a part at a time
     needed = rank_bytes(load_config([]), many, num_ranks=1, uses_gpu=True)
     assert needed == 18 * 3 * 10**9 + 4 * 10**9 + GPU_CONTEXT_BYTES
@@ -174,7 +182,6 @@ def test_memory_of_a_rank_is_that_of_the_step() -> None:
         needed = rank_bytes(config, adapted, num_ranks=1, uses_gpu=True)
         assert needed == (2 + reference_bytes) * 10**9 + 22 * 10**6 + GPU_CONTEXT_BYTES
     config = load_config(["model.lora={}", "algorithm.kl={weight: 0.1, offload: true}", *cold])
-    host = {"num_ranks": 1, "served": "bfloat16"}
     alone = rank_host_bytes(config, adapted, **host)
     config.trainer.warm_start.num_steps = 5  # now the policy that RL begins with is kept
     kept = rank_host_bytes(config, adapted, **host)

@@ -429,10 +429,15 @@ def test_reference_of_another_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"^algorithm\.kl\.reference='.*narrow': its hidden_size is 64, the policy's 128, and "
-        r"a reference is computed as the policy; choose a model whose config\.json agrees",
+        r"it is computed as the policy; choose a model whose config\.json agrees",
     ):
         check_plan(load_config([*policy, *short, kl.format(tmp_path / "narrow")]))
     check_plan(load_config([*policy, *short, kl.format(tmp_path / "own")]))
+    critic = ["algorithm=ppo", f"algorithm.critic.path={tmp_path}/narrow"]
+    with pytest.raises(
+        ValueError, match=r"^algorithm\.critic\.path='.*narrow': its hidden_size is"
+    ):
+        check_plan(load_config([*policy, *short, *critic]))
     # A policy from scratch, with more layers.
     with pytest.raises(ValueError, match=r"its num_hidden_layers is 1, the policy's \d+, and"):
         check_plan(load_config([kl.format(tmp_path / "own")]))

@@ -96,6 +96,11 @@ def test_reference_that_the_run_did_not_keep_is_refused(ended_run: RunDir) -> No
     assert find_resumption(ended_run, given[:1]).config.algorithm.kl.weight == 0.1
 
 
+def test_critic_that_the_run_did_not_begin_with_is_refused(ended_run: RunDir) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.critic: the run has none, whose values"):
+        find_resumption(ended_run, ["algorithm.advantage=gae", "algorithm.critic={}"])
+
+
 def test_run_without_a_checkpoint_or_with_all_steps_done_is_refused(ended_run: RunDir) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.num_steps"):
         find_resumption(ended_run, ["trainer.num_steps=0"])

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from configs.advantages import ADVANTAGES, AdvantageConfig
+from configs.advantages import ADVANTAGES, AdvantageConfig, CriticConfig, Gae
 from tests.support.trainer.made_up import trajectory
 from tests.support.trainer.token_batch import algorithm
-from trainer_pool.algorithms.advantages import AdvantageInputs, TokenAdvantages, overlong_penalty
+from trainer_pool.algorithms.advantages import (
+    AdvantageInputs,
+    TokenAdvantages,
+    gae,
+    overlong_penalty,
+    returns,
+)
+from trainer_pool.critic_step import value_loss
 
 Floats = NDArray[np.float64]
+OF_EPISODES = sorted({*ADVANTAGES} - {"gae"})
+"""Those that read no values, and give all tokens of an episode one advantage."""
 
 
 def advantages(
@@ -154,7 +168,7 @@ def test_only_the_best_of_a_group_is_pushed_by_its_lead() -> None:
     np.testing.assert_array_equal(advantages("pass_at_k", [1, 1, 0]), [0, 0, 0])
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", OF_EPISODES)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
 def test_equal_rewards_give_exactly_zero(kind: str, reward: float) -> None:
     # The mean of seven times 0.1 is not 0.1 in floating point: rounding must not become a signal.
@@ -163,7 +177,7 @@ def test_equal_rewards_give_exactly_zero(kind: str, reward: float) -> None:
     np.testing.assert_array_equal(found, np.zeros(7))
 
 
-@pytest.mark.parametrize("kind", sorted({*ADVANTAGES} - {"max_rl"}))
+@pytest.mark.parametrize("kind", sorted({*OF_EPISODES} - {"max_rl"}))
 def test_advantages_do_not_depend_on_a_constant_added_to_all_rewards(kind: str) -> None:
     rewards, groups = [0.0, 1.0, 0.5, 2.0, 3.0, 3.5], [0, 0, 0, 1, 1, 1]
     settings = {"part_weights": {"right": 1.0}} if kind == "gdpo" else {}
@@ -193,3 +207,132 @@ def test_penalty_for_length_rises_linearly_between_its_bounds() -> None:
     lengths = (0, 100, 105, 120, 500)
     assert [overlong_penalty(n, config) for n in lengths] == [0, 0, 0.5, 2, 2]
     assert overlong_penalty(500, AdvantageConfig(kind="rloo")) == 0
+
+
+def with_values(
+    rewards: list[float], masks: list[list[int]], values: list[list[float]], episodes: list[int]
+) -> AdvantageInputs:
+    """A trajectory for each mask; `values` of all its tokens."""
+    return AdvantageInputs(
+        rewards_E=np.array(rewards),
+        groups_E=np.zeros(len(rewards), np.int64),
+        num_tokens_E=np.zeros(len(rewards)),  # is not looked at
+        trajectories=[trajectory(mask) for mask in masks],
+        episodes=episodes,
+        masks=[np.array(mask, np.uint8) for mask in masks],
+        values=[np.array(of, np.float32) for of in values],
+    )
+
+
+def estimated(inputs: AdvantageInputs, **settings: object) -> list[list[float]]:
+    config = Gae(kind="gae", **settings)  # type: ignore[arg-type]
+    chosen = algorithm(advantage=config, critic=CriticConfig())
+    return [values.tolist() for values in chosen.advantages(inputs)]
+
+
+def test_gae_of_three_tokens_is_that_by_hand() -> None:
+    """With gamma = lambda = 1/2, reward 1 on the last token, values 0.5, 0.25, 1:
+
+    d_3 = 1 - 1 = 0                      A_3 = 0
+    d_2 = 1/2 * 1 - 0.25 = 0.25          A_2 = 0.25 + 1/4 * 0 = 0.25
+    d_1 = 1/2 * 0.25 - 0.5 = -0.375      A_1 = -0.375 + 1/4 * 0.25 = -0.3125
+    """
+    inputs = with_values([1.0], [[0, 1, 1, 1]], [[9, 0.5, 0.25, 1]], [0])
+    half = {"gamma": 0.5, "gae_lambda": 0.5}
+    assert estimated(inputs, **half, whiten=False) == [[0, -0.3125, 0.25, 0]]
+    found = returns(inputs, Gae(kind="gae", gamma=0.5, gae_lambda=0.5))
+    assert [values.tolist() for values in found] == [[0, 0.1875, 0.5, 1]]
+    # The mean is -1/48, the squares 25/256 and 1/16.
+    mean, deviation = -0.0625 / 3, np.sqrt((0.3125**2 + 0.25**2) / 3 - (0.0625 / 3) ** 2)
+    whole = [(a - mean) / deviation for a in (-0.3125, 0.25, 0)]
+    np.testing.assert_allclose(estimated(inputs, **half)[0], [0, *whole], rtol=1e-5)
+
+
+def test_gae_at_the_ends_of_lambda() -> None:
+    """1: the reward less the value; 0: the next value less this one."""
+    inputs = with_values([2.0], [[0, 1, 1]], [[0, 0.5, 1.5]], [0])
+    assert estimated(inputs, gae_lambda=1.0, whiten=False) == [[0, 1.5, 0.5]]
+    assert estimated(inputs, gae_lambda=0.0, whiten=False) == [[0, 1.0, 0.5]]
+
+
+def test_gae_passes_over_tokens_of_tools_and_pays_the_last_trained_one_of_each_branch() -> None:
+    """The values between are not looked at, and a branch without a trained token has none."""
+    masks = [[0, 1, 0, 0, 1, 0], [0, 1, 1], [0, 0], [0, 1]]
+    values = [[7, 0.5, 8, 8, 0.25, 8], [0, 0.25, 0.75], [3, 3], [0, 0.5]]
+    inputs = with_values([1.0, -1.0], masks, values, [0, 0, 0, 1])
+    found = estimated(inputs, gamma=0.5, gae_lambda=1.0, whiten=False)
+    assert found == [[0, 0, 0, 0, 0.75, 0], [0, 0.25, 0.25], [0, 0], [0, -1.5]]
+
+
+def test_whitened_gae_counts_each_episode_once_and_is_that_of_all_ranks() -> None:
+    """Episode 0 has two equal branches, which weigh as one; the other rank has episode 1."""
+    masks, values = [[0, 1, 1], [0, 1, 1], [0, 1]], [[0, 0.0, 0.0]] * 2 + [[0, 0.0]]
+    alone = with_values([1.0, 4.0], masks, values, [0, 0, 1])
+    # Tokens 1, 1 and 4: mean 2, deviation sqrt(2).
+    expected = [[0, -(0.5**0.5), -(0.5**0.5)]] * 2 + [[0, 2**0.5]]
+    for found, by_hand in zip(estimated(alone), expected, strict=True):
+        np.testing.assert_allclose(found, by_hand, rtol=1e-6)
+    sums = np.array([1.0, 4.0, 16.0])  # of the other rank
+    part = replace(
+        with_values([1.0, 4.0], masks[:2], values[:2], [0, 0]),
+        sum_over_ranks=lambda own: own + sums,
+    )
+    assert estimated(part) == estimated(alone)[:2]
+
+
+def test_gae_of_equal_advantages_and_of_no_token_is_zero() -> None:
+    inputs = with_values([1.0, 1.0], [[0, 1], [0, 0]], [[0, 0.25], [0, 0]], [0, 1])
+    assert estimated(inputs) == [[0, 0], [0, 0]]
+    nothing = with_values([1.0], [[0, 0]], [[0, 0]], [0])
+    assert estimated(nothing) == [[0, 0]]
+
+
+@given(
+    rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=4),
+    masks=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=4, max_size=4),
+    gamma=st.floats(0.1, 1),
+    gae_lambda=st.floats(0, 1),
+    seed=st.integers(0, 9),
+)
+def test_gae_is_a_plain_loop_over_the_trained_tokens(
+    rewards: list[float], masks: list[list[int]], gamma: float, gae_lambda: float, seed: int
+) -> None:
+    masks = [[0, *mask] for mask in masks[: len(rewards)]]
+    dice = np.random.default_rng(seed)
+    values = [dice.normal(size=len(mask)).astype(np.float32).tolist() for mask in masks]
+    inputs = with_values(rewards, masks, values, [*range(len(rewards))])
+    config = Gae(kind="gae", gamma=gamma, gae_lambda=gae_lambda, whiten=False)
+    found, targets = gae(inputs, config), returns(inputs, config)
+    for i, (reward, mask) in enumerate(zip(rewards, masks, strict=True)):
+        places = [t for t, is_trained in enumerate(mask) if is_trained]
+        deltas = []
+        for n, t in enumerate(places):
+            is_last = n == len(places) - 1
+            following = reward if is_last else gamma * values[i][places[n + 1]]
+            deltas.append(following - values[i][t])
+        for n, t in enumerate(places):
+            expected = sum((gamma * gae_lambda) ** k * d for k, d in enumerate(deltas[n:]))
+            assert found[i][t] == pytest.approx(expected, abs=1e-4)
+            assert targets[i][t] == pytest.approx(expected + values[i][t], abs=1e-4)
+        assert not found[i][np.array(mask) == 0].any() and not targets[i][np.array(mask) == 0].any()
+
+
+@pytest.mark.parametrize(
+    ("value", "start", "target", "expected", "slope"),
+    [
+        (1.0, 0.9, 2.0, 0.5, -1.0),  # within the range: (1 - 2)^2 / 2
+        (2.0, 0.5, 2.5, 1.125, 0.0),  # moved towards it further than 0.5: (1 - 2.5)^2 / 2
+        (2.0, 0.5, 0.0, 2.0, 2.0),  # moved away from it: the value itself is the worse one
+        (-1.0, 0.5, -2.0, 2.0, 0.0),
+    ],
+)
+def test_value_loss_is_the_worse_of_a_value_and_of_the_clipped_one(
+    value: float, start: float, target: float, expected: float, slope: float
+) -> None:
+    value_1 = torch.tensor([value], requires_grad=True)
+    loss, is_clipped = value_loss(value_1, torch.tensor([start]), torch.tensor([target]), 0.5)
+    loss.sum().backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == expected and value_1.grad is not None and value_1.grad.item() == slope
+    assert bool(is_clipped) == (slope == 0)
+    plain, is_clipped = value_loss(value_1, torch.tensor([start]), torch.tensor([target]), None)
+    assert plain.item() == (value - target) ** 2 / 2 and not bool(is_clipped)

@@ -94,7 +94,7 @@ def test_every_command_of_the_page_is_accepted(
 ) -> None:
     monkeypatch.chdir(folder)
     commands = re.findall(r'^    make launch ARGS="(.*?)"', PAGE, re.MULTILINE)
-    assert len(commands) == 14
+    assert len(commands) == 16
     for command in commands:
         check_algorithm(load_config(shlex.split(command)).full_algorithm)
 

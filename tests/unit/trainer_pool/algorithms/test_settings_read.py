@@ -14,6 +14,7 @@ from configs.algorithm_schema import TEACHER_COLUMN, AlgorithmConfig
 from configs.checks import FunctionConfig
 from configs.corrections import CORRECTIONS
 from configs.losses import LOSSES, STREAM_LOSSES
+from tests.support.trainer.made_up import trajectory
 from tests.support.trainer.token_batch import tokens
 from trainer_pool.algorithms import corrections
 from trainer_pool.algorithms.advantages import AdvantageInputs
@@ -50,6 +51,10 @@ EPISODES = AdvantageInputs(
     groups_E=np.array([0, 0]),
     num_tokens_E=np.array([3.0, 2.0]),
     parts={"right": np.array([1.0, 0.0])},
+    trajectories=[trajectory([0, 1, 1])],
+    episodes=[0],
+    masks=[np.array([0, 1, 1], np.uint8)],
+    values=[np.zeros(3, np.float32)],
 )
 TRAJECTORIES = AggregationInputs(
     num_tokens_R=np.array([3, 2]), shares_R=np.ones(2), groups_R=np.zeros(2, np.int64)
