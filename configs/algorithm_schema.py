@@ -257,18 +257,12 @@ class AlgorithmConfig(Section):
             "advantage.kind",
             "it needs the values of a critic; set algorithm.critic={} too",
         )
+        is_read = kind == "gae" and self.policy_weight > 0 and self.loss.kind != "supervised"
         yield Rule(
-            not has_critic or kind == "gae",
+            is_read or not has_critic,
             "critic",
-            f"algorithm.advantage.kind={kind} reads no values; set algorithm.advantage=gae, or "
-            "null here",
-            {},
-        )
-        yield Rule(
-            not has_critic or (self.policy_weight > 0 and self.loss.kind != "supervised"),
-            "critic",
-            "with algorithm.loss=supervised or algorithm.policy_weight=0 nothing reads advantages; "
-            "set null, and algorithm.advantage=grpo",
+            "only algorithm.advantage=gae reads values, for a loss that reads advantages; set "
+            "these, or null here",
             {},
         )
         yield from self._penalty_rules()

@@ -12,7 +12,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-from configs.advantages import AggregationConfig, Gdpo, OwnAdvantage, SequenceMeanTokenSumNorm
+from configs.advantages import (
+    AggregationConfig,
+    CriticConfig,
+    Gdpo,
+    OwnAdvantage,
+    SequenceMeanTokenSumNorm,
+)
 from configs.algorithm_schema import AlgorithmConfig
 from configs.checks import (
     FRACTION,
@@ -917,25 +923,8 @@ class Config(Section):
                 f"with algorithm.{setting} groups of equal rewards teach as much as others; set "
                 "false",
             )
-        if (critic := algorithm.critic) is not None:
-            for setting, value, usual in (
-                ("model.lora", self.model.lora, None),
-                ("trainer.sequence_parallel_size", self.trainer.sequence_parallel_size, 1),
-            ):
-                yield Rule(
-                    value == usual,
-                    "algorithm.critic",
-                    f"a critic has all its weights on the policy's ranks, and computes whole rows: "
-                    f"set {setting}={'null' if usual is None else usual}, or this to null",
-                    {},
-                )
-            steps = self.trainer.gradient_accumulation_steps
-            yield Rule(
-                critic.warmup_steps % steps == 0,
-                "algorithm.critic.warmup_steps",
-                f"must be a multiple of trainer.gradient_accumulation_steps={steps}: between its "
-                "steps an update is unfinished",
-            )
+        if algorithm.critic is not None:
+            yield from self._critic_rules(algorithm.critic)
         longest = self.rollout.max_response_tokens
         end = longest if advantage.overlong_end is None else advantage.overlong_end
         yield Rule(
@@ -943,6 +932,21 @@ class Config(Section):
             "algorithm.advantage.overlong_start",
             f"the loss of reward must begin below algorithm.advantage.overlong_end={end}, and that "
             f"be at most rollout.max_response_tokens={longest}",
+        )
+
+    def _critic_rules(self, critic: CriticConfig) -> Iterator[Rule]:
+        trainer = self.trainer
+        for setting, is_usual in (
+            ("model.lora=null", self.model.lora is None),
+            ("trainer.sequence_parallel_size=1", trainer.sequence_parallel_size == 1),
+        ):
+            fix = f"a critic's weights are all trained, and its rows are whole: set {setting}"
+            yield Rule(is_usual, "algorithm.critic", fix, {})
+        steps = trainer.gradient_accumulation_steps
+        yield Rule(
+            critic.warmup_steps % steps == 0,
+            "algorithm.critic.warmup_steps",
+            f"must be a multiple of trainer.gradient_accumulation_steps={steps}",
         )
 
     @property

@@ -33,12 +33,11 @@ from configs.schema import TrainerConfig
 from host.loop_thread import LoopThread
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives, RankAddress, join_ranks, leave_ranks
-from trainer_pool.critic_step import CriticStep
+from trainer_pool.critic import Critic, CriticStep
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.guard import UpdateGuard
 from trainer_pool.learning_rate import learning_rate
 from trainer_pool.metrics import StepStats, check_engines_agree
-from trainer_pool.model.critic import Critic
 from trainer_pool.model.routers import check_gates
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.recovery import Recovery
@@ -138,7 +137,7 @@ class TrainerRank:
                 critic.path or spec.model_path,
                 config,
                 address,
-                self._policy,
+                self._policy.config,
                 trust_remote_code=spec.trust_remote_code,
             )
         balance = spec.algorithm.load_balancing_weight
@@ -207,7 +206,7 @@ class TrainerRank:
         if self._critic is not None and self._spec.resume_from is None:
             assert self._spec.algorithm.critic is not None
             if self._spec.algorithm.critic.path is None:
-                self._critic.begin_as(self._policy)
+                self._critic.begin_as(self._policy.state)
         if self._is_lead:
             self._recovery.reconcile()
             self._announce_version()

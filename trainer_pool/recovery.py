@@ -22,7 +22,7 @@ from buffer.run_state import RunState
 from host.loop_thread import LoopThread
 from processes.leftovers import list_path, write_list
 from trainer_pool.collectives import Collectives
-from trainer_pool.model.critic import Critic
+from trainer_pool.critic import Critic
 from trainer_pool.model.sharded_state import joint_layout, joint_shards
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import (

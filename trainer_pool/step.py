@@ -32,7 +32,7 @@ from trainer_pool.algorithms.load_balancing import RouterSums
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.algorithms.types import BatchStatistics, LossInputs
 from trainer_pool.collectives import Collectives
-from trainer_pool.critic_step import CriticStep, update_critic
+from trainer_pool.critic import CriticStep, update_critic
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.guard import SkipReason, Update, UpdateGuard

@@ -204,7 +204,7 @@ def check_model(config: Config, *, is_resumed: bool = False) -> None:
     critic = config.algorithm.critic
     for setting, path in (
         ("algorithm.kl.reference", config.algorithm.kl.reference),
-        ("algorithm.critic.path", critic and critic.path),
+        ("algorithm.critic.path", None if critic is None else critic.path),
     ):
         if path is None or not path.startswith("/"):  # a local folder is absolute by now
             continue

@@ -41,7 +41,7 @@ MAY_IMPORT = {
 """Which of our packages each of them may import, besides itself."""
 
 HOMES = {
-    "deepspeed": ("trainer_pool/model/zero3.py",),
+    "deepspeed": ("trainer_pool/model/engine.py",),
     "redis": ("buffer/",),
     "omegaconf": ("configs/",),
     "hydra": ("configs/",),

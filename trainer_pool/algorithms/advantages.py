@@ -23,6 +23,7 @@ Values = NDArray[np.float64]
 TokenAdvantages = list[NDArray[np.float32]]
 """[T] for each trajectory of this rank."""
 _EPSILON = 1e-8
+"""Added to the deviation by which `gae` is whitened, as in verl."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -213,7 +214,7 @@ def gae(inputs: AdvantageInputs, config: Gae) -> TokenAdvantages:
 
 
 def returns(inputs: AdvantageInputs, config: Gae) -> TokenAdvantages:
-    """What a critic learns of `gae`: the value of each trained token + its advantage, not whitened:
+    """The targets of the critic: the value of each trained token + its advantage before whitening;
     with lambda = 1 the discounted reward itself."""
     pairs = zip(_estimates(inputs, config), inputs.values, inputs.masks, strict=True)
     return _at_trained([own + values[mask != 0] for own, values, mask in pairs], inputs)

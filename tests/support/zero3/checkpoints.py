@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import dropout
 
 from tests.support.zero3.scene import NUM_STEPS, SAVE_AFTER, Scene
-from trainer_pool.model import zero3
+from trainer_pool.model import engine
 from trainer_pool.state.peer_copies import PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng, shard_file
 
@@ -35,7 +35,7 @@ def reshard(scene: Scene) -> None:
 @contextlib.contextmanager
 def frozen_layers() -> Iterator[None]:
     """The MLPs of the model that is loaded are not trained."""
-    load = zero3.load_model
+    load = engine.load_model
 
     def load_frozen(*args: Any, **kwargs: Any) -> Any:
         model = load(*args, **kwargs)
@@ -44,7 +44,7 @@ def frozen_layers() -> Iterator[None]:
         return model
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(zero3, "load_model", load_frozen)
+        patches.setattr(engine, "load_model", load_frozen)
         yield
 
 

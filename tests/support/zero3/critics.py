@@ -13,7 +13,7 @@ from configs.algorithm_schema import RETURN_COLUMN, VALUE_COLUMN
 from tests.support.trainer.loop_scene import HEAD_TOKENS, head_row
 from tests.support.trainer.token_batch import algorithm
 from tests.support.zero3.scene import NUM_STEPS, SAVE_AFTER, Scene
-from trainer_pool.critic_step import CriticStep, update_critic
+from trainer_pool.critic import CriticStep, update_critic
 from trainer_pool.data.packing import Row, fill_up, pack
 
 CLIP_RANGE, DENOMINATOR, BIAS = 0.2, 50.0, 0.3
@@ -63,10 +63,10 @@ def resume(scene: Scene) -> None:
 
 
 def note_gradient(scene: Scene) -> None:
-    """That of an update of two passes, of which rank 1 has nothing to train on in the second."""
+    """The gradient of an update of two passes, of which rank 1 has nothing to train on in the second."""
     critic = scene.critic
     assert critic is not None
-    critic.begin_as(scene.policy)
+    critic.begin_as(scene.policy.state)
     for name, parameter in critic._deepspeed.module.head.named_parameters():
         start, stop = critic.state._own_range(parameter)
         whole = head_weights(parameter.ds_numel) if name == "weight" else torch.tensor([BIAS])

@@ -44,7 +44,7 @@ from tests.support.zero3 import (
 )
 from tests.support.zero3.scene import NotingPolicy, Scene, config_for
 from trainer_pool.collectives import RankAddress, join_ranks, leave_ranks
-from trainer_pool.model.critic import Critic
+from trainer_pool.critic import Critic
 
 SCENES: dict[str, Callable[[Scene], None]] = {
     "adapter": adapter.train,
@@ -155,7 +155,9 @@ def play(folder: Path, listener: socket.socket | None, name: str, address: RankA
         )
     critic = None
     if name in ("critic", "critic_again", "algorithms"):
-        critic = Critic(policy._model_path, settings_of(name, ranks.num_ranks), address, policy)
+        critic = Critic(
+            policy._model_path, settings_of(name, ranks.num_ranks), address, policy.config
+        )
     output = folder / f"{name}-{ranks.num_ranks}"
     scene = Scene(folder, output, policy, ranks, critic)
     SCENES[name.split("+")[0]](scene)

@@ -16,11 +16,10 @@ from configs.schema import TrainerConfig, WarmStartConfig
 from tests.support.zero3.batches import read_batch
 from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives
-from trainer_pool.critic_step import CriticStep
+from trainer_pool.critic import Critic, CriticStep
 from trainer_pool.data.packing import MicroBatch
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.metrics import StepStats
-from trainer_pool.model.critic import Critic
 from trainer_pool.model.head import Scores
 from trainer_pool.model.sharded_state import joint_layout, joint_shards
 from trainer_pool.model.zero3 import Zero3Policy

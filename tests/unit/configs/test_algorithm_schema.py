@@ -169,17 +169,17 @@ def test_legal_combinations_load(settings: list[str]) -> None:
         ),
         (
             ["algorithm.critic={}"],
-            "algorithm.critic={}: algorithm.advantage.kind=grpo reads no values",
+            "algorithm.critic={}: only algorithm.advantage=gae reads values",
         ),
         (
             [*CRITIC, "algorithm.loss=supervised", NONE],
-            "algorithm.critic={}: with algorithm.loss=supervised or",
+            "algorithm.critic={}: only algorithm.advantage=gae reads values, for a loss that reads",
         ),
-        ([*CRITIC, "model.lora={}"], "algorithm.critic={}: a critic has all its weights on the"),
+        ([*CRITIC, "model.lora={}"], "algorithm.critic={}: a critic's weights are all trained"),
         (
             [*CRITIC, "trainer.num_ranks=2", "trainer.sequence_parallel_size=2"],
-            "algorithm.critic={}: a critic has all its weights on the policy's ranks, and computes "
-            "whole rows: set trainer.sequence_parallel_size=1",
+            "algorithm.critic={}: a critic's weights are all trained, and its rows are whole: set "
+            "trainer.sequence_parallel_size=1",
         ),
         (
             [

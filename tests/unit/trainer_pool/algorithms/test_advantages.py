@@ -21,11 +21,11 @@ from trainer_pool.algorithms.advantages import (
     overlong_penalty,
     returns,
 )
-from trainer_pool.critic_step import value_loss
+from trainer_pool.critic import value_loss
 
 Floats = NDArray[np.float64]
 OF_EPISODES = sorted({*ADVANTAGES} - {"gae"})
-"""Those that read no values, and give all tokens of an episode one advantage."""
+"""They read no values, and give all tokens of an episode one advantage."""
 
 
 def advantages(

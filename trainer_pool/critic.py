@@ -1,11 +1,12 @@
-"""The critic's part of a training step: its values before, its updates beside the policy's.
+"""The critic of `algorithm.critic`: a second ZeRO-3 model, which learns the values of tokens.
 
     rows ─► values V at the start of the step ─► gae ─► advantages, returns R
     each minibatch: passes ─► max((V - R)^2, (V clipped to V at the start - R)^2) / 2 ─► update
 
-A loss has the weights and the denominator of the policy's, so the number of ranks changes nothing.
+It has the policy's shape, with a head [H -> 1]. A loss has the weights and the denominator of the
+policy's, so the number of ranks changes nothing. It is in checkpoints, and never served.
 
-Letters: N trained tokens of a micro-batch.
+Letters: L positions of a packed row, N trained tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -13,15 +14,90 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from configs.advantages import CriticConfig
 from configs.algorithm_schema import RETURN_COLUMN, VALUE_COLUMN
-from trainer_pool.collectives import Collectives
+from configs.schema import TrainerConfig
+from tensors.pictures import takes_pictures
+from trainer_pool.collectives import Collectives, RankAddress
 from trainer_pool.data.packing import MicroBatch
-from trainer_pool.model.critic import Critic
+from trainer_pool.model import attention
+from trainer_pool.model.checkpoint_names import check_reference
+from trainer_pool.model.engine import Zero3Model
+from trainer_pool.model.sharded_state import CRITIC, ShardedState
+
+
+class Critic(Zero3Model):
+    """Values of states, with an optimizer; its methods are collectives, as the policy's."""
+
+    SETTING = "algorithm.critic.path"
+
+    def __init__(
+        self,
+        model_path: str,
+        config: TrainerConfig,
+        address: RankAddress,
+        policy: Any,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        """`policy`: its transformers config. Raises ValueError if the model's is another: the rows
+        of a pass and their parts are chosen for the policy."""
+        self._policy = policy
+        super().__init__(model_path, config, address, trust_remote_code=trust_remote_code)
+        ranks = address.num_ranks
+        self.state = ShardedState(self._deepspeed, ranks, model_path, {}, prefix=CRITIC)
+
+    def _trained(self, model: Any, config: TrainerConfig) -> Any:
+        setting = f"{self.SETTING}={self._model_path!r}"
+        if takes_pictures(model.config):
+            raise ValueError(f"{setting}: a critic sees no pictures; set algorithm.critic=null")
+        check_reference(setting, self._policy, model.config)
+        self._body_name = model.base_model_prefix
+        return _ValueModel(model.base_model, model.config.hidden_size)
+
+    def begin_as(self, policy: ShardedState) -> None:
+        """Take the policy's weights, all but the head's. Not a collective."""
+        names = (name for name, _ in self._deepspeed.module.body.named_parameters())
+        theirs = {f"{CRITIC}body.{name}": f"{self._body_name}.{name}" for name in names}
+        self.state.copy_from(policy, theirs)
+
+    def values(self, batch: MicroBatch) -> Tensor:
+        """[N] in float32: of what came before each trained token of a micro-batch."""
+        row = batch.row
+        values_N: Tensor = self._deepspeed(
+            places_N=batch.places_N,
+            input_ids=row.tokens_L.unsqueeze(0),
+            position_ids=row.position_ids_L.unsqueeze(0),
+            use_cache=False,
+            **attention.arguments(row),
+        )
+        return values_N
+
+
+class _ValueModel(nn.Module):
+    def __init__(self, body: Any, hidden_size: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = _ValueHead(hidden_size, 1, dtype=body.dtype)
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)  # the same on every rank
+
+    def forward(self, places_N: Tensor, **inputs: Any) -> Tensor:
+        hidden_1LH = self.body(**inputs).last_hidden_state
+        values_N: Tensor = self.head(hidden_1LH[0, places_N]).squeeze(-1)
+        return values_N
+
+
+class _ValueHead(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        # In bfloat16 values would have three digits, and their differences none.
+        return linear(hidden.float(), self.weight.float(), self.bias.float())
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
