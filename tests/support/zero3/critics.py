@@ -63,7 +63,7 @@ def resume(scene: Scene) -> None:
 
 
 def note_gradient(scene: Scene) -> None:
-    """The gradient of an update of two passes, of which rank 1 has nothing to train on in the second."""
+    """The gradient of an update of two passes, in the second of which rank 1 trains nothing."""
     critic = scene.critic
     assert critic is not None
     critic.begin_as(scene.policy.state)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.types import Trajectory
-from configs.advantages import AdvantageConfig, AggregationConfig
+from configs.advantages import AdvantageConfig, AggregationConfig, CriticConfig, Gae
 from configs.algorithm_schema import (
     REFERENCE_COLUMN,
     TEACHER_COLUMN,
@@ -192,6 +192,27 @@ def test_distance_from_the_reference_costs_an_episode_reward(ranks: Collectives)
     assert rows[0].columns[REFERENCE_COLUMN].tolist() == [0, 0, -1.5, -1.5, -1.5, 0, 0, -1.5]
     with pytest.raises(ValueError, match=r"algorithm\.kl\.reference=None gives it .* not finite"):
         rows_by_group(batch, chosen, ranks, constant(math.nan))
+
+
+def test_distance_from_the_reference_is_paid_on_the_last_token_with_gae(
+    ranks: Collectives,
+) -> None:
+    """The same distance, 0.2 of a reward of 1; the critic's values are 0.5 throughout. Between the
+    two turns is a tool's answer."""
+    settings = AlgorithmConfig(
+        kl=KLConfig(weight=0.1, estimator="k1", where=KLPlace.reward),
+        advantage=Gae(kind="gae", gae_lambda=0.5, whiten=False),
+        critic=CriticConfig(),
+    )
+    batch = batch_of(two_turns(0, 1.0))
+    chosen = Algorithm.load(settings)
+    [[row]] = rows_by_group(batch, chosen, ranks, constant(-1.5), constant(0.5))
+    # d = 0, 0, 0 and 0.8 - 0.5; each A is half of the next one.
+    assert row.advantages is not None
+    by_hand = [0, 0, 0.0375, 0.075, 0.15, 0, 0, 0.3]
+    np.testing.assert_allclose(row.advantages, by_hand, rtol=1e-5)
+    is_trained = row.loss_mask != 0
+    np.testing.assert_allclose(row.columns["returns"], (row.advantages + 0.5) * is_trained)
 
 
 def test_distance_from_the_reference_is_a_term_of_the_loss() -> None:
