@@ -1,7 +1,7 @@
 """The command line: `leash launch | resume | attach | dry-run | doctor | simulate | try | sandbox |
-status | page | stop | report | export | groups | tune | timeline | stacks`, for all runs of a folder
-`leash runs | compare`, for a run's buffer `leash depth | trace | show | quarantine | buffer-dump |
-buffer-load`, and `leash completion` for the shell.
+status | page | stop | report | export | groups | tune | timeline | stacks`, for all runs of a
+folder `leash runs | compare`, for a run's buffer `leash depth | trace | show | quarantine |
+buffer-dump | buffer-load`, and `leash completion` for the shell.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input, 130 stopped by a signal.
 

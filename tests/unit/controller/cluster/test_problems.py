@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from controller.cluster.needs import Needs, needs_of
 
 from configs.load import load_config
 from controller.cluster.facts import NodeFacts
-from controller.cluster.needs import Needs, needs_of
 from controller.cluster.problems import Problem, problems
 from controller.start.plan import make_plan
 
