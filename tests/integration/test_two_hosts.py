@@ -13,6 +13,7 @@ import pytest
 from controller.metrics.history import read_metrics
 from tests.support.hosts import PAGE, Host, hold_room, joined_hosts, missing, start_ray
 from tests.support.launches import finish, launch_command, wait_for_line
+from tests.support.repository import ROOT
 
 pytestmark = [
     pytest.mark.long,
@@ -96,6 +97,21 @@ def leave_something(host: Host, run: Path, name: str) -> None:
     host.check(f"echo /dev/shm/leash-{name} > {listed}")
 
 
+def check_doctor(first: Host, second: Host, shared: Path) -> None:
+    """It finds nothing on these machines, and then a stale checkout and a small /dev/shm."""
+    doctor = f".venv/bin/leash doctor cluster.ray_address=auto run.dir={shared / 'runs'}"
+    told = first.check(doctor)
+    assert "Nothing is wrong" in told and "not shared" not in told, told
+    module = ROOT / "buffer" / "errors.py"
+    (shared / "stale.py").write_text(f"{module.read_text()}# changed\n")
+    second.check(f"mount --bind {shared / 'stale.py'} {module}")
+    second.check("mount -t tmpfs -o size=1m tmpfs /dev/shm")
+    told = first.check(f"{doctor} 2>&1 || echo refused")
+    assert re.search(r"breaks a launch: host-b: Leash \S+ \(\w+\), and host-a has", told), told
+    assert "warning: host-b: /dev/shm has 1 MiB free" in told and told.endswith("refused\n"), told
+    second.check(f"umount {module} /dev/shm")
+
+
 def step_sizes(run: Path) -> list[float]:
     """The number of groups of each step so far."""
     return [step.number("num_groups") for step in read_metrics(run / "metrics.jsonl", "step")]
@@ -106,6 +122,7 @@ def test_launch_over_two_hosts_set_up_by_the_page_ends_with_the_log_of_a_dead_en
 ) -> None:
     first, second = hosts
     start_ray(hosts, (1, 4))
+    check_doctor(first, second, tmp_path)
     holder = hold_room(second, 3)  # one rank on each machine
     wait_for_line(holder, "held", LIMIT_S)
     runs = tmp_path / "runs"
