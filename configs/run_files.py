@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import msgspec
 
@@ -57,7 +57,7 @@ def _decoder(shape: Any) -> msgspec.json.Decoder[Any]:
 def parse_json(data: bytes | str, shape: type[T], where: str) -> T:
     """JSON as `shape`. Raises ValueError, which begins with `where`."""
     try:
-        found: T = _decoder(shape).decode(data)
+        found: T = _decoder(cast(Any, shape)).decode(data)
         return found
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {error}") from error

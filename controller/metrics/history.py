@@ -254,11 +254,12 @@ class MetricsTail:
 
 
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+_Values = dict[str, bool | float | _Int64 | str | None]
 
 
 def _parse(line: bytes, where: str) -> Record:
     try:
-        found = parse_json(line, dict[str, bool | float | _Int64 | str | None], where)
+        found = parse_json(line, _Values, where)
     except ValueError as error:
         raise ValueError(f"{error}; remove the line") from error
     fields = {name: value for name, value in found.items() if value is not None}

@@ -114,7 +114,7 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
         stop=window[1],
         rows=(_TRAINER, _PUBLISH, _RECEIVERS, *engines),
         bars=(
-            *_clip(_training_bars(records), *window),
+            *_clip(_training_bars(records, window[0]), *window),
             *_clip(_decoding_bars(commits, *window), *window),
             *transfer,
         ),
@@ -198,9 +198,11 @@ def _decoding_bars(commits: Sequence[Record], start: float, stop: float) -> Iter
         yield Bar(row=engine, what=NEW, start=commit.number("resumed_at"), stop=stop)
 
 
-def _training_bars(records: Sequence[Record]) -> Iterator[Bar]:
+def _training_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
     """A step's record is written after its snapshot and checkpoint, which are subtracted here."""
     for step in of_kind(records, "step"):
+        if step.t < since:
+            continue
         after = ("snapshot_s", "snapshot_wait_s", "checkpoint_s")
         stop = step.t - sum(sum(series([step], name)) for name in after)
         for seconds in series([step], "step_s"):

@@ -131,7 +131,7 @@ async function drawAreas() {
       return layer.label;
     });
     await draw($("parts"), stack(time, (x) => x), { xaxis: { title: { text: "training step" } },
-      yaxis: { title: { text: "seconds per step" } } },  "Of the time of the steps");
+      yaxis: { title: { text: "seconds per step" } } },  "Seconds of a step, by what the trainer did");
   }
 }
 
