@@ -107,6 +107,7 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
     margin = 0.06 * max(stop - start, 1e-3)
     window = (start - margin, stop + margin)
     engines = [str(r.values.get("engine")) for r in commits]
+    training = (bar for bar in _step_bars(records, window[0]) if bar.what == TRAINING)
     return Timeline(
         version=version,
         title=_title(publish),
@@ -114,7 +115,7 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
         stop=window[1],
         rows=(_TRAINER, _PUBLISH, _RECEIVERS, *engines),
         bars=(
-            *_clip(_training_bars(records, window[0]), *window),
+            *_clip(training, *window),
             *_clip(_decoding_bars(commits, *window), *window),
             *transfer,
         ),
@@ -136,7 +137,7 @@ def find_lanes(records: Sequence[Record], seconds: float, num_bars: int) -> tupl
 
 
 def _step_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
-    """A step's record is written at its end."""
+    """A step's record is written at its end, after its snapshot and checkpoint."""
     for step in of_kind(records, "step"):
         if step.t < since:
             continue
@@ -196,17 +197,6 @@ def _decoding_bars(commits: Sequence[Record], start: float, stop: float) -> Iter
         engine = str(commit.values.get("engine"))
         yield Bar(row=engine, what=OLD, start=start, stop=commit.number("paused_at"))
         yield Bar(row=engine, what=NEW, start=commit.number("resumed_at"), stop=stop)
-
-
-def _training_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
-    """A step's record is written after its snapshot and checkpoint, which are subtracted here."""
-    for step in of_kind(records, "step"):
-        if step.t < since:
-            continue
-        after = ("snapshot_s", "snapshot_wait_s", "checkpoint_s")
-        stop = step.t - sum(sum(series([step], name)) for name in after)
-        for seconds in series([step], "step_s"):
-            yield Bar(row=_TRAINER, what=TRAINING, start=stop - seconds, stop=stop)
 
 
 def _clip(bars: Iterator[Bar], start: float, stop: float) -> Iterator[Bar]:

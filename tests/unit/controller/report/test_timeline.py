@@ -16,11 +16,13 @@ from controller.report.timeline import (
     TRAINING,
     WIRE,
     Timeline,
+    find_lanes,
     find_timeline,
 )
 from controller.run_dir import RunDir
 from tests.support.controller.buffers import Command
 from tests.support.controller.records import (
+    commit_record,
     record_all,
     skipped_record,
     step_record,
@@ -95,3 +97,20 @@ def test_commit_that_does_not_name_its_engine_is_drawn_too() -> None:
     values = {name: value for name, value in records[0].values.items() if name != "engine"}
     timeline = find_timeline([replace(records[0], values=values), *records[1:]])
     assert timeline is not None and "None" in timeline.rows
+
+
+def test_lanes_are_the_phases_of_trainer_and_engines() -> None:
+    commits = [commit_record("engine-0", 1, 99.0), commit_record("engine-0", 2, 99.5)]
+    bars = find_lanes([*commits, step_record(0, 100.0)], seconds=60.0, num_bars=100)
+    drawn = [(b.row, b.what, round(b.start, 2), round(b.stop, 2)) for b in bars if b.stop > b.start]
+    assert drawn == [
+        ("engine-0", "paused", 99.0, 99.1),
+        ("engine-0", "decoding odd versions", 99.1, 99.5),
+        ("trainer", "waiting for rollouts", 99.2, 99.45),
+        ("trainer", "training", 99.45, 99.95),
+        ("engine-0", "paused", 99.5, 99.6),
+        ("engine-0", "decoding even versions", 99.6, 100.0),
+        ("trainer", "copy of the shards", 99.95, 100.0),
+    ]
+    (last,) = find_lanes([step_record(0, 100.0)], seconds=0.04, num_bars=1)
+    assert last.stop == 100.0 and find_lanes([], seconds=60.0, num_bars=100) == ()
