@@ -138,10 +138,9 @@ def default_of(field: dataclasses.Field[Any]) -> object:
     return field.default
 
 
-_types = cache(get_type_hints)
+_types: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
-@cache
 def live_names(section: type[Section]) -> tuple[str, ...]:
     """Its fields that may change while the run is going on, and those of the sections in it."""
     fields = dataclasses.fields(section)  # type: ignore[arg-type]  # every subclass is one
