@@ -349,6 +349,34 @@ async def test_checkpoint_of_the_best_evaluation_is_named(
     assert (words in said) == (metric != "pass_at_1")
 
 
+async def test_evaluations_are_due_by_the_live_setting(
+    config: Config, open_run: OpenRun, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, buffer, state = open_run
+    ranks, asked = Ranks(REPORT), list[int]()
+    ranks.training = Result()
+
+    def evaluate(_: IdleEngine, version: int, *__: Any, **___: Any) -> tuple[str, Result]:
+        asked.append(version)
+        if version == 8:
+            ranks.training.set_result(REPORT)
+        return "worker-0", done(REPORT_OF_LAST)
+
+    monkeypatch.setattr(IdleEngine, "evaluate", evaluate, raising=False)
+    unpinned = replace(config.rollout.eval, pinned=False)
+    config = replace(config, rollout=replace(config.rollout, eval=unpinned))
+    config = replace(config, trainer=replace(config.trainer, num_steps=20))
+    assert 8 % config.rollout.eval_every
+    await buffer.change_settings({"eval_every": "4"})
+    running = asyncio.ensure_future(train(ranks, config=config))
+    while await state.phase() != "training":
+        await asyncio.sleep(0.01)
+    for step in (6, 7):
+        await state.append_metrics(dict(step_record(step, 1000.0).values), "step")
+    await running
+    assert asked == [8, REPORT.version]
+
+
 async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_a_run(
     ended_run: RunDir, train: Train
 ) -> None:
