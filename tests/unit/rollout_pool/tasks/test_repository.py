@@ -102,7 +102,7 @@ async def test_tests_run_after_the_last_turn_too_and_over_what_the_model_made_of
         "test_command": ["sh", "test.sh"],
         "test_files": {"test.sh": "grep -q 'a + b' *.py"},
     }
-    config = of_row(tmp_path, row, "task.max_turns=2", "rollout.max_response_tokens=800")
+    config = of_row(tmp_path, row, "task.max_turns=2", "rollout.max_response_tokens=640")
     task = build_task(config.task)
     cheat = call("shell", command="echo exit 0 >test.sh; ls")
     wrong = await play(config, chat, task.example(0), cheat, cheat)
@@ -133,7 +133,7 @@ async def test_tests_run_after_the_last_turn_too_and_over_what_the_model_made_of
 async def test_model_reads_the_result_of_a_call_or_its_error(
     tmp_path, chat, name, arguments, result
 ):
-    config = of_row(tmp_path, ROW, "rollout.max_response_tokens=800")
+    config = of_row(tmp_path, ROW, "rollout.max_response_tokens=640")
     task = build_task(config.task)
     called = call(name, **arguments)
     episode = await play(config, chat, task.example(0), called, said("done"))
