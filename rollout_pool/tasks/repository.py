@@ -189,7 +189,7 @@ class RepositoryTools:
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise ToolError(f"{name} must be a text, not {value!r:.100}")
-    return value.encode("utf-8", "replace").decode()  # half of a surrogate pair is no text
+    return value
 
 
 def _place(path: object) -> str:

@@ -110,8 +110,8 @@ async def test_tests_run_after_the_last_turn_too_and_over_what_the_model_made_of
     edit = call("edit_file", path="sums.py", old="a - b", new="a + b")
     right = await play(config, chat, task.example(0), cheat, edit)
     assert (right.end, right.env_reward) == ("max_turns", 1.0)
-    [listed, edited] = [m.content for m in right.messages if m.role == "tool"]
-    assert (listed, edited) == ("sums.py\ntest.sh\n", "edited")
+    [listed] = [m.content for m in right.messages if m.role == "tool"]
+    assert listed == "sums.py\ntest.sh\n"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ async def test_tests_run_after_the_last_turn_too_and_over_what_the_model_made_of
         ("read_file", {"path": "none.py"}, "none.py: No such file"),
         ("edit_file", {"path": "sums.py", "old": "c", "new": ""}, "sums.py: has 0 times the text"),
         ("edit_file", {"path": "sums.py", "old": "a", "new": ""}, "sums.py: has 3 times the text"),
-        ("edit_file", {"path": "sums.py", "old": "a - b", "new": "'\ud800'"}, "edited"),
+        ("edit_file", {"path": "sums.py", "old": "a - b", "new": "a + 0"}, "edited"),
         ("write", {"path": "x"}, "there is no tool named 'write'; the tools are shell, read_file"),
     ],
 )
