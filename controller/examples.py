@@ -6,6 +6,8 @@ _EXAMPLES = """\
 leash launch --experiment alphabet-sort buffer.max_staleness=4 trainer.num_steps=200
 leash launch task=chain_sum run.name=night run.prometheus_port=9400
 leash dry-run --experiment ~/mine.yaml trainer.num_ranks=4 cluster.num_gpus=8
+leash doctor
+leash doctor --json cluster.ray_address=auto
 leash simulate --gpus 64 --gpu H100 --lengths 1000,8000 rollout.max_response_tokens=8000
 leash simulate --gpus 64 --lengths-of runs/night --plot gpus.png
 leash try --episodes 8 --model runs/night/final_model task=capitals
@@ -18,6 +20,7 @@ leash compare night night-2
 leash compare --json --plot both.png night /elsewhere/runs/night
 leash status --run night --json
 leash status --fix
+leash page --run night --port 8400
 leash stop --run night
 leash report --run night
 leash export --run night --step best --to my-model

@@ -208,8 +208,8 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     command_on(tmp_path, "tune", "buffer.capacity_groups=40", *then.split())
     command_on(tmp_path, "tune", "buffer.paused=true")
     assert command_on(tmp_path, "status").startswith("The run is paused for ")
+    _check_page(output)  # which the run, paused, cannot overtake
     command_on(tmp_path, "tune", "buffer.paused=false")
-    _check_page(output)
     output += finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
@@ -231,7 +231,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     assert sum(counted[f"scored_groups:{task}"] for task in by_task) >= trained
     run = tmp_path / RUN
     tuned = read_metrics(run / "metrics.jsonl", "tuned")
-    assert len(tuned) == len(result["changes"]) == 4 + 7 + 2
+    assert len(tuned) == len(result["changes"]) == 4 + 7 + 2 + 1  # one by the page
     began, ended = [r.t for r in tuned if r.values["setting"] == "buffer.paused"]
     steps = read_metrics(run / "metrics.jsonl", "step")
     # One had its batch. Two commands take far longer than a step.
