@@ -171,7 +171,7 @@ async def test_data_set_of_the_page_is_a_task_in_ten_lines_with_its_reward(trivi
 
 
 async def test_list_of_questions_on_the_page_is_the_file_and_is_played(tmp_path):
-    listed, mixed, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    listed, mixed, *_ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     shipped = ROOT / "configs" / "task"
     assert listed == (shipped / "capitals.yaml").read_text() and len(listed.splitlines()) <= 10
     assert mixed == (shipped / "mixed.yaml").read_text()
