@@ -27,6 +27,8 @@ NO_SETTING = "there is no such setting"
 EXAMPLE = 'make tune ARGS="buffer.max_staleness=1 rollout.oversampling=1.5"'
 WHY_NOT = {"buffer.selector": BY_ITS_ORDER}
 LIVE = live_settings()
+LARGEST_GROUP = 4
+"""A group may take so many times the bytes of those that the buffer holds."""
 RESTART = "or end the run and resume it with the value (make stop, make resume)"
 CHOICES = ", ".join(LIVE.values())
 
@@ -100,10 +102,16 @@ def _rules(run_dir: RunDir, before: Config, after: Config, stats: BufferStats) -
         f"choose at most {before.rollout.group_size}, {RESTART}",
     )
     held, capacity = stats.ready + stats.leased, after.buffer.capacity_bytes
-    if capacity is not None and held and capacity != before.buffer.capacity_bytes:
-        least = math.ceil(bytes_in_use(stats) / held * after.trainer.groups_per_version)
-        fix = f"the groups of one update take about {least} bytes now, and would not fit; raise it"
-        yield Rule(capacity >= least, "buffer.capacity_bytes", fix)
+    growth = after.rollout.group_size / before.rollout.group_size
+    is_less = (before.buffer.capacity_bytes or math.inf) > (capacity or math.inf)
+    if capacity is not None and (is_less or growth > 1):
+        fix = "the buffer holds no group now by which to judge it; try again when it does"
+        yield Rule(held > 0, "buffer.capacity_bytes", fix)
+        # Each shard has its part, and a group that exceeds it would end the run.
+        most = max(after.trainer.groups_per_version, LARGEST_GROUP * after.buffer.shards)
+        least = math.ceil(bytes_in_use(stats) / held * max(1, growth) * most)
+        fix = "the groups of one update, or a large one in its shard, would not fit; set at least "
+        yield Rule(capacity >= least, "buffer.capacity_bytes", f"{fix}{least}, or null")
 
 
 def _who() -> str:

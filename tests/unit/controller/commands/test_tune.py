@@ -116,8 +116,7 @@ def test_values_that_the_rules_of_the_run_forbid_are_refused(
 def test_limits_and_a_pause_are_set_and_lifted(open_run: RunDir, leash: Command) -> None:
     told = leash("tune", "buffer.capacity_groups=90", "buffer.paused=true")
     assert "capacity_groups null -> 90" in told and "paused False -> True" in told
-    told = leash("tune", "buffer.capacity_groups=null", "buffer.capacity_bytes=5000")
-    assert "capacity_groups 90 -> null" in told and "capacity_bytes null -> 5000" in told
+    assert "capacity_groups 90 -> null" in leash("tune", "buffer.capacity_groups=null")
     leash("tune", "trainer.learning_rate=3e-6", "rollout.eval_every=7", "rollout.group_size=4")
     told = leash("tune", "trainer.learning_rate=2e-6", "rollout.sampling.temperature=1.1")
     assert "learning_rate 3e-06 -> 2e-06" in told and "temperature 0.5 -> 1.1" in told
@@ -134,16 +133,30 @@ def test_temperature_at_which_the_trainer_would_end_the_run_is_refused(
     assert "0.5 -> 0.25" in leash("tune", "rollout.sampling.temperature=0.25")
 
 
-def test_capacity_in_bytes_that_the_groups_of_an_update_exceed_is_refused(
-    open_run: RunDir, leash: Command, redis_url: str
+def test_capacity_in_bytes_that_groups_may_exceed_is_refused(
+    live_run: RunDir, leash: Command, redis_url: str
 ) -> None:
-    async def push() -> None:
-        async with opened(redis_url, open_run.name, 4) as buffer:
-            await buffer.push(make_group("a"))
+    config = load_config(["buffer.shards=2", "trainer.groups_per_step=4"])
+    live_run.write_config(config)
+
+    async def push(*ids: str) -> int:
+        async with opened(redis_url, live_run.name, 4, shards=2) as buffer:
+            for group_id in ids:
+                await buffer.push(make_group(group_id))
+            return (await buffer.stats()).bytes
 
     asyncio.run(push())
-    error = leash("tune", "buffer.capacity_bytes=1000", exit_code=EXIT_BAD_INPUT)
-    assert "buffer.capacity_bytes=1000: the groups of one update take about " in error
+    error = leash("tune", "buffer.capacity_bytes=1000000", exit_code=EXIT_BAD_INPUT)
+    assert "the buffer holds no group now by which to judge it" in error
+    size = asyncio.run(push("a"))
+    # Enough for an update, but too little for a large group in either shard.
+    error = leash("tune", f"buffer.capacity_bytes={7 * size}", exit_code=EXIT_BAD_INPUT)
+    assert f"would not fit; set at least {8 * size}, or null" in error
+    leash("tune", f"buffer.capacity_bytes={8 * size}")
+    larger = f"rollout.group_size={2 * config.rollout.group_size}"
+    error = leash("tune", larger, exit_code=EXIT_BAD_INPUT)
+    assert f"capacity_bytes={8 * size}: the groups of one update, or a large one" in error
+    leash("tune", larger, "buffer.capacity_bytes=null")
 
 
 def test_staleness_that_the_algorithm_does_not_correct_is_refused(
