@@ -185,9 +185,10 @@ class ReplayBuffer(Leasing):
                 credit = await shard.try_admit(own)
                 if credit.is_given:
                     return Admission(own, credit.version, credit.has_retries)
-                if credit.is_paused:
-                    raise RunPausedError(f"group {group_id} does not begin: the run is paused")
                 refused.append(credit)
+            # Shards are paused one after the other.
+            if all(credit.is_paused for credit in refused):
+                raise RunPausedError(f"group {group_id} does not begin: the run is paused")
             if not deadline.left_s:
                 raise TimeoutError(
                     f"no room for group {group_id} within {timeout_s:g} s: "

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from buffer.errors import RunPausedError
 from buffer.lease import BatchNotReady, Formed, LeaseRequest
 from buffer.redis.keys import Keys
 from buffer.run_state import RunState
@@ -33,6 +34,20 @@ async def test_admission_is_bounded_over_all_shards_together(
     await buffer.announce_version(1)  # the engine lags: room for one step less
     with pytest.raises(TimeoutError, match=r"8 groups are .* and 4 may be"):
         await buffer.admit("late", 0)
+
+
+async def test_admission_among_shards_of_which_some_are_paused_waits_for_the_others(
+    checked_buffer: Any,
+) -> None:
+    buffer = await checked_buffer(shards=3, groups_per_step=1, max_staleness=2)
+    for shard in buffer.shards[1:]:
+        await shard.change_settings({"paused": "True"})
+    assert (await buffer.admit("first", 0)).group_id == "first@0"
+    waiting = asyncio.create_task(buffer.admit("second", 300))
+    await still_waits(waiting)
+    await buffer.shards[0].change_settings({"paused": "True"})
+    with pytest.raises(RunPausedError):
+        await asyncio.wait_for(waiting, 60)
 
 
 async def test_open_refuses_a_number_of_shards_other_than_the_runs(
