@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -246,9 +247,24 @@ class RunView:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the last twenty steps; None before the second since the start."""
+        """Mean over the last twenty steps, without pauses; None before the second since the
+        start."""
         recent = [step for step in self.steps[-20:] if step.t >= self.resumed_at]
-        return (recent[-1].t - recent[0].t) / (len(recent) - 1) if len(recent) > 1 else None
+        if len(recent) < 2:
+            return None
+        first, last = recent[0].t, recent[-1].t
+        return (last - first - self._paused_s(first, last)) / (len(recent) - 1)
+
+    def _paused_s(self, since: float, until: float) -> float:
+        """How long the run was paused between two times."""
+        paused_s, began = 0.0, math.inf
+        for change in self.changes:
+            if change.values.get("setting") != "buffer.paused":
+                continue
+            at = min(max(change.t, since), until)
+            paused_s += max(0.0, at - began)
+            began = at if change.values.get("after") == "True" else math.inf
+        return paused_s + max(0.0, until - began)
 
     @property
     def recent_steps(self) -> list[Record]:

@@ -88,7 +88,7 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
         yield from engine_findings(stats, view.weights)
         is_moving = view.phase == "training" and view.stall is None and not stats.paused
         if usual_s is not None and is_moving:
-            late_s = view.now - view.steps[-1].t
+            late_s = view.now - max(view.steps[-1].t, view.changed_at)
             yield late_step(stats, view.steps[-1], view.on_stale, late_s, usual_s)
         yield from buffer_findings(stats, view.waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms

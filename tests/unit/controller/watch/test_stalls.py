@@ -11,7 +11,7 @@ import pytest
 from buffer.results import BufferStats
 from configs.choices import OnStale
 from configs.schema import Config, ModelConfig, TrainerConfig
-from controller.metrics.history import STALL, STALL_ENDED, Record
+from controller.metrics.history import STALL, STALL_ENDED, TUNED, Record
 from controller.watch.finding import Level
 from controller.watch.remarks import AT_LEAST_S
 from controller.watch.run_view import NEW_CONDITIONS, RunView
@@ -322,6 +322,17 @@ def test_step_that_is_late_while_tokens_come_is_a_hint() -> None:
     assert found.level is Level.hint and found.words == (
         "no step for 40 s, where one takes 10 s: 3 of 16 groups are ready, and 9 are being sampled"
     )
+
+
+def test_pause_counts_neither_as_a_late_step_nor_in_the_pace() -> None:
+    clock = Clock()
+    clock.apply(TUNED, setting="buffer.paused", before="False", after="True", who="a@b")
+    clock.go_on(100.0, replace(WAITING, paused=True), tokens=False)
+    clock.apply(TUNED, setting="buffer.paused", before="True", after="False", who="a@b")
+    clock.go_on(8.0, WAITING, tokens=True)
+    assert [one for one in findings(clock.view) if one.words.startswith("no step")] == []
+    clock.step(2.0)
+    assert clock.view.seconds_per_step == pytest.approx(10.0)
 
 
 def test_stall_is_the_verdict_until_its_end_or_a_resume() -> None:
