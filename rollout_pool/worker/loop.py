@@ -74,6 +74,7 @@ MIN_WAIT_S = 0.005
 """Shorter waits for a credit are just the round trip."""
 STOP_AGAIN_S = 10.0
 """Time that the episodes of a cancelled group have to clean up before they are cancelled again."""
+_LIVE = live_names(RolloutConfig)
 
 
 class _Taken(NamedTuple):
@@ -170,6 +171,9 @@ class RolloutWorker:
         """
         if num_lost := await self.buffer.reclaim(self.index):
             log.warning("%d groups of this worker from before its restart run again", num_lost)
+        self._live = with_live(self.spec.config, await self.state.live_settings(_LIVE))
+        self._group_runner.use(self._live, is_new_filter=False)
+        self._tail = self._new_tail(self._live)
         background = self._start_background()
         try:
             while not self._is_ending:
@@ -431,13 +435,13 @@ class RolloutWorker:
 
     async def _run_tail(self) -> None:
         """Runs the policy for stragglers, and follows the live settings, with which it changes."""
-        names, seen = live_names(RolloutConfig), dict[str, str]()
+        seen = dict[str, str]()
         running = asyncio.create_task(self._tail.run())
         looking: asyncio.Task[dict[str, str]] | None = None
         try:
             while True:
                 looking = asyncio.create_task(
-                    self.state.wait_settings_changed(names, seen, WATCH_TIMEOUT_S)
+                    self.state.wait_settings_changed(_LIVE, seen, WATCH_TIMEOUT_S)
                 )
                 await asyncio.wait({running, looking}, return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
@@ -493,6 +497,8 @@ class RolloutWorker:
             is_full = len(self._runs) >= self._live.max_groups_in_flight
             seen = self._admission
             if not (is_waiting or is_full) or not self._idle_for(limit_s):
+                continue
+            if await self.state.is_paused():  # then no group needs a credit
                 continue
             if not await self._is_batch_ready() and (idle := self._idle_for(limit_s)):
                 self._cut_short(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
 import pytest
@@ -904,9 +905,50 @@ async def test_paused_run_admits_nothing_and_its_pause_is_no_wait(make_worker, s
     await until(lambda: worker._admission is not None)
     await asyncio.sleep(0.3)  # an absence has no event
     assert (await buffer.stats()).running == 0 and not running.done()
+    ended = time.monotonic()
     await buffer.change_settings({"paused": "False"})
     await until(ready(buffer, 2 * GROUPS_PER_STEP))
-    assert (await state.waits()).get(("rollout", "trainer"), 0.0) < 0.3
+    waited_s = (await state.waits()).get(("rollout", "trainer"), 0.0)
+    assert waited_s <= time.monotonic() - ended
+    worker.stop()
+    await running
+
+
+async def test_idle_external_group_keeps_its_credit_while_the_run_is_paused(
+    make_worker, monkeypatch
+):
+    monkeypatch.setattr(loop, "IDLE_CHECK_INTERVAL_S", 0.01)
+    external, looks = Waiting(), []
+    worker, buffer = await make_worker(external=external, max_groups_in_flight=1)
+    external.groups = [group := External(make_worker.source)]
+    group.run = lambda prompt, request: asyncio.Event().wait()
+    running = await make_worker.start(worker)
+    await until(lambda: worker._runs)
+
+    def idle_for(_):
+        looks.append(None)
+        return [run for run in worker._runs.values() if run.stopped_for is None]
+
+    await buffer.change_settings({"paused": "True"})
+    monkeypatch.setattr(worker, "_idle_for", idle_for)
+    await until(lambda: len(looks) > 5)
+    assert group.given_up == []
+    await buffer.change_settings({"paused": "False"})
+    await until(lambda: group.given_up)
+    worker.stop()
+    await running
+
+
+async def test_first_groups_of_a_restarted_worker_have_the_live_settings(
+    make_worker, completer, state, monkeypatch
+):
+    worker, buffer = await make_worker(max_staleness=0)
+    completer.held = lambda sample: True
+    await buffer.change_settings({"group_size": "3"})
+    # It never hears of a later change.
+    monkeypatch.setattr(state, "wait_settings_changed", lambda *_: asyncio.Event().wait())
+    running = await make_worker.start(worker)
+    await until(lambda: len(completer.asked) == 3 * GROUPS_PER_STEP)
     worker.stop()
     await running
 
