@@ -7,6 +7,7 @@ value raises ValueError naming the field, its value and the fix.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
@@ -697,6 +698,15 @@ class Config(Section):
             "what one update trains on, trainer.groups_per_step * "
             f"trainer.gradient_accumulation_steps = {groups} groups, would never fit; raise it to "
             "at least that",
+        )
+        # A group that the trainer waits for must have room, however many are ready before it.
+        waits = self.buffer.on_stale is OnStale.wait and self.buffer.on_full is OnFull.block
+        admitted = math.floor(most * groups * self.rollout.oversampling + 1e-6)
+        yield Rule(
+            not waits or capacity is None or capacity >= admitted,
+            "buffer.capacity_groups",
+            "with buffer.on_stale=wait the trainer would wait for a group that waits for room; set "
+            f"null, or at least what is admitted: {admitted}",
         )
         steps = trainer.gradient_accumulation_steps * trainer.publish_every
         yield Rule(
