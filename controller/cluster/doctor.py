@@ -44,7 +44,9 @@ def print_doctor(config: Config, as_json: bool = False) -> None:
     else:
         _print(seen, found)
     if num_breaking := sum(problem.breaks for problem in found):
-        raise UnfitError(f"a launch would fail, for {num_breaking} of these reasons")
+        raise UnfitError(
+            f"a launch would fail, for {num_breaking} of these reasons; do what each says"
+        )
 
 
 def _here(config: Config) -> tuple[Survey, list[Problem]]:

@@ -154,7 +154,9 @@ def step_sentence(plan: Plan, kind: str | None, lengths: str | None) -> str:
     said = lengths or f"{max(1, longest // 4)},{longest}"
     try:
         if devices.is_shared:
-            raise ValueError("a rank and an engine share a GPU, which is not simulated")
+            raise ValueError(
+                "a rank and an engine share a GPU, which is not simulated; give each its own"
+            )
         prompt = min(Question.prompt, config.rollout.max_prompt_tokens)
         asked = Question(gpu=kind, lengths=said, steps=STEPS, prompt=prompt)
         staleness = config.buffer.max_staleness

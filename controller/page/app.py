@@ -18,7 +18,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from http.cookies import SimpleCookie
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -88,7 +87,7 @@ def make_app(run_dir: RunDir, token: str, hosts: Sequence[str]) -> Starlette:
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
             Middleware(_Guarded, token=token),
         ],
-        exception_handlers={ValueError: _say_damage},
+        exception_handlers={ValueError: _say_damage, OSError: _say_damage},
     )
 
 
@@ -112,10 +111,10 @@ class _Guarded:
         await self._choose(scope)(scope, receive, send_headers)
 
     def _choose(self, scope: Scope) -> ASGIApp:
-        cookie = SimpleCookie(Headers(scope=scope).get("cookie")).get(self._cookie)
-        if cookie is not None and self._is_token(cookie.value):
+        request = Request(scope)  # which passes over what is no cookie of others on this host
+        if self._is_token(request.cookies.get(self._cookie, "")):
             return self._app
-        given = Request(scope).query_params.get("token", "")
+        given = request.query_params.get("token", "")
         if scope["path"] != "/" or not self._is_token(given):
             return PlainTextResponse(NO_TOKEN, 401)
         found = RedirectResponse("/", 303)
@@ -164,7 +163,7 @@ class _Page:
         with self._lock:
             if name not in self._others:
                 if name not in self._names():
-                    raise HTTPException(404, "there is no such run")
+                    raise HTTPException(404, "there is no such run; choose one from the list")
                 if len(self._others) == MAX_RUNS:
                     del self._others[next(iter(self._others))]
                 self._others[name] = WatchedRun(RunDir(path=self._root / name))
@@ -209,7 +208,9 @@ class _Page:
             recorded = index.find(given.get("id", ""))
             return _json(describe(recorded, place, start, self._own.decode))
         except (KeyError, ValueError, FileNotFoundError):
-            raise HTTPException(404, "there is no such group (any more)") from None
+            raise HTTPException(
+                404, "there is no such group (any more); choose one from the list"
+            ) from None
 
     def timeline(self, request: Request) -> Response:
         given = request.query_params.get("version")
@@ -223,7 +224,7 @@ class _Page:
         origin = f"{request.url.scheme}://{request.headers.get('host')}"
         is_json = request.headers.get("content-type") == "application/json"
         if request.headers.get("origin") != origin or not is_json:
-            raise HTTPException(403, "only the page itself may change the run")
+            raise HTTPException(403, "only the page itself may change the run; use `make tune`")
         body = await read_body(request, MAX_BODY_BYTES)
         try:
             wanted = msgspec.json.decode(body, type=dict[str, int])["max_staleness"]
@@ -239,7 +240,7 @@ def _number(text: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise HTTPException(400, f"{text!r} is no number") from None
+        raise HTTPException(400, f"{text!r} is no number; give one") from None
 
 
 def serve_page(run_dir: RunDir, *, host: str, port: int) -> None:
@@ -270,6 +271,12 @@ class PageServer:
         await self._serving
 
 
+def _allowed(host: str) -> list[str]:
+    """As a browser writes it, without the port."""
+    others = ["127.0.0.1", "localhost"] if is_loopback(host) else []
+    return [f"[{host}]" if ":" in host else host, *others]
+
+
 def _prepare(
     run_dir: RunDir, host: str, port: int, setting: str
 ) -> tuple[uvicorn.Server, socket.socket, str]:
@@ -283,7 +290,6 @@ def _prepare(
             "(0 takes a free one)"
         ) from None
     token = secrets.token_urlsafe(24)
-    hosts = ["127.0.0.1", "localhost"] if is_loopback(host) else [host]
-    app = make_app(run_dir, token, ["*"] if host in EVERYWHERE else hosts)
+    app = make_app(run_dir, token, ["*"] if host in EVERYWHERE else _allowed(host))
     server = uvicorn.Server(ServerConfig(app, LIMITS, close_s=1))
     return server, listener, f"{url}/?token={token}"

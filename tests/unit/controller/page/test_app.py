@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from configs.load import load_config
 from controller.main import EXIT_BAD_INPUT
 from controller.metrics.history import MetricsLog
-from controller.page.app import PageServer, make_app
+from controller.page.app import PageServer, _allowed, make_app
 from controller.run_dir import RunDir
 from tests.support.controller.buffers import Command, opened
 from tests.support.controller.records import (
@@ -30,8 +30,9 @@ ADDRESS = "http://127.0.0.1:8400"
 ORIGIN = {"origin": ADDRESS}
 
 
-def client_of(run_dir: RunDir) -> TestClient:
-    client = TestClient(make_app(run_dir, "secret", HOSTS), base_url=ADDRESS)
+def client_of(run_dir: RunDir, raises: bool = True) -> TestClient:
+    app = make_app(run_dir, "secret", HOSTS)
+    client = TestClient(app, base_url=ADDRESS, raise_server_exceptions=raises)
     assert client.get("/?token=secret").status_code == 200
     return client
 
@@ -63,6 +64,19 @@ def test_token_of_the_address_becomes_a_cookie_that_scripts_cannot_read(run_dir:
 def test_other_host_is_refused(page: TestClient) -> None:
     assert page.get("/api/state", headers={"host": "evil.example:8400"}).status_code == 400
     assert page.get("/api/state", headers={"host": "localhost:9"}).status_code == 200
+
+
+def test_cookies_of_other_programs_on_this_host_do_not_hide_ours(page: TestClient) -> None:
+    ours = "; ".join(f"{name}={value}" for name, value in page.cookies.items())
+    for other in ('prefs={"a": [1, "b c"]}', "a b=c", "x@y:z=1"):
+        assert page.get("/api/state", headers={"cookie": f"{other}; {ours}"}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "[::1]", "10.0.0.5"])
+def test_page_answers_at_the_address_where_it_listens(run_dir: RunDir, host: str) -> None:
+    app = make_app(run_dir, "secret", _allowed(host.strip("[]")))
+    client = TestClient(app, base_url=f"http://{host}:8400")
+    assert client.get("/?token=secret", follow_redirects=False).status_code == 303
 
 
 @pytest.mark.parametrize(
@@ -199,12 +213,11 @@ def test_redis_that_is_gone_is_said_on_the_page(live_run: RunDir) -> None:
 
 def test_damaged_file_is_named(page: TestClient, run_dir: RunDir) -> None:
     run_dir.metrics.write_text("nonsense\n")
-    client = TestClient(
-        make_app(run_dir, "secret", HOSTS), base_url=ADDRESS, raise_server_exceptions=False
-    )
-    client.get("/?token=secret")
-    damaged = client.get("/api/state")
+    damaged = client_of(run_dir, raises=False).get("/api/state")
     assert damaged.status_code == 500 and "metrics.jsonl:1 is damaged" in damaged.text
+    (run_dir.path / "run.json").unlink()
+    gone = client_of(run_dir, raises=False).get("/api/state")
+    assert gone.status_code == 500 and "run.json" in gone.text
 
 
 def test_server_in_a_thread_answers_and_closes(run_dir: RunDir) -> None:
