@@ -24,7 +24,7 @@ PACKAGES = (
     *("rollout_pool", "tensors", "trainer_pool", "weight_sync"),
 )
 RUN_ELSEWHERE = {".py", ".lua"}
-"""Sources that processes of other machines run; settings are read by the controller alone."""
+"""Endings of Leash's sources; settings are read by the controller alone."""
 VERSIONS = ("Leash", "Python", "torch", "sglang", "NCCL", "driver", "Ray")
 TMP = Path("/tmp")
 
@@ -68,6 +68,8 @@ class NodeFacts:
     """Whether the controller's marker is there."""
     gpu_problem: str | None = None
     """Why its GPUs cannot be used."""
+    gpu_warning: str | None = None
+    """Why they may not."""
     clock_s: float = 0.0
     """By how much its clock is ahead of the controller's."""
     clock_error_s: float = 0.0
@@ -83,11 +85,11 @@ def node_facts(asked: Asked, address: str, num_cpus: float, num_gpus: float) -> 
     address, or a folder cannot be read."""
     most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    gpu_problem = None
+    gpu_problem = gpu_warning = None
     if num_gpus:
-        from controller.start.gpu_host import software_problem  # imports torch
+        from controller.start.gpu_host import driver_warning, software_problem  # import torch
 
-        gpu_problem = software_problem()
+        gpu_problem, gpu_warning = software_problem(), driver_warning()
     stage_dir = asked.stage_dir or str(SHARED_MEMORY)
     return NodeFacts(
         name=socket.gethostname(),
@@ -106,6 +108,7 @@ def node_facts(asked: Asked, address: str, num_cpus: float, num_gpus: float) -> 
         run_dir_free=_free(asked.run_dir),
         sees_run_dir=asked.marker is None or os.path.exists(asked.marker),
         gpu_problem=gpu_problem,
+        gpu_warning=gpu_warning,
     )
 
 
@@ -114,8 +117,10 @@ def sources_digest(root: Path = ROOT) -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*")):
-            if path.suffix in RUN_ELSEWHERE:
-                digest.update(f"{path.relative_to(root)}\0".encode())
+            name = path.relative_to(root)
+            is_hidden = any(part.startswith(".") for part in name.parts)  # an editor's, for one
+            if path.suffix in RUN_ELSEWHERE and not is_hidden and path.is_file():
+                digest.update(f"{name}\0".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:10]
 

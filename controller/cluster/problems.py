@@ -49,9 +49,13 @@ def _versions(nodes: Sequence[NodeFacts], needs: Needs) -> Iterator[Problem]:
         others = defaultdict[str, list[str]](list)
         # What a machine lacks, such as NCCL without GPUs, is compared with nothing. Builds of torch
         # for CPU and GPU differ in what follows the plus.
-        known = [(n, v.partition("+")[0]) for n in nodes if (v := n.versions.get(name))]
+        known = [
+            (n, v.partition("+")[0])
+            for n in nodes
+            if (v := n.versions.get(name)) and (n.num_gpus or name != "NCCL")
+        ]
         for node, version in known[1:]:
-            if version != known[0][1]:
+            if version.rpartition(" ")[2] != known[0][1].rpartition(" ")[2]:  # Leash: its digest
                 others[version].append(node.name)
         for version, names in others.items():
             yield Problem(
@@ -80,9 +84,9 @@ def _together(names: Sequence[str]) -> str:
 def _engines(nodes: Sequence[NodeFacts], needs: Needs) -> Iterator[Problem]:
     """Machines where no engine can run. One without room for weights only goes without them; the
     start of one without compilers ends the launch."""
-    full = {n.name: _no_room(n, needs) for n in nodes if n.stage_free < needs.stage_bytes}
+    full = {n.address: _no_room(n, needs) for n in nodes if n.stage_free < needs.stage_bytes}
     yield from _unfit(nodes, needs, full, num_enough=1)
-    broken = {n.name: n.gpu_problem for n in nodes if needs.uses_gpu and n.gpu_problem}
+    broken = {n.address: n.gpu_problem for n in nodes if needs.uses_gpu and n.gpu_problem}
     yield from _unfit(nodes, needs, broken, num_enough=needs.num_engines)
 
 
@@ -90,12 +94,12 @@ def _unfit(
     nodes: Sequence[NodeFacts], needs: Needs, reasons: Mapping[str, str], num_enough: int
 ) -> Iterator[Problem]:
     is_alone = len(nodes) == 1  # Ray's count of CPUs is only nominal there
-    room = sum(_places(node, needs) for node in nodes if node.name not in reasons)
+    room = sum(_places(node, needs) for node in nodes if node.address not in reasons)
     for node in nodes:
-        if node.name in reasons and (is_alone or _places(node, needs)):
+        if node.address in reasons and (is_alone or _places(node, needs)):
             yield Problem(
                 node=node.name,
-                what=reasons[node.name],
+                what=reasons[node.address],
                 breaks=room < (1 if is_alone else num_enough),
             )
 
@@ -192,6 +196,8 @@ def _limits(node: NodeFacts, needs: Needs) -> Iterator[Problem]:
             f"{needs.most_files}; raise it (ulimit -n, LimitNOFILE, in a container --ulimit nofile)"
         )
         yield Problem(node=node.name, what=what, breaks=False)
+    if needs.uses_gpu and node.gpu_warning is not None:
+        yield Problem(node=node.name, what=node.gpu_warning, breaks=False)
     if needs.uses_gpu and node.num_gpus and node.locked_memory is not None:
         what = (
             f"{format_bytes(node.locked_memory)} may be locked, so copies between host and GPU are "

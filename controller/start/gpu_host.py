@@ -126,8 +126,6 @@ def software_problem() -> str | None:
             f"it has GPUs, and its torch {torch.__version__} is for the CPU; run "
             f"`deploy/install.sh gpu` there, {OR_CPU}"
         )
-    if (old := _old_driver(cuda)) is not None:
-        return old
     if torch.cuda.device_count() and not torch.cuda.is_available():
         return _no_cuda(cuda)
     try:
@@ -135,6 +133,13 @@ def software_problem() -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def driver_warning() -> str | None:
+    """What may be wrong where CUDA cannot be tried, as in an actor without GPUs: an older driver
+    does with the libraries of cuda-compat."""
+    cuda = torch.version.cuda
+    return None if cuda is None or torch.cuda.device_count() else _old_driver(cuda)
 
 
 def _old_driver(cuda: str) -> str | None:

@@ -22,6 +22,10 @@ def test_digest_changes_with_any_source_and_with_nothing_else(tmp_path: Path) ->
     (tmp_path / "buffer" / "notes.txt").write_text("no source")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text("not run by a run")
+    (tmp_path / "buffer" / ".#types.py").symlink_to("somebody@host.1")  # of an open editor
+    (tmp_path / "buffer" / ".cache").mkdir()
+    (tmp_path / "buffer" / ".cache" / "kept.py").write_text("pass")
+    (tmp_path / "buffer" / "folder.py").mkdir()
     assert sources_digest(tmp_path) == before
     (tmp_path / "buffer" / "push.lua").write_text("return 1")
     changed = sources_digest(tmp_path)
@@ -62,9 +66,18 @@ def test_clock_is_read_in_the_middle_of_the_shortest_round_trip() -> None:
 def test_probe_says_whom_it_cannot_reach_and_how_fast_it_sends() -> None:
     probe = Probe()
     port = probe.open_port("127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as gone:
-        closed = gone.getsockname()[1]
-    assert probe.unreached([("127.0.0.1", port), ("127.0.0.1", closed)]) == [1]
     rate = probe.send(("127.0.0.1", port))
     assert rate is not None and rate > 2**20
-    assert probe.send(("127.0.0.1", closed)) is None
+    with socket.socket() as closed:  # it has the port, and does not listen
+        closed.bind(("127.0.0.1", 0))
+        assert probe.unreached([("127.0.0.1", port), closed.getsockname()]) == [1]
+        assert probe.send(closed.getsockname()) is None
+
+
+def test_speed_of_a_link_that_stands_still_is_what_it_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("controller.cluster.probe.SILENCE_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as never_reads:
+        rate = Probe().send(never_reads.getsockname())
+    assert rate is not None and rate > 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from controller.cluster.needs import Needs, needs_of
 
 from configs.load import load_config
 from controller.cluster.facts import NodeFacts
+from controller.cluster.needs import Needs, needs_of
 from controller.cluster.problems import Problem, problems
 from controller.start.plan import make_plan
 
@@ -88,6 +88,26 @@ def test_other_version_is_named_with_its_machines(name: str, value: str, breaks:
 def test_nccl_of_a_run_without_gpus_breaks_nothing() -> None:
     other = replace(B, versions={**VERSIONS, "NCCL": "2.27.5"})
     assert not only(A, other, needs=replace(NEEDS, uses_gpu=False, engine_gpus=0)).breaks
+
+
+def test_nccl_of_a_machine_without_gpus_is_compared_with_nothing() -> None:
+    head = replace(A, versions={**VERSIONS, "NCCL": "2.27.5"}, num_gpus=0)
+    assert problems([head, B, C], NEEDS) == []
+
+
+def test_sources_are_compared_by_their_digest_alone() -> None:
+    renumbered = replace(B, versions={**VERSIONS, "Leash": "0.1.1.dev3 (aaaa)"})
+    assert problems([A, renumbered], NEEDS) == []
+
+
+def test_driver_that_could_not_be_tried_is_a_warning() -> None:
+    found = only(A, replace(B, gpu_warning="its NVIDIA driver is 550.1; update the driver"))
+    assert found.line.startswith("host-b: its NVIDIA driver") and not found.breaks
+
+
+def test_machines_of_one_name_are_told_apart() -> None:
+    twin = replace(B, name=A.name, stage_free=GIB)
+    assert not only(A, twin).breaks, "the other one has room"
 
 
 def test_sglang_that_is_missing_breaks_a_launch() -> None:

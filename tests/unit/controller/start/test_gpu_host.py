@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from configs.load import load_config
-from controller.start.gpu_host import check_gpus, check_host_memory, check_toolchain
+from controller.start import gpu_host
+from controller.start.gpu_host import (
+    check_gpus,
+    check_host_memory,
+    check_toolchain,
+    driver_warning,
+    software_problem,
+)
 from controller.start.plan import make_plan
 from host import machine as host_machine
 from host.machine import host_memory
@@ -119,6 +126,22 @@ def test_gpus_that_cuda_cannot_use_are_named_with_their_driver(
     (tmp_path / "version").unlink()
     with pytest.raises(ValueError, match=r"8 GPUs, .*says why"):
         check_gpus()
+
+
+def test_older_driver_is_a_problem_only_where_cuda_was_tried(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpu_host, "driver_version", lambda: "570.86.15")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)  # as in an actor without GPUs
+    assert software_problem() is None
+    assert "its NVIDIA driver is 570.86.15" in str(driver_warning())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # by cuda-compat
+    assert software_problem() is None and driver_warning() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "its NVIDIA driver is 570.86.15" in str(software_problem())
+    assert driver_warning() is None
 
 
 def test_machine_without_gpus_is_not_looked_at(
