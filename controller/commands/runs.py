@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -56,7 +57,10 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    started = "" if row.started is None else f"{datetime.fromtimestamp(row.started):%Y-%m-%d %H:%M}"
+    started = ""
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # a damaged run.json
+        if row.started is not None:
+            started = f"{datetime.fromtimestamp(row.started):%Y-%m-%d %H:%M}"
     of = "" if row.num_steps is None else f" of {row.num_steps}"
     return (
         *(row.run, row.state, started),

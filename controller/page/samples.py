@@ -23,6 +23,7 @@ from host.printable import printable
 from rollout_pool.worker.record import Recorded, parse_line, recorded_files
 
 CHUNK_BYTES = 4 * 2**20
+HEAD_BYTES = 64
 MAX_TOKENS = 4000
 """Shown of a trajectory at a time."""
 PAGE_GROUPS = 50
@@ -65,6 +66,8 @@ class _File:
     path: Path
     done: int = 0
     """Bytes that were read."""
+    head: bytes = b""
+    """Its first bytes: the number of a file that was removed is given to another one."""
     rows: list[Row] = field(default_factory=list)
 
 
@@ -105,9 +108,10 @@ class GroupIndex:
             with suppress(FileNotFoundError), open_bytes(path) as opened:
                 status = os.fstat(opened.fileno())
                 file = self._files.get(status.st_ino)
-                if file is None or file.done > status.st_size:  # another one with this number
-                    file = _File(path=path)
-                file.path = path
+                head = opened.read(HEAD_BYTES)
+                if file is None or file.done > status.st_size or not head.startswith(file.head):
+                    file, self._sorted = _File(path=path), None
+                file.path, file.head = path, head
                 found[status.st_ino] = file
                 left += self._read_on(file, opened, status, until)
         if found.keys() != self._files.keys():

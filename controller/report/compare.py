@@ -10,11 +10,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from configs.run_files import read_json
 from controller.metrics.history import read_metrics
 from controller.report.plots import draw_over_each_other
 from controller.run_dir import RunDir, flat, settings_of
+from host.printable import printable
 
 
 def compare_runs(a: str, b: str, dir: str, as_json: bool = False, plot: Path | None = None) -> None:
@@ -41,7 +43,8 @@ def compare_runs(a: str, b: str, dir: str, as_json: bool = False, plot: Path | N
     for what, pairs in found.items():
         table = Table(f"{what} that differ", one.name, other.name, box=None, pad_edge=False)
         for name, values in pairs.items():
-            table.add_row(name, *("-" if value is None else str(value) for value in values))
+            cells = (name, *("-" if value is None else str(value) for value in values))
+            table.add_row(*(Text(printable(cell)) for cell in cells))
         console.print(table if pairs else f"no {what} that differ")
     for run in runs:
         if not (run.path / "result.json").exists():

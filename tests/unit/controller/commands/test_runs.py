@@ -99,6 +99,10 @@ def test_running_run_is_asked_for_its_verdict(live_run: RunDir, redis_url: str) 
     assert row.verdict.startswith("receiver-0 does not respond: it was killed")
 
 
+def test_start_that_is_no_time_is_left_out() -> None:
+    assert [*lines([Row(run="a", state="finished", started=1e30)])] == ["a  finished"]
+
+
 def test_lines_are_in_columns() -> None:
     rows = [Row(run="a", state="running", step=3, num_steps=9), Row(run="night", state="failed")]
     first, second = lines(rows)

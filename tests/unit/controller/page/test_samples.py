@@ -88,6 +88,22 @@ def test_group_is_found_when_its_file_has_another_name_and_not_when_it_is_gone(
         index.find("old")
 
 
+def test_file_that_got_the_number_of_a_removed_one_is_read_from_its_beginning(
+    run_dir: RunDir,
+) -> None:
+    record_groups(run_dir, [recorded_group("old")])
+    index = GroupIndex(run_dir.path)
+    index.read(60.0)
+    path = run_dir.path / "rollouts" / "worker-0.jsonl"
+    line = path.read_bytes()
+    path.write_bytes(line.replace(b'"old"', b'"one"') + line.replace(b'"old"', b'"two"'))
+    index.read(60.0)
+    assert {*ids(index, Filter())} == {"one", "two"}
+    path.write_bytes(b"")
+    index.read(60.0)
+    assert ids(index, Filter()) == []
+
+
 def test_description_has_what_is_known_of_each_token(run_dir: RunDir) -> None:
     record_groups(run_dir, [recorded_group("group", length=5)], said="hello")
     index = GroupIndex(run_dir.path)

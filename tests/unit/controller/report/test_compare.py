@@ -85,6 +85,12 @@ def test_run_of_an_older_version_is_compared_in_what_it_has(
     assert "night-2 has no result.json: `make report RUN=night-2" in capsys.readouterr().out
 
 
+def test_values_are_printed_as_they_are(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (two / "night" / "config.yaml").write_text("task: {note: '[/b] \\x1b[31m'}\n")
+    assert main(["compare", "--dir", str(two), "night", "night-2"]) == 0
+    assert "[/b] " in (printed := capsys.readouterr().out) and "\x1b[31m" not in printed
+
+
 def test_runs_without_a_step_have_no_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
