@@ -28,7 +28,7 @@ from controller.start.plan import Plan
 from controller.watch.supervise import POLL_S
 
 ANSWER_S = 60.0
-"""For all machines together: Ray starts a process on each."""
+"""For all machines together, unless a launch gives them longer: Ray starts a process on each."""
 CLOCK_S = 5.0
 NUM_CLOCK_READS = 5
 
@@ -71,9 +71,15 @@ def ray_nodes() -> list[RayNode]:
     return sorted(found, key=lambda node: (node.id != own, node.address))
 
 
-def survey(config: Config, folder: Path, check: Callable[[], None] = lambda: None) -> Survey:
-    """Facts on all machines of the cluster that this process has joined. `folder` is below run.dir;
-    calls `check` while it waits, which may raise."""
+def survey(
+    config: Config,
+    folder: Path,
+    check: Callable[[], None] = lambda: None,
+    start_s: float = ANSWER_S,
+) -> Survey:
+    """Facts on all machines of the cluster that this process has joined, without those that leave
+    it meanwhile. `folder` is below run.dir; calls `check` while it waits, which may raise.
+    `start_s`: for the processes that Ray starts."""
     nodes = ray_nodes()
     with contextlib.ExitStack() as ending:
         probes = dict[str, Any]()
@@ -94,25 +100,36 @@ def survey(config: Config, folder: Path, check: Callable[[], None] = lambda: Non
             node.id: probes[node.id].look.remote(asked, node.address, node.num_cpus, node.num_gpus)
             for node in nodes
         }
-        found, failed = _gather(looks, check)
-        silent = [
-            Problem(node=node.name, what=_silence(failed[node.id]), breaks=True)
-            for node in nodes
-            if node.id in failed
-        ]
+        found, failed = _gather(looks, check, start_s)
         facts = {node: _with_clock(own, probes[node]) for node, own in found.items()}
-        _test_network(facts, probes, check)
-    return Survey(nodes=[facts[node.id] for node in nodes if node.id in facts], silent=silent)
+        unreached, untested = _test_network(facts, probes, check)
+    living = {node.id for node in ray_nodes()}
+    silent = [
+        Problem(
+            node=node.name,
+            what=_silence(failed[node.id], start_s),
+            breaks=failed[node.id] is not None,  # late is not wrong
+        )
+        for node in nodes
+        if node.id in failed and node.id in living
+    ]
+    silent += [
+        Problem(node=facts[node].name, what=_untested(error), breaks=False)
+        for node, error in untested.items()
+        if node in living
+    ]
+    for node, others in unreached.items():
+        names = tuple(facts[other].name for other in others if other in living)
+        facts[node] = replace(facts[node], unreached=names)
+    known = [facts[node.id] for node in nodes if node.id in facts and node.id in living]
+    return Survey(nodes=known, silent=silent)
 
 
 def check_cluster(
     config: Config, plan: Plan, run_dir: Path, check: Callable[[], None]
 ) -> list[Problem]:
-    """Problems of the machines of this cluster; none if there is one alone, which was checked
-    before Ray started."""
-    if len(ray_nodes()) == 1:
-        return []
-    seen = survey(config, run_dir, check)
+    """Problems of the machines of this cluster."""
+    seen = survey(config, run_dir, check, config.cluster.start_timeout_s)
     return [*seen.silent, *judged(config, plan, seen)]
 
 
@@ -143,31 +160,32 @@ def _with_clock(facts: NodeFacts, probe: Any) -> NodeFacts:
 
 def _test_network(
     facts: dict[str, NodeFacts], probes: Mapping[str, Any], check: Callable[[], None]
-) -> None:
-    """Adds to the facts whom each machine reaches, and how fast the next one."""
+) -> tuple[dict[str, list[str]], dict[str, RayError | None]]:
+    """Adds to the facts how fast each machine reaches the next one; returns whom each does not
+    reach, and why it was not tested."""
     if len(facts) < 2:
-        return
+        return {}, {}
     ports = {node: probes[node].open_port.remote(own.address) for node, own in facts.items()}
-    opened, _ = _gather(ports, check)  # where it cannot listen, its facts have failed before
+    opened, closed = _gather(ports, check)
     ids = list(opened)
     places = [(facts[node].address, opened[node]) for node in ids]
-    missed, _ = _gather({node: probes[node].unreached.remote(places) for node in ids}, check)
-    for node, numbers in missed.items():
-        names = tuple(facts[ids[number]].name for number in numbers)
-        facts[node] = replace(facts[node], unreached=names)
+    asked = {node: probes[node].unreached.remote(places) for node in ids}
+    missed, unasked = _gather(asked, check)
     after = dict(zip(ids, [*ids[1:], *ids[:1]], strict=True))
     sends = {n: probes[n].send.remote(places[ids.index(after[n])]) for n in ids}
     rates, _ = _gather(sends, check)
     for node, rate in rates.items():
         facts[node] = replace(facts[node], next_node=facts[after[node]].name, bytes_per_s=rate)
+    unreached = {node: [ids[number] for number in numbers] for node, numbers in missed.items()}
+    return unreached, closed | unasked
 
 
 def _gather(
-    refs: Mapping[str, Any], check: Callable[[], None]
+    refs: Mapping[str, Any], check: Callable[[], None], limit_s: float = ANSWER_S
 ) -> tuple[dict[str, Any], dict[str, RayError | None]]:
     """Results by node; and of the others the error, or None if there was no answer in time."""
     nodes, pending = {ref: node for node, ref in refs.items()}, list(refs.values())
-    deadline = time.monotonic() + ANSWER_S
+    deadline = time.monotonic() + limit_s
     while pending and time.monotonic() < deadline:
         check()
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
@@ -183,12 +201,20 @@ def _gather(
     return found, failed
 
 
-def _silence(error: RayError | None) -> str:
+def _silence(error: RayError | None, limit_s: float) -> str:
     fix = "is its checkout the same, at the same path, with its .venv?"
     if error is None:
-        return f"no process that Ray starts there has answered within {ANSWER_S:g} s; {fix}"
-    last = str(error).strip().splitlines()[-1].strip()
-    return f"it could not be looked at ({last}); {fix}"
+        return f"no process that Ray starts there has answered within {limit_s:g} s; {fix}"
+    return f"it could not be looked at ({_last_line(error)}); {fix}"
+
+
+def _untested(error: RayError | None) -> str:
+    why = "no answer in time" if error is None else _last_line(error)
+    return f"its ports were not tested ({why}); open all of them (docs/cluster.md, firewall)"
+
+
+def _last_line(error: RayError) -> str:
+    return str(error).strip().splitlines()[-1].strip()
 
 
 @contextlib.contextmanager
