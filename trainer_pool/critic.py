@@ -52,6 +52,7 @@ class Critic(Zero3Model):
         super().__init__(model_path, config, address, trust_remote_code=trust_remote_code)
         ranks = address.num_ranks
         self.state = ShardedState(self._deepspeed, ranks, model_path, {}, prefix=CRITIC)
+        self._deepspeed.train()  # loaded models are not, and then no layer is recomputed
 
     def _trained(self, model: Any, config: TrainerConfig) -> Any:
         setting = f"{self.SETTING}={self._model_path!r}"
@@ -141,7 +142,7 @@ def update_critic(
             sums += _accumulate(step, micro_batch.to(step.critic.device), denominator)
         before_update()
         norms.append(step.critic.step(step.learning_rate))
-    return _metrics(ranks.gather(sums).sum(0).tolist(), [n for n in norms if n is not None])
+    return _metrics(ranks.gather(sums).sum(0).tolist(), norms)
 
 
 def _accumulate(step: CriticStep, batch: MicroBatch, denominator: float) -> Tensor:
@@ -157,7 +158,7 @@ def _accumulate(step: CriticStep, batch: MicroBatch, denominator: float) -> Tens
     loss_N, is_clipped_N = value_loss(values_N, start_N, returns_N, step.config.clip_range)
     loss_N = loss_N.masked_fill(~mask_N, 0.0)
     step.critic.backward((batch.weights_N * loss_N).sum() / denominator)
-    errors_N = returns_N - start_N
+    returns_N, errors_N = returns_N.double(), returns_N.double() - start_N
     columns = (
         mask_N,
         loss_N,
@@ -170,16 +171,19 @@ def _accumulate(step: CriticStep, batch: MicroBatch, denominator: float) -> Tens
     return torch.stack([column.detach().double().sum() for column in columns])
 
 
-def _metrics(sums: Sequence[float], norms: Sequence[float]) -> dict[str, float]:
+def _metrics(sums: Sequence[float], norms: Sequence[float | None]) -> dict[str, float]:
     number, loss, clipped, returns, returns_squared, errors, errors_squared = sums
     if not number:
         return {}
+    finite = [norm for norm in norms if norm is not None]
     variance = returns_squared / number - (returns / number) ** 2
+    varies = variance > 1e-12 * returns_squared / number  # below it are errors of rounding
     unexplained = errors_squared / number - (errors / number) ** 2
     return {
         "value_loss": loss / number,
         "value_clip_fraction": clipped / number,
         # Of the values by which this step's advantages were estimated.
-        "explained_variance": 1 - unexplained / variance if variance > 1e-12 else math.nan,
-        "critic_grad_norm": sum(norms) / len(norms) if norms else math.nan,
+        "explained_variance": 1 - unexplained / variance if varies else math.nan,
+        "critic_grad_norm": sum(finite) / len(finite) if finite else math.nan,
+        "critic_skipped_updates": float(len(norms) - len(finite)),
     }

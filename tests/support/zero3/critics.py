@@ -88,4 +88,5 @@ def note_gradient(scene: Scene) -> None:
     )
     found = update_critic(step, [(batches, DENOMINATOR)], scene.ranks, note)
     scene.results["update"] = found
+    scene.results["trains"] = all(one.training for one in critic._deepspeed.modules())
     critic.reset_optimizer()

@@ -556,6 +556,7 @@ def test_gradient_of_the_critic_is_that_of_a_plain_loop_in_one_process(
             assert error < 1e-5, (name, error)
         assert outcome.results["update"]["value_loss"] == pytest.approx(losses / number, rel=1e-5)
         assert outcome.results["update"]["value_clip_fraction"] == clipped / number
+        assert outcome.results["trains"] is True  # else no layer is recomputed
 
 
 def test_critic_learns_alone_at_first_and_alike_on_one_and_two_ranks(
@@ -595,6 +596,7 @@ def test_run_without_a_critic_has_neither_its_passes_nor_its_state(
     assert without == {name for name in together if not name.startswith("critic:")} < together
     for one, other in zip(two_ranks.results["steps"], critics[2].results["steps"], strict=True):
         more = {"value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm"}
+        more |= {"critic_skipped_updates"}
         assert {name for name in other if name not in one} == more
 
 
