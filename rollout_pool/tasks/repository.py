@@ -9,8 +9,10 @@ One row; its reward is 1 if the command succeeds at the end, or the fraction of 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
+import re
 import shlex
 import tarfile
 from collections.abc import Mapping
@@ -24,7 +26,7 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Completion, Message, ToolCall, ToolError
 from rollout_pool.episodes.environment import Observation, SingleTurn, Step
 from rollout_pool.episodes.tools import ToolEnv, function_tool
-from rollout_pool.sandbox.containers import Container, Ran
+from rollout_pool.sandbox.containers import MAX_OUTPUT_BYTES, Container, ContainerError, Ran
 from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.data.files import text_of
 from rollout_pool.tasks.datasets import ProblemTask, load_problems
@@ -34,6 +36,7 @@ LINE_FORM = (
     'each line must be {"problem": "...", "files": {"name": "text"}, "test_command": ["word"]}'
 )
 EDITED = "edited"
+IMAGE = re.compile(r"\w[\w.:/@+-]*")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -44,7 +47,7 @@ class Repository:
     image: str
     commands: tuple[tuple[str, ...], ...]
     tests: Mapping[str, str]
-    """Put over the others before the commands run: the model neither sees nor changes them."""
+    """Put over the others before the commands run: the model does not see them before."""
     edits: tuple[Mapping[str, str], ...]
     """A solution: arguments of `edit_file`."""
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
@@ -63,18 +66,25 @@ class RepositoryTask(ProblemTask[Repository]):
 
     def __init__(self, config: TaskConfig) -> None:
         container_s, turn_s = config.container.timeout_s, config.turn_timeout_s
-        for holds, setting, fix in (
-            (config.path is not None, f"path={config.path}", "needs a file of repositories"),
-            (config.chat_template, "chat_template=false", "calls tools; set true"),
-            (config.max_turns > 1, f"max_turns={config.max_turns}", "has several; set more"),
-            (not config.tools, f"tools={config.tools}", "has its own; leave them out"),
-            (container_s <= turn_s, f"container.timeout_s={container_s:g}", "ends turns earlier"),
+        for holds, setting, why, fix in (
+            (config.path is not None, f"path={config.path}", "needs a file of rows", "name it"),
+            (config.chat_template, "chat_template=false", "calls tools", "set true"),
+            (config.max_turns > 1, f"max_turns={config.max_turns}", "has several", "set more"),
+            (not config.tools, f"tools={config.tools}", "has its own", "leave them out"),
         ):
             if not holds:
-                raise ValueError(f"task.{setting}: task.kind=repository {fix}")
+                raise ValueError(f"task.{setting}: task.kind=repository {why}; {fix}")
         self._config = config
         read = partial(read_repository, config=config)
-        super().__init__(config, *load_problems(config, read, LINE_FORM))
+        problems, held_out = load_problems(config, read, LINE_FORM)
+        # The last turn has a call of the model, the test files, and the tests.
+        most = 2 + max(1, *(len(one.commands) for one in (*problems, *held_out)))
+        if most * container_s > turn_s:
+            raise ValueError(
+                f"task.turn_timeout_s={turn_s:g}: a turn may run {most} commands, each for "
+                f"task.container.timeout_s={container_s:g}; set at least {most * container_s:g}"
+            )
+        super().__init__(config, problems, held_out)
         self.tool_specs = tuple(tool.spec for tool in RepositoryTools(None).every)
         """Brought by its environments."""
 
@@ -144,7 +154,10 @@ class RepositoryEnv(ToolEnv):
                 tar.addfile(entry, io.BytesIO(text.encode()))
         ran = await self._container.run("tar -xof -", made.getvalue())
         if ran.exit_code:
-            raise RuntimeError(f"the files could not be put into the container: {ran.text}")
+            raise ContainerError(
+                f"the files could not be put into the container: {ran.text.strip()[-500:]}; the "
+                "image (task.container.image, or the row's) needs tar, and room for them"
+            )
 
 
 class RepositoryTools:
@@ -154,25 +167,35 @@ class RepositoryTools:
         functions = (self.shell, self.read_file, self.edit_file)
         self.every = [function_tool(one, "task.kind=repository") for one in functions]
         self._container = container
+        self._in_turn = asyncio.Lock()
+        """The calls of an answer are begun in their order, and each works on what those before it
+        have left."""
 
     async def shell(self, command: str) -> str:
         """Runs a shell command in the repository."""
-        ran = await self._run(_text(command, "command"))
+        async with self._in_turn:
+            ran = await self._run(_text(command, "command"))
         return ran.text + (f"\n(exit code {ran.exit_code})" if ran.exit_code else "")
 
     async def read_file(self, path: str) -> str:
         """Shows a file."""
-        return (await self._run_well(f"cat {_place(path)}")).text
+        async with self._in_turn:
+            return (await self._run_well(f"cat {_place(path)}")).text
 
     async def edit_file(self, path: str, old: str, new: str) -> str:
         """Replaces a text that occurs once in a file."""
         place, old, new = _place(path), _text(old, "old"), _text(new, "new")
-        ran = await self._run_well(f"cat {place}")
-        try:
-            text = _replaced(ran.output.decode() if ran.is_whole else "", old, new)
-        except ValueError as error:
-            raise ToolError(f"{path}: {error}") from error
-        await self._run_well(f"cat >{place}", text.encode())
+        async with self._in_turn:
+            ran = await self._run_well(f"cat {place}")
+            if not ran.is_whole:
+                raise ToolError(
+                    f"{path}: has more than {MAX_OUTPUT_BYTES} bytes; change it by a command"
+                )
+            try:
+                text = _replaced(ran.output.decode(), old, new)
+            except ValueError as error:
+                raise ToolError(f"{path}: {error}") from error
+            await self._run_well(f"cat >{place}", text.encode())
         return EDITED
 
     async def _run_well(self, command: str, stdin: bytes = b"") -> Ran:
@@ -227,6 +250,10 @@ def read_repository(record: dict[str, Any], place: str, *, config: TaskConfig) -
         raise ValueError(
             f'{place}: "image" is missing, and task.container.kind={config.container.kind.name} '
             "needs one; give the row one, or all rows by task.container.image"
+        )
+    if image and not IMAGE.fullmatch(image):
+        raise ValueError(
+            f"{place}: image={image!r:.200}: must be the name of an image, as python:3.12-slim"
         )
     files, of_tests = (_files(record.get(k), f'{place}: "{k}"') for k in ("files", "test_files"))
     if not files and not image:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import tempfile
@@ -13,10 +14,12 @@ from configs.load import load_config
 from controller.start.preflight import check_plan, check_task
 from controller.start.warm_start import imitate
 from rollout_pool.episodes.chat import ChatFormat
+from rollout_pool.episodes.conversation import ToolError
 from rollout_pool.sandbox.containers import ContainerError
+from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.env_episodes import tools_shown
 from rollout_pool.tasks.registry import build_task
-from rollout_pool.tasks.repository import read_repository
+from rollout_pool.tasks.repository import RepositoryTools, read_repository
 from tests.support.rollout import play
 from trainer_pool.model.scratch import byte_tokenizer
 
@@ -143,6 +146,43 @@ async def test_model_reads_the_result_of_a_call_or_its_error(
     assert dict(episode.env_parts) == {"tool_calls": 1, "tool_errors": float(is_error)}
 
 
+async def test_calls_of_an_answer_run_in_their_order_and_none_undoes_another(experiment):
+    container = make_container(experiment.task.container)
+    await container.start()
+    try:
+        tools = RepositoryTools(container)
+        made = tools.shell("sleep 0.1; printf 'a1 a2' >x")
+        edits = (tools.edit_file("x", f"a{number}", f"b{number}") for number in (1, 2))
+        results = await asyncio.gather(made, *edits, tools.read_file("x"))
+    finally:
+        await container.close()
+    assert results == ["", "edited", "edited", "b1 b2"]
+
+
+async def test_file_that_is_too_long_to_edit_is_not_one_without_the_text(experiment):
+    container = make_container(experiment.task.container)
+    await container.start()
+    try:
+        await container.run("head -c 70000 /dev/zero >x; echo a >>x")
+        with pytest.raises(ToolError, match="x: has more than 65536 bytes; change it by a command"):
+            await RepositoryTools(container).edit_file("x", "a", "b")
+    finally:
+        await container.close()
+
+
+async def test_image_without_tar_is_named_as_the_cause(tmp_path, chat):
+    config = of_row(tmp_path, ROW | {"files": {"a": "", "a/b": ""}})  # tar cannot make both
+    task = build_task(config.task)
+    env = task.environment(task.example(0))
+    try:
+        with pytest.raises(
+            ContainerError, match=r"(?s)into the container: .*; the image .* needs tar"
+        ):
+            await env.reset()
+    finally:
+        await env.close()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -170,6 +210,8 @@ async def test_model_reads_the_result_of_a_call_or_its_error(
             r"\"solution\"\[0\]: sums.py has 0 times the text 'a \* b', and must have one",
         ),
         ({"image": 5}, r'line 7: "image" must be a non-empty string'),
+        ({"image": "--privileged"}, r"line 7: image='--privileged': must be the name of an image"),
+        ({"image": "a b"}, r"line 7: image='a b': must be the name of an image, as python:3.12"),
     ],
 )
 def test_bad_row_is_named_with_its_field_and_the_fix(experiment, change, message):
@@ -205,11 +247,11 @@ def test_dry_run_where_bubblewrap_runs_nothing_says_what_is_missing(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("task.path=null", r"task.path=None: task.kind=repository needs a file of repositories"),
+        ("task.path=null", r"task.path=None: task.kind=repository needs a file of rows; name it"),
         ("task.chat_template=false", r"task.chat_template=false: .* calls tools; set true"),
         ("task.max_turns=1", r"task.max_turns=1: task.kind=repository has several; set more"),
         ("task.tools=[python]", r"task.tools=\['python'\]: .* has its own; leave them out"),
-        ("task.turn_timeout_s=5", r"task.container.timeout_s=60: .* ends turns earlier"),
+        ("task.turn_timeout_s=239", r"turn_timeout_s=239: a turn may run 4 commands, .* least 240"),
         ("task.path=/no/such/file.jsonl", r"task.path=/no/such/file.jsonl: there is no such file"),
     ],
 )
