@@ -37,6 +37,11 @@ class BackgroundTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    async def wait(self, limit_s: float) -> None:
+        """Returns once all have ended, or after `limit_s`."""
+        if self._tasks:
+            await asyncio.wait({*self._tasks}, timeout=limit_s)
+
     async def end(self) -> None:
         await end_tasks(self._tasks)
 

@@ -41,7 +41,7 @@ GRACE_S = 60.0
 """Time for what stands around a command."""
 _FIRST_USER = 0x50000000
 _removing = BackgroundTasks()
-"""An episode may be cancelled again while its container is being removed."""
+"""Starts and removals: an episode may be cancelled, and again, meanwhile."""
 
 _DOCKER = {
     "start": "docker run --detach --rm --init --name {name} --label leash={label} "
@@ -63,15 +63,21 @@ _COMMANDS = {
         verb: f"podman{c.removeprefix('docker')}" for verb, c in _DOCKER.items()
     },
     ContainerKind.kubernetes: {
-        "start": "sh -c 'kubectl run $0 --image=$1 --restart=Never --labels=leash=$2 "
+        "start": "sh -c '"
+        'kubectl run "$0" --image="$1" --restart=Never --labels="leash=$2" '
         '--override-type=strategic --overrides="$3" --command -- sleep {life_s} && '
-        "kubectl wait --for=condition=Ready --timeout=600s pod/$0' "
-        f"{{name}} {{image}} {{label}} '{_POD}'",
+        'kubectl wait --for=condition=Ready --timeout=600s "pod/$0"'
+        f"' {{name}} {{image}} {{label}} '{_POD}'",
         "exec": "kubectl exec --stdin {name} --",
         "stop": "kubectl delete pod {name} --now --ignore-not-found --wait=false",
         "names": "kubectl get pods -l leash={label} -o jsonpath={.items[*].metadata.name}",
     },
 }
+
+
+async def wait_removed(limit_s: float = GRACE_S) -> None:
+    """Returns once the containers whose episodes have ended are removed, or after `limit_s`."""
+    await _removing.wait(limit_s)
 
 
 class ContainerError(ValueError):
@@ -93,6 +99,8 @@ class Ran(NamedTuple):
 class Container:
     """The container of one episode. Its methods raise ContainerError, but `close`."""
 
+    _starting: asyncio.Task[Ran] | None = None
+
     def __init__(self, config: ContainerConfig, image: str = "", name: str = "") -> None:
         """`name`: of one that exists. Raises ContainerError if there is no program for it."""
         self._config, self._kind = config, f"task.container.kind={config.kind.name}"
@@ -113,7 +121,8 @@ class Container:
                 )
 
     async def start(self) -> None:
-        await self._do("start", START_S)
+        self._starting = _removing.spawn(self._do("start", START_S))
+        await asyncio.shield(self._starting)
         if (ran := await self.run("true")).exit_code:
             raise ContainerError(
                 f"{self._kind}: it runs no command: {ran.text.strip()[-500:]}; an image needs sh "
@@ -133,8 +142,13 @@ class Container:
 
     async def close(self) -> None:
         """Removes it, however far its start got."""
+        await asyncio.shield(_removing.spawn(self._remove()))
+
+    async def _remove(self) -> None:
+        if self._starting is not None:  # cut short, it might still make one after the removal
+            await asyncio.wait([self._starting])
         try:
-            await asyncio.shield(_removing.spawn(self._do("stop", GRACE_S)))
+            await self._do("stop", GRACE_S)
         except ContainerError as error:  # it may never have started
             log.warning("a container was not removed: %s", error)
 
@@ -193,7 +207,9 @@ def _bubblewrap(config: ContainerConfig) -> dict[str, str]:
         "exec": " ".join(enter),
         # The model may have made folders that cannot be entered.
         "stop": 'sh -c \'chmod -R u+rwX "$0"; rm -rf "$0"\' {folder}',
-        "names": f"ls {shlex.quote(tempfile.gettempdir())}",
+        # Not ls, whose output may be longer than what is read of it.
+        "names": f"find -H {shlex.quote(tempfile.gettempdir())} -maxdepth 1 "
+        "-name leash-{label}-* -printf %f\\\\n",
     }
 
 

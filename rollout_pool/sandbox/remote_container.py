@@ -22,7 +22,7 @@ from rollout_pool.sandbox.containers import (
     Ran,
 )
 
-MAX_RESPONSE_BYTES = 256 * 2**20
+MAX_RESPONSE_BYTES = 16 * 2**20
 _SCRIPT = """\
 mkdir work && cd work && {{ [ ! -s ../folder.tar ] || tar -xf ../folder.tar; }} || exit 1
 timeout -s KILL {timeout_s:g} sh -c {command} <../stdin 2>&1; code=$?
@@ -52,7 +52,7 @@ class RemoteContainer(Container):
             "language": "bash",
             "run_timeout": timeout_s + GRACE_S,
             "memory_limit_MB": self._config.memory_bytes // 2**20,
-            "files": {name: base64.b64encode(content).decode() for name, content in files.items()},
+            "files": await asyncio.to_thread(_encoded, files),
             "fetch_files": ["folder.tar"],
         }
         try:
@@ -60,7 +60,8 @@ class RemoteContainer(Container):
                 response = json.loads(await self._post(body))
             result = response["run_result"]
             output, code = str(result["stdout"] or "").encode(), int(result["return_code"])
-            self._folder = base64.b64decode(response["files"]["folder.tar"])
+            folder = response["files"]["folder.tar"]
+            self._folder = await asyncio.to_thread(base64.b64decode, folder)
         except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
             raise ContainerError(f"{self._kind}: {type(error).__name__}: {error}") from error
         return Ran(output[-MAX_OUTPUT_BYTES:], code, len(output) <= MAX_OUTPUT_BYTES)
@@ -75,11 +76,17 @@ class RemoteContainer(Container):
             async for part in response.aiter_raw():
                 content += part
                 if len(content) > MAX_RESPONSE_BYTES:
-                    raise httpx.ReadError(f"more than {MAX_RESPONSE_BYTES} bytes")
+                    raise httpx.ReadError(
+                        f"more than {MAX_RESPONSE_BYTES} bytes: the folder is too large for it"
+                    )
         return bytes(content)
 
     async def _do(self, verb: str, limit_s: float) -> Ran:
         return Ran(b"", 0, True)  # there is nothing to start or to remove
+
+
+def _encoded(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: base64.b64encode(content).decode() for name, content in files.items()}
 
 
 def make_container(config: ContainerConfig, image: str = "") -> Container:

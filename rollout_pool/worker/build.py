@@ -31,6 +31,7 @@ from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
 from rollout_pool.sampling.tracing import open_tracing
+from rollout_pool.sandbox.containers import wait_removed
 from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.agent import AgentTask, find_agent
 from rollout_pool.tasks.env_episodes import EnvEpisodes, environment_factory
@@ -156,6 +157,7 @@ class WorkerParts:
         counters = Counters(self._state)
         endpoint = await self._open_endpoint(sampler, grammars, chat, counters)
         if any(one.kind is TaskKind.repository for one in spec.task.by_name.values()):
+            self._closing.push_async_callback(wait_removed)
             await make_container(spec.task.container).sweep()
         source = self._make_source(sampler, chat)
         scorer = EpisodeScorer(spec.task, task=self._task, pool=self._scoring)

@@ -24,7 +24,12 @@ from configs.choices import ContainerKind
 from configs.container_schema import ContainerConfig
 from configs.environment import PROCESS_VARIABLE, RUN_VARIABLE
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.sandbox.containers import MAX_OUTPUT_BYTES, Container, ContainerError
+from rollout_pool.sandbox.containers import (
+    MAX_OUTPUT_BYTES,
+    Container,
+    ContainerError,
+    wait_removed,
+)
 from rollout_pool.sandbox.remote_container import make_container
 from tests.support.repository import ROOT
 
@@ -89,7 +94,7 @@ async def test_command_sees_neither_the_machine_nor_its_secrets_nor_a_network(mo
 
 async def test_command_ends_at_its_time_with_all_that_it_started():
     marker = "98765.4321"
-    async with started(timeout_s=1) as container:
+    async with started(timeout_s=3) as container:
         assert (await container.run(f"setsid sleep {marker} & sleep {marker}")).exit_code == 137
         assert (await container.run(f"(sleep {marker} >/dev/null 2>&1 &); true")).exit_code == 0
     assert not [p for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]
@@ -112,8 +117,24 @@ async def test_container_is_removed_though_its_episode_is_cancelled_meanwhile(fo
     closing = asyncio.create_task(container.close())
     await asyncio.sleep(0)  # it begins
     await end_tasks([closing], again_s=0.001)
-    while list(folder.iterdir()):
-        await asyncio.sleep(0.01)
+    await wait_removed()
+    assert list(folder.iterdir()) == []
+
+
+async def test_container_whose_start_is_cancelled_is_removed_once_it_has_started(
+    programs, tmp_path
+):
+    begun = tmp_path / "begun"
+    own = {"start": f"sh -c 'touch {begun}; sleep 0.3; docker run --name $0 image' {{name}}"}
+    container = Container(ContainerConfig(kind=ContainerKind.docker, commands=own), "image")
+    starting = asyncio.create_task(container.start())
+    async with asyncio.timeout(60):
+        while not begun.exists():
+            await asyncio.sleep(0.01)
+    await end_tasks([starting])
+    await container.close()
+    ran = [line.split()[1] for line in (programs / "log").read_text().splitlines()]
+    assert ran == ["run", "rm"] and not [p for p in programs.iterdir() if p.is_dir()]
 
 
 WORKER = """
