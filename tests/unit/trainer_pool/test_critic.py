@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,8 +41,9 @@ def updated(returns) -> dict[str, float]:
     row = head_row(0)
     found = returns(len(row.tokens)).astype(np.float32)
     row = replace(row, columns={RETURN_COLUMN: found, VALUE_COLUMN: found / 2})
-    step = CriticStep(critic=Model(), config=CriticConfig(), learning_rate=0.1, holds_policy=False)
-    ranks = SimpleNamespace(gather=lambda sums: sums[None])
+    model: Any = Model()
+    step = CriticStep(critic=model, config=CriticConfig(), learning_rate=0.1, holds_policy=False)
+    ranks: Any = SimpleNamespace(gather=lambda sums: sums[None])
     batches = pack([row], HEAD_TOKENS)
     return update_critic(step, [(batches, 1.0), (batches, 1.0)], ranks, lambda: None)
 
