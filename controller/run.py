@@ -366,7 +366,13 @@ class Run:
         if (port := self.config.run.page_port) is None:
             return
         with self._progress("page") as say:
-            server = PageServer(self.dir, LOOPBACK, port)
+            try:
+                server = PageServer(self.dir, LOOPBACK, port)
+            except ValueError as error:
+                if self.resumption is None and self.attachment is None:
+                    raise
+                say(f"not served: {error}")  # nobody may be there to choose another port
+                return
             cleanup.callback(server.close)
             say(server.url)
 

@@ -23,6 +23,7 @@ from controller.start.placement import PlacementError, joined
 from controller.start.plan import Plan, make_plan
 from controller.start.preflight import check_ports, plan_here, plan_on
 from controller.units import format_bytes
+from host.network import own_address_towards
 from host.printable import printable
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def print_doctor(config: Config, as_json: bool = False) -> None:
 
 def _here(config: Config) -> tuple[Survey, list[Problem]]:
     asked = Asked(run_dir=config.run.dir, stage_dir=config.weight_sync.stage_dir)
-    address = config.cluster.host or LOOPBACK
+    address = own_address_towards(config.cluster.host or LOOPBACK)  # it may be a name
     facts = node_facts(asked, address, os.cpu_count() or 1, torch.cuda.device_count())
     return _judged(config, Survey(nodes=[facts], silent=[]), lambda: plan_here(config), address)
 

@@ -15,7 +15,7 @@ from controller.metrics.history import TUNED, MetricsTail, Record, of_kind
 from controller.page.curves import find_metrics
 from controller.page.samples import Decode, GroupIndex
 from controller.report.result import training_seconds
-from controller.run_dir import RunDir
+from controller.run_dir import RunDir, RunRecord
 from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
 from controller.watch.run_view import UNSEEN_S, RunView
@@ -41,6 +41,8 @@ class WatchedRun:
         self._looked_at = 0.0
         self._state: dict[str, Any] = {}
         self._view: RunView | None = None
+        self._ended: RunRecord | None = None
+        """As it was judged."""
 
     def records(self) -> Sequence[Record]:
         self.state()
@@ -59,6 +61,8 @@ class WatchedRun:
     def _look(self) -> dict[str, Any]:
         run, url = self.dir.read_record(), self.dir.read_redis_url()
         new, problem, found = self._tail.read(), "", list[Finding]()
+        if not new and not run.is_running and self._ended == run:
+            return self._state  # the same again
         shapes = {(record.kind, *record.values): record for record in new}
         self._metrics |= set(find_metrics(shapes.values()))
         is_live = run.is_running and url is not None
@@ -74,7 +78,7 @@ class WatchedRun:
             found = findings_of_ended(self._tail.records, training_seconds(steps))
         self._view = view
         state = "gone" if run.state == "running" and not run.is_alive else run.state
-        return {
+        told = {
             **as_object(self.dir, state, view, found),
             "is_live": is_live,
             "problem": problem,
@@ -88,6 +92,8 @@ class WatchedRun:
                 for record in of_kind(self._tail.records, TUNED)[-NUM_CHANGES:]
             ],
         }
+        self._ended = None if run.is_running else run
+        return told
 
     def _followed(self, new: Sequence[Record]) -> RunView:
         """The view with the new records. One that nobody has fed for a while begins anew, as that

@@ -103,7 +103,7 @@ def check_inputs(config: Config, *, is_resumed: bool = False) -> Task:
         check_shared_memory(plan.config, plan)
         if plan.devices.rank_gpus > 0:
             check_host_memory(plan)
-    check_ports(config)
+    check_ports(config, has_page=not is_resumed)
     task, tokenizer = check_task(config.task), tokenizer_of(config)
     if config.model.path is not None and not Path(config.model.path).is_dir():
         built = _check_architecture(config, config.model.path)
@@ -276,11 +276,11 @@ def _check_folder(setting: str, path: str) -> None:
         )
 
 
-def check_ports(config: Config, host: str | None = None) -> None:
+def check_ports(config: Config, host: str | None = None, *, has_page: bool = True) -> None:
     """Check that this machine's servers can listen at their addresses. `host`: this machine's
-    address in the cluster."""
+    address in the cluster. `has_page`: a run that goes on does so without its page."""
     page = config.run.page_port
-    if page and not _is_free(LOOPBACK, page):
+    if has_page and page and not _is_free(LOOPBACK, page):
         raise ValueError(
             f"run.page_port={page}: another process uses that port; choose another one, or 0"
         )

@@ -1,9 +1,12 @@
-"""The controller looks after Redis while the parts of its run start."""
+"""The controller looks after Redis and its page while the parts of its run start."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import socket
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -38,3 +41,25 @@ def test_redis_that_dies_while_pools_start_starts_again(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         run._look()
     server.stop(10)
+
+
+def test_page_whose_port_is_taken_ends_no_run_that_goes_on(tmp_path: Path) -> None:
+    run_dir, said, going_on = (
+        RunDir.create(str(tmp_path), "a", "quickstart"),
+        io.StringIO(),
+        object(),
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken, contextlib.ExitStack() as cleanup:
+        port = taken.getsockname()[1]
+        config = load_config([f"run.dir={tmp_path}", f"run.page_port={port}"])
+        panel = Panel(console=Console(file=said, width=200))
+
+        def run(**state: Any) -> Run:
+            return Run(config, run_dir, panel, StopRequest(), **state)
+
+        with panel:
+            with pytest.raises(ValueError, match=rf"run\.page_port={port}: cannot listen"):
+                run()._start_page(cleanup)
+            run(resumption=going_on)._start_page(cleanup)
+            run(attachment=going_on)._start_page(cleanup)
+    assert said.getvalue().count(f"not served: run.page_port={port}: cannot listen") == 2

@@ -527,6 +527,10 @@ def test_port_in_use_and_foreign_address_are_refused_before_the_start() -> None:
         for name in ("run.prometheus_port", "rollout.openai.port"):
             with pytest.raises(ValueError, match=rf"{name}={port}: cannot listen on 127"):
                 check_inputs(load_config([f"{name}={port}"]))
+        page = load_config([f"run.page_port={port}"])
+        with pytest.raises(ValueError, match=rf"run\.page_port={port}: another process"):
+            check_inputs(page)
+        check_inputs(page, is_resumed=True)
     with pytest.raises(ValueError, match=r"cluster\.host='192\.0\.2\.7': no interface"):
         check_inputs(load_config(["cluster.host=192.0.2.7"]))
 
