@@ -21,9 +21,9 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import ray
@@ -33,8 +33,8 @@ from ray.util.placement_group import PlacementGroup
 from buffer.dump.load import restore_buffer
 from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
-from buffer.results import TaskProgress
-from configs.checks import with_live
+from buffer.results import BufferStats, TaskProgress
+from configs.checks import Section, live_names, live_text, with_live
 from configs.choices import LoraMode
 from configs.environment import RUN_VARIABLE
 from configs.introspection import live_settings
@@ -314,12 +314,16 @@ class Run:
                         "of this name; choose another run.name"
                     )
             live, last = live_settings(), {name.rpartition(".")[2]: name for name in overridden}
+            # Not for another setting of that name, as rollout.eval.temperature.
+            replaced = {name for name, whole in last.items() if live.get(name, whole) == whole}
+            if resumption is not None:
+                with contextlib.suppress(RunNotOpenError):
+                    await self._check_tuned(await buffer.stats(), replaced)
             await buffer.open(
                 config.buffer,
                 config.trainer.groups_per_step,
                 config.rollout.oversampling,
-                # Not for another setting of that name, as rollout.eval.temperature.
-                replaced={name for name, whole in last.items() if live.get(name, whole) == whole},
+                replaced,
                 gradient_accumulation_steps=config.trainer.gradient_accumulation_steps,
             )
             # Set before the first group is sampled, and not before what follows is all done.
@@ -330,6 +334,24 @@ class Run:
         if resumption is not None:
             await self._take_over()
         return is_known
+
+    async def _check_tuned(self, stats: BufferStats, replaced: Collection[str]) -> None:
+        """Raises ValueError if settings that were changed during the run do not go with those that
+        it is to go on with."""
+        async with opened_state(self._address) as state:
+            held = await state.live_settings(live_settings())
+        for name in ("capacity_groups", "capacity_bytes"):  # a shard holds its part
+            held[name] = live_text(getattr(stats, name))
+        sections = dict[str, Section]()
+        for one in fields(self.config):
+            if isinstance(section := getattr(self.config, one.name), Section):
+                names = {*live_names(type(section))} - {*replaced}
+                texts = {name: text for name, text in held.items() if name in names}
+                sections[one.name] = with_live(section, texts)
+        try:
+            replace(self.config, **sections)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{error} (with the live settings of the run)") from None
 
     async def _restore_buffer(self, resumption: Resumption) -> int:
         """Give an empty buffer what the checkpoint knows of it; returns the number of groups."""

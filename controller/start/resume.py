@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.introspection import live_settings
 from configs.load import ConfigError, differences
 from configs.schema import Config
-from controller.metrics.history import read_metrics
+from controller.metrics.history import TUNED, read_metrics
 from controller.run_dir import RunDir, RunDirError
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.types import KEPT_REFERENCE
@@ -28,6 +29,7 @@ FIXED = {
     "trainer.warm_start": "it comes before the first step",
 }
 """Settings and sections that a run keeps, with the reason."""
+FIX = "launch a new run to change it"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -48,9 +50,12 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
     for name, (old, _) in differences(before, config).items():
         fixed = [part for part in FIXED if name == part or name.startswith(f"{part}.")]
         if fixed:
+            tuned = [r.values for r in read_metrics(run_dir.metrics, TUNED)]
+            now = [change["after"] for change in tuned if change["setting"] == name] or [old]
+            is_live = name in live_settings().values()
+            fix = f"once it goes on, `{run_dir.command('tune')}` may change it" if is_live else FIX
             raise ConfigError(
-                f"{name}: a run keeps its {fixed[0]}, here {old}: {FIXED[fixed[0]]}; "
-                "launch a new run to change it"
+                f"{name}: a run keeps its {fixed[0]}, here {now[-1]}: {FIXED[fixed[0]]}; {fix}"
             )
     _check_reference(config, run_dir)
     if config.algorithm.critic is not None and before.algorithm.critic is None:

@@ -4,6 +4,7 @@ pause."""
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -66,14 +67,15 @@ def run_loop(
 def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
     run_state = BlockingRunState(spec.redis_url, spec.run, spec.buffer)
     buffer = BlockingReplayBuffer(spec.redis_url, spec.run, spec.buffer)
-    num_steps, last, enough = 0, STREAM_START, LOOP_STEPS
+    num_steps, last, enough, rate = 0, STREAM_START, LOOP_STEPS, 0.0
     if spec.resume_from is not None:
         enough = 7
         while entries := run_state.read_metrics(last, 0):
             last = entries[-1].id
-    while num_steps < enough:
+    while num_steps < enough or not math.isclose(rate, LATER_RATE):
         entries = run_state.read_metrics(last, TIMEOUT_S)
-        num_steps += sum(entry.kind == "step" for entry in entries)
+        rates = [float(entry.record["lr"]) for entry in entries if entry.kind == "step"]
+        num_steps, rate = num_steps + len(rates), [rate, *rates][-1]
         last = entries[-1].id
         buffer.change_settings({"learning_rate": str(LATER_RATE)})
     buffer.change_settings({"paused": "True"})

@@ -21,10 +21,10 @@ from configs.schema import BufferConfig, Config, LoraConfig
 from controller.buffer_access import BufferAddress
 from controller.commands.export import _checkpoint as checkpoint_of
 from controller.history_writer import HistoryWriter
-from controller.metrics.history import ATTACHED, RESUMED, MetricsLog, Record, read_metrics
-from controller.report.panel import render
+from controller.metrics.history import ATTACHED, RESUMED, TUNED, MetricsLog, Record, read_metrics
+from controller.report.panel import Panel, render
 from controller.report.result import summarize
-from controller.run import launch, resume
+from controller.run import Run, launch, resume
 from controller.run_dir import RunDir, RunDirError
 from controller.signals import StopRequest
 from controller.start.resume import FIXED, find_resumption
@@ -70,6 +70,46 @@ def test_illegal_change_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         find_resumption(ended_run, [override])
+
+
+def test_refusal_of_a_live_setting_names_tune_and_the_value_that_it_has(
+    ended_run: RunDir,
+) -> None:
+    change = {"setting": "buffer.on_stale", "before": "requeue", "after": "wait", "who": "a@b"}
+    with MetricsLog(ended_run.metrics) as log:
+        log.append(TUNED, change)
+    with pytest.raises(ConfigError, match=r"here wait: .* `make tune.*` may change it"):
+        find_resumption(ended_run, ["buffer.on_stale=drop"])
+
+
+@pytest.mark.parametrize(
+    ("live", "override", "reason"),
+    [
+        ({"capacity_groups": "16"}, "trainer.groups_per_step=32", "capacity_groups=16: what one"),
+        ({"on_stale": "wait"}, "rollout.tail=postpone", "rollout.tail='postpone': with buffer.on_"),
+    ],
+)
+async def test_settings_of_a_resume_must_go_with_those_that_were_changed_during_the_run(
+    ended_run: RunDir,
+    open_run: tuple[BufferAddress, Buffer, RunState],
+    monkeypatch: pytest.MonkeyPatch,
+    live: dict[str, str],
+    override: str,
+    reason: str,
+) -> None:
+    address, buffer, _ = open_run
+    monkeypatch.setattr(Run, "_address", address)
+
+    async def go_on(*overrides: str) -> None:
+        found = find_resumption(ended_run, overrides)
+        await Run(found.config, ended_run, Panel(False), StopRequest(), found)._open_buffer()
+
+    await buffer.change_settings(live)
+    with pytest.raises(ValueError, match=reason):
+        await go_on(override)
+    if "capacity_groups" in live:
+        await go_on(override, "buffer.capacity_groups=32")
+        assert (await buffer.stats()).capacity_groups == 32
 
 
 def test_relative_path_in_the_arguments_of_a_resume_is_one_of_the_current_folder(
