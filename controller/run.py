@@ -351,7 +351,8 @@ class Run:
         try:
             replace(self.config, **sections)  # type: ignore[arg-type]
         except ValueError as error:
-            raise ValueError(f"{error} (with the live settings of the run)") from None
+            fix = "set a value that goes with the live settings, which the run keeps, or those too"
+            raise ValueError(f"{error}; {fix}") from None
 
     async def _restore_buffer(self, resumption: Resumption) -> int:
         """Give an empty buffer what the checkpoint knows of it; returns the number of groups."""

@@ -118,9 +118,9 @@ def survey(
         for node, error in untested.items()
         if node in living
     ]
-    for node, others in unreached.items():
+    for own, others in unreached.items():
         names = tuple(facts[other].name for other in others if other in living)
-        facts[node] = replace(facts[node], unreached=names)
+        facts[own] = replace(facts[own], unreached=names)
     known = [facts[node.id] for node in nodes if node.id in facts and node.id in living]
     return Survey(nodes=known, silent=silent)
 

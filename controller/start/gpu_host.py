@@ -136,8 +136,8 @@ def software_problem() -> str | None:
 
 
 def driver_warning() -> str | None:
-    """What may be wrong where CUDA cannot be tried, as in an actor without GPUs: an older driver
-    does with the libraries of cuda-compat."""
+    """A doubt where CUDA cannot be tried, as in an actor without GPUs: an older driver does with
+    the libraries of cuda-compat."""
     cuda = torch.version.cuda
     return None if cuda is None or torch.cuda.device_count() else _old_driver(cuda)
 

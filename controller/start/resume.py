@@ -51,7 +51,7 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
         fixed = [part for part in FIXED if name == part or name.startswith(f"{part}.")]
         if fixed:
             tuned = [r.values for r in read_metrics(run_dir.metrics, TUNED)]
-            now = [change["after"] for change in tuned if change["setting"] == name] or [old]
+            now = [str(one["after"]) for one in tuned if one["setting"] == name] or [str(old)]
             is_live = name in live_settings().values()
             fix = f"once it goes on, `{run_dir.command('tune')}` may change it" if is_live else FIX
             raise ConfigError(

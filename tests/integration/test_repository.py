@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from rollout_pool.worker.record import all_recorded
+from tests.support.bubblewrap import NEEDS_BUBBLEWRAP
 from tests.support.launches import RUN, Machine, end_all, finish, result_of, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, NEEDS_BUBBLEWRAP]
 NAMED = "leash-????????????-????????"
 """Folders of containers."""
 CALL = r"""

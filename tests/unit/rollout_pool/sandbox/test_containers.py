@@ -31,7 +31,10 @@ from rollout_pool.sandbox.containers import (
     wait_removed,
 )
 from rollout_pool.sandbox.remote_container import make_container
+from tests.support.bubblewrap import NEEDS_BUBBLEWRAP
 from tests.support.repository import ROOT
+
+pytestmark = NEEDS_BUBBLEWRAP
 
 STUBBED = [ContainerKind.docker, ContainerKind.podman, ContainerKind.kubernetes]
 

@@ -20,8 +20,11 @@ from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.env_episodes import tools_shown
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.repository import RepositoryTools, read_repository
+from tests.support.bubblewrap import NEEDS_BUBBLEWRAP
 from tests.support.rollout import play
 from trainer_pool.model.scratch import byte_tokenizer
+
+pytestmark = NEEDS_BUBBLEWRAP
 
 ROW = {
     "problem": "add(2, 3) gives -1.",

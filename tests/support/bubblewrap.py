@@ -1,0 +1,30 @@
+"""Whether containers of bubblewrap start here: some machines forbid namespaces."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+import pytest
+
+from configs.container_schema import ContainerConfig
+from rollout_pool.sandbox.containers import Container, ContainerError
+
+
+@cache
+def _obstacle() -> str:
+    async def start() -> None:
+        container = Container(ContainerConfig(), "")
+        try:
+            await container.start()
+        finally:
+            await container.close()
+
+    try:
+        asyncio.run(start())
+    except ContainerError as error:
+        return str(error)
+    return ""
+
+
+NEEDS_BUBBLEWRAP = pytest.mark.skipif(bool(_obstacle()), reason=_obstacle() or "it starts")
