@@ -683,6 +683,20 @@ class Config(Section):
     def _longest_drain_s(self) -> float:
         return self.buffer.wait_timeout_s - self.weight_sync.commit_timeout_s
 
+    def starting_rules(self) -> Iterator[Rule]:
+        """Rules for a launch, a resume and a change: the files of older runs may break them."""
+        # A group that the trainer waits for must have room, however many are ready before it.
+        waits = self.buffer.on_stale is OnStale.wait and self.buffer.on_full is OnFull.block
+        versions, capacity = self.buffer.max_staleness + 1, self.buffer.capacity_groups
+        groups = versions * self.trainer.groups_per_version
+        admitted = math.floor(groups * self.rollout.oversampling + 1e-6)
+        yield Rule(
+            not waits or capacity is None or capacity >= admitted,
+            "buffer.capacity_groups",
+            "with buffer.on_stale=wait the trainer would wait for a group that waits for room; set "
+            f"null, or at least what is admitted: {admitted}",
+        )
+
     def _version_rules(self) -> Iterator[Rule]:
         trainer, most = self.trainer, self.buffer.max_staleness + 1
         yield Rule(
@@ -698,15 +712,6 @@ class Config(Section):
             "what one update trains on, trainer.groups_per_step * "
             f"trainer.gradient_accumulation_steps = {groups} groups, would never fit; raise it to "
             "at least that",
-        )
-        # A group that the trainer waits for must have room, however many are ready before it.
-        waits = self.buffer.on_stale is OnStale.wait and self.buffer.on_full is OnFull.block
-        admitted = math.floor(most * groups * self.rollout.oversampling + 1e-6)
-        yield Rule(
-            not waits or capacity is None or capacity >= admitted,
-            "buffer.capacity_groups",
-            "with buffer.on_stale=wait the trainer would wait for a group that waits for room; set "
-            f"null, or at least what is admitted: {admitted}",
         )
         steps = trainer.gradient_accumulation_steps * trainer.publish_every
         yield Rule(

@@ -313,9 +313,14 @@ class Run:
                         f"run.name={self.dir.name!r}: the Redis of buffer.url already holds a run "
                         "of this name; choose another run.name"
                     )
-            live, last = live_settings(), {name.rpartition(".")[2]: name for name in overridden}
+            live = live_settings()
             # Not for another setting of that name, as rollout.eval.temperature.
-            replaced = {name for name, whole in last.items() if live.get(name, whole) == whole}
+            replaced = {one.rpartition(".")[2] for one in overridden} - live.keys()
+            replaced |= {
+                name
+                for name, whole in live.items()
+                if any(f"{whole}.".startswith(f"{one}.") for one in overridden)
+            }
             if resumption is not None:
                 with contextlib.suppress(RunNotOpenError):
                     await self._check_tuned(await buffer.stats(), replaced)

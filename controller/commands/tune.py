@@ -78,7 +78,8 @@ async def _tune(
 
 
 def _rules(run_dir: RunDir, before: Config, after: Config, stats: BufferStats) -> Iterator[Rule]:
-    """Rules of a running job that a launch does not have."""
+    """Rules of a running job, which its files need not keep."""
+    yield from after.starting_rules()
     masks = {one.buffer.on_stale is OnStale.mask_tokens for one in (before, after)}
     fix = f"{BY_ITS_ORDER} if it is or was mask_tokens; choose among requeue, drop and wait"
     yield Rule(len(masks) == 1, "buffer.on_stale", fix)

@@ -172,7 +172,7 @@ class RolloutWorker:
         if num_lost := await self.buffer.reclaim(self.index):
             log.warning("%d groups of this worker from before its restart run again", num_lost)
         self._live = with_live(self.spec.config, await self.state.live_settings(_LIVE))
-        self._group_runner.use(self._live, is_new_filter=False)
+        self._group_runner.use(self._live, is_new_filter=True)
         self._tail = self._new_tail(self._live)
         background = self._start_background()
         try:

@@ -175,7 +175,7 @@ TWO_ENGINES = (
     "trainer.keep_best=score_mean/far",
     "trainer.checkpoint_every=8",
     "rollout.log_rate=1",
-    "trainer.num_steps=24",
+    "trainer.num_steps=32",
     "trainer.learning_rate=1e-10",  # so small that most bits stay: then versions travel as deltas
     "trainer.warm_start.num_steps=10",  # some of its answers do not end by themselves
     "rollout.num_engines=2",
@@ -213,7 +213,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     output += finish(process)
     assert process.returncode == 0, output[-6000:]
     result = result_of(output)
-    assert result["steps"] == 24 and result["max_staleness_trained"] <= 2
+    assert result["steps"] == 32 and result["max_staleness_trained"] <= 2
     assert result["logprob_diff_max"] <= 1e-4
     counted = result["rollout"]
     assert counted["groups_filtered"] > 0
@@ -247,7 +247,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     for record in evals:  # all answers are of the version that one engine was held at
         assert record.number("version_min") == record.number("version_max"), record.values
     evaluated = [record.number("version_min") for record in evals]
-    assert evaluated[0] == 0 and evaluated[-1] == 24
+    assert evaluated[0] == 0 and evaluated[-1] == 32
     seen = sum(step.t < tuned[3].t for step in steps)  # when rollout.eval_every became 16
     assert not any(seen + 1 < version < 16 for version in evaluated)
     held = [record.values["engine"] for record in evals[1:-1]]  # a slow one may have delayed one
@@ -262,14 +262,14 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     file = tmp_path / "groups.jsonl"
     command_on(tmp_path, "groups", str(file))
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    last = read_recorded(run, rows[-1]["group"])
-    assert last is not None and last.group.sampling.temperature == 1.2
-    assert len(last.group.rewards_by_episode) == 3
+    of_rows = [one.group for row in rows if (one := read_recorded(run, row["group"]))]
+    changed = [group for group in of_rows if group.sampling.temperature == 1.2]
+    assert changed and {len(group.rewards_by_episode) for group in changed} == {3}
     recorded = read_recorded(run, rows[0]["group"])
     assert recorded is not None and rows[0]["messages"] == recorded.messages[0]
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"]
     card = (run / "final_model" / "README.md").read_text()
-    assert "| far | " in card and "| steps | 24 |" in card
+    assert "| far | " in card and "| steps | 32 |" in card
 
 
 ADAPTER = LoraConfig(rank=8, alpha=64)

@@ -191,9 +191,6 @@ trainer.groups_per_step=4 ; buffer.capacity_groups=3
 trainer.groups_per_step=4 ; trainer.gradient_accumulation_steps=2 ; rollout.eval_every=0 ;
 trainer.num_ranks=2 ; buffer.capacity_groups=7
     -> buffer.capacity_groups=7
-trainer.groups_per_step=4 ; buffer.capacity_groups=17 ; rollout.oversampling=1.5 ;
-buffer.on_stale=wait
-    -> buffer.capacity_groups=17: with buffer.on_stale=wait the trainer would wait for a group that
 rollout.sampling.top_p=0.9 -> rollout.sampling.top_k=-1
 rollout.sampling.min_p=0.1 -> rollout.sampling.top_k=-1
 rollout.sampling.top_k=1 -> rollout.sampling.top_k=1

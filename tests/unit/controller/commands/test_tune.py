@@ -109,6 +109,8 @@ def test_values_that_the_rules_of_the_run_forbid_are_refused(
     open_run: RunDir, leash: Command
 ) -> None:
     assert "on_stale requeue -> wait" in leash("tune", "buffer.on_stale=wait")
+    error = leash("tune", "buffer.capacity_groups=20", exit_code=EXIT_BAD_INPUT)
+    assert "buffer.capacity_groups=20: with buffer.on_stale=wait the trainer would wait" in error
     error = leash("tune", "rollout.tail=postpone", exit_code=EXIT_BAD_INPUT)
     assert "with buffer.on_stale=wait the trainer waits" in error
 

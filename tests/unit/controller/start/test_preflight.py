@@ -46,6 +46,10 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
         ),
         (["rollout.engine.tp_size=3"], r"tp_size=3: must divide the model's 4 attention heads"),
         (
+            ["buffer.capacity_groups=71", "rollout.oversampling=1.5", "buffer.on_stale=wait"],
+            r"capacity_groups=71: .* wait for a group that waits for room; .* is admitted: 72",
+        ),
+        (
             ["trainer.sequence_parallel_size=3", "trainer.num_ranks=3"],
             r"trainer\.sequence_parallel_size=3: must divide the model's 4 attention heads",
         ),

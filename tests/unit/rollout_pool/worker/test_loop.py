@@ -944,11 +944,12 @@ async def test_first_groups_of_a_restarted_worker_have_the_live_settings(
 ):
     worker, buffer = await make_worker(max_staleness=0)
     completer.held = lambda sample: True
-    await buffer.change_settings({"group_size": "3"})
+    await buffer.change_settings({"group_size": "3", "filter_zero_variance": "True"})
     # It never hears of a later change.
     monkeypatch.setattr(state, "wait_settings_changed", lambda *_: asyncio.Event().wait())
     running = await make_worker.start(worker)
     await until(lambda: len(completer.asked) == 3 * GROUPS_PER_STEP)
+    assert worker._group_runner._filter is not None
     worker.stop()
     await running
 
