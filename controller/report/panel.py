@@ -27,8 +27,8 @@ from host.printable import printable
 SPARKS = "▁▂▃▄▅▆▇█"
 WIDE_BAR, NARROW_BAR = 14, 8
 FRAME = 6
-LAST_CHANGES = 3
 """Columns of the frame and its padding."""
+LAST_CHANGES = 3
 WIDE_PANEL, NARROW_PANEL = 88, 66
 """Columns inside the frame: from the first on bars are wide, below the second sections stack."""
 MAX_STALENESS_ROWS = 6

@@ -17,6 +17,8 @@ def _obstacle() -> str:
         container = Container(ContainerConfig(), "")
         try:
             await container.start()
+            if (ran := await container.run("python3 -c ''")).exit_code:  # what its tests run
+                raise ContainerError(ran.text)
         finally:
             await container.close()
 
