@@ -37,6 +37,21 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
     return listener, f"http://{place}:{listener.getsockname()[1]}"
 
 
+def listen_for(
+    setting: str, host: str, port: int, otherwise: str = ""
+) -> tuple[socket.socket, str]:
+    """The same for a server of the settings. Raises ValueError naming it, the address and the fix;
+    `otherwise`: what else may be set."""
+    try:
+        return listen(host, port)
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # the address comes twice
+        raise ValueError(
+            f"{setting}={port}: cannot listen on {host}:{port} ({reason}); choose another port "
+            f"(0 takes a free one){otherwise}"
+        ) from None
+
+
 def own_address_towards(host: str) -> str:
     """This machine's address on the interface that leads to `host`. Sends nothing."""
     family, _, _, _, address = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from configs.choices import LoraMode
 from configs.schema import Config
+from controller.cluster.facts import existing
 from controller.start.gpu_host import SURE_FRACTION
 from controller.start.gpus import CHECKPOINT_BYTES_PER_PARAM, num_servers
 from controller.start.model_size import num_trained
@@ -68,8 +69,7 @@ def shared_memory_needed(config: Config, plan: Plan, num_engines: int) -> int:
 
 
 def stage_folder(config: Config) -> Path:
-    staged = Path(config.weight_sync.stage_dir or SHARED_MEMORY)
-    return next(path for path in (staged, *staged.parents) if path.exists())
+    return existing(config.weight_sync.stage_dir or SHARED_MEMORY)
 
 
 def staged_slots(config: Config, num_engines: int) -> int:

@@ -29,7 +29,7 @@ from controller.metrics.prometheus_metrics import (
 )
 from host.http_server import HttpLimits, ServerConfig
 from host.loop_thread import LoopThread
-from host.network import listen
+from host.network import listen_for
 
 SCRAPE_TIMEOUT_S = 5.0
 """Below Prometheus' default of 10 s, so that it gets a response even if Redis does not answer."""
@@ -56,14 +56,8 @@ class MetricsServer(Collector):
         registry.register(self)
         self._respond = make_asgi_app(registry)
         self._server = uvicorn.Server(ServerConfig(self, HttpLimits(), close_s=1))
-        try:
-            listener, url = listen(host, port)
-        except OSError as error:
-            reason = str(error.strerror).partition(" (while")[0]  # the address comes twice
-            raise ValueError(
-                f"run.prometheus_port={port}: cannot listen on {host}:{port} ({reason}); "
-                "choose another port (0 takes a free one), or null for no metrics"
-            ) from None
+        otherwise = ", or null for no metrics"
+        listener, url = listen_for("run.prometheus_port", host, port, otherwise)
         self.url = f"{url}/metrics"
         self._loop = LoopThread("prometheus")
         try:

@@ -43,7 +43,7 @@ from controller.report.timeline import find_lanes, find_timeline
 from controller.run_dir import RunDir
 from host.http_server import HttpLimits, ServerConfig, read_body
 from host.loop_thread import LoopThread
-from host.network import is_loopback, listen
+from host.network import is_loopback, listen_for
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
@@ -281,14 +281,7 @@ def _prepare(
     run_dir: RunDir, host: str, port: int, setting: str
 ) -> tuple[uvicorn.Server, socket.socket, str]:
     """A server, where it listens, and its address for a browser, with the token."""
-    try:
-        listener, url = listen(host, port)
-    except OSError as error:
-        reason = str(error.strerror).partition(" (while")[0]  # the address comes twice
-        raise ValueError(
-            f"{setting}={port}: cannot listen on {host}:{port} ({reason}); choose another port "
-            "(0 takes a free one)"
-        ) from None
+    listener, url = listen_for(setting, host, port)
     token = secrets.token_urlsafe(24)
     app = make_app(run_dir, token, ["*"] if host in EVERYWHERE else _allowed(host))
     server = uvicorn.Server(ServerConfig(app, LIMITS, close_s=1))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rollout_pool.worker.record import all_recorded
-from tests.support.bubblewrap import NEEDS_BUBBLEWRAP
+from tests.support.bubblewrap import skip_without_bubblewrap
 from tests.support.launches import RUN, Machine, end_all, finish, result_of, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, NEEDS_BUBBLEWRAP]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 NAMED = "leash-????????????-????????"
 """Folders of containers."""
 CALL = r"""
@@ -22,6 +22,7 @@ start: "<tool_call>{\"name\": \"shell\", \"arguments\": {\"command\": \"touch " 
 
 def test_launch_trains_on_what_tools_did_in_containers_and_leaves_none(tmp_path: Path) -> None:
     """Each answer is a call that makes one of four files, and the tests want one of two of them."""
+    skip_without_bubblewrap()
     row = {"problem": "make a", "files": {"x": ""}, "test_command": [["test", "-e", "a"], ["true"]]}
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     machine, before = Machine.look(), {*Path(tempfile.gettempdir()).glob(NAMED)}

@@ -11,6 +11,11 @@ from configs.container_schema import ContainerConfig
 from rollout_pool.sandbox.containers import Container, ContainerError
 
 
+def skip_without_bubblewrap() -> None:
+    if obstacle := _obstacle():
+        pytest.skip(obstacle)
+
+
 @cache
 def _obstacle() -> str:
     async def start() -> None:
@@ -27,6 +32,3 @@ def _obstacle() -> str:
     except ContainerError as error:
         return str(error)
     return ""
-
-
-NEEDS_BUBBLEWRAP = pytest.mark.skipif(bool(_obstacle()), reason=_obstacle() or "it starts")

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from buffer.redis.connection import connect
 from buffer.run_state import RunState
 from rollout_pool.engines.sglang.client import SGLangClient
 from tensors.layout import Layout, TensorSpec
+from tests.support.bubblewrap import skip_without_bubblewrap
 from weight_sync.types import MANIFEST_NAME, Manifest
 
 F = TypeVar("F", "FakeSGLang", "FakeReceiver")
@@ -513,3 +515,13 @@ def serve() -> Iterator[Callable[[list[Route]], str]]:
 
     yield start
     fake.leave()
+
+
+@pytest.fixture
+def bubblewrap_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where containers of bubblewrap are; skips where none starts."""
+    skip_without_bubblewrap()
+    made = tmp_path / "made"
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+    return made

@@ -31,21 +31,9 @@ from rollout_pool.sandbox.containers import (
     wait_removed,
 )
 from rollout_pool.sandbox.remote_container import make_container
-from tests.support.bubblewrap import NEEDS_BUBBLEWRAP
 from tests.support.repository import ROOT
 
-pytestmark = NEEDS_BUBBLEWRAP
-
 STUBBED = [ContainerKind.docker, ContainerKind.podman, ContainerKind.kubernetes]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """Where containers of bubblewrap are."""
-    made = tmp_path / "made"
-    made.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(made))
-    return made
 
 
 @pytest.fixture
@@ -70,17 +58,19 @@ async def started(**settings: object) -> AsyncIterator[Container]:
         await container.close()
 
 
-async def test_commands_share_a_folder_that_is_removed_with_what_they_locked(folder):
+async def test_commands_share_a_folder_that_is_removed_with_what_they_locked(bubblewrap_folder):
     async with started() as container:
         assert (await container.run("cat >x; echo err >&2; exit 3", b"hello")).output == b"err\n"
         ran = await container.run("cat x; pwd; mkdir -p a/b; chmod 000 a; exit 3")
         assert (ran.text, ran.exit_code, ran.is_whole) == ("hello/work\n", 3, True)
-        [own] = folder.iterdir()
+        [own] = bubblewrap_folder.iterdir()
         assert own.stat().st_mode & 0o077 == 0
-    assert list(folder.iterdir()) == []
+    assert list(bubblewrap_folder.iterdir()) == []
 
 
-async def test_command_sees_neither_the_machine_nor_its_secrets_nor_a_network(monkeypatch):
+async def test_command_sees_neither_the_machine_nor_its_secrets_nor_a_network(
+    monkeypatch, bubblewrap_folder
+):
     monkeypatch.setenv("SECRET_KEY", "hidden-word")
     script = "env; cat /proc/*/environ; ls / /etc /tmp; cat /proc/net/dev; ls /proc/self/fd"
     async with started() as container:
@@ -95,7 +85,7 @@ async def test_command_sees_neither_the_machine_nor_its_secrets_nor_a_network(mo
         assert (await container.run("grep CapEff /proc/self/status")).text.split()[1] == "0" * 16
 
 
-async def test_command_ends_at_its_time_with_all_that_it_started():
+async def test_command_ends_at_its_time_with_all_that_it_started(bubblewrap_folder):
     marker = "98765.4321"
     async with started(timeout_s=3) as container:
         assert (await container.run(f"setsid sleep {marker} & sleep {marker}")).exit_code == 137
@@ -104,7 +94,7 @@ async def test_command_ends_at_its_time_with_all_that_it_started():
     assert not [p for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]
 
 
-async def test_output_memory_and_processes_are_bounded():
+async def test_output_memory_and_processes_are_bounded(bubblewrap_folder):
     async with started(processes=16, memory_bytes=2**27) as container:
         ran = await container.run("echo first; head -c 1000000 /dev/zero; echo last")
         assert not ran.is_whole and len(ran.output) < MAX_OUTPUT_BYTES + 100
@@ -115,14 +105,14 @@ async def test_output_memory_and_processes_are_bounded():
         assert (await container.run("echo still")).text == "still\n"
 
 
-async def test_container_is_removed_though_its_episode_is_cancelled_meanwhile(folder):
+async def test_container_is_removed_though_its_episode_is_cancelled_meanwhile(bubblewrap_folder):
     container = Container(ContainerConfig())
     await container.start()
     closing = asyncio.create_task(container.close())
     await asyncio.sleep(0)  # it begins
     await end_tasks([closing], again_s=0.001)
     await wait_removed()
-    assert list(folder.iterdir()) == []
+    assert list(bubblewrap_folder.iterdir()) == []
 
 
 async def test_container_whose_start_is_cancelled_is_removed_once_it_has_started(
@@ -155,22 +145,24 @@ asyncio.run(main())
 """
 
 
-async def test_worker_removes_what_a_killed_one_of_its_name_has_left(folder, monkeypatch):
+async def test_worker_removes_what_a_killed_one_of_its_name_has_left(
+    bubblewrap_folder, monkeypatch
+):
     marks = {RUN_VARIABLE: "/runs/a", PROCESS_VARIABLE: "rollout-0"}
-    command = [sys.executable, "-c", WORKER, str(folder)]
+    command = [sys.executable, "-c", WORKER, str(bubblewrap_folder)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, env=os.environ | marks, cwd=ROOT, text=True
     ) as worker:
         assert worker.stdout is not None and worker.stdout.readline() == "started\n"
         worker.send_signal(signal.SIGKILL)
-    assert len(list(folder.iterdir())) == 1
+    assert len(list(bubblewrap_folder.iterdir())) == 1
     monkeypatch.setenv(RUN_VARIABLE, "/runs/a")
     monkeypatch.setenv(PROCESS_VARIABLE, "rollout-1")
     await Container(ContainerConfig()).sweep()
-    assert len(list(folder.iterdir())) == 1  # another worker's
+    assert len(list(bubblewrap_folder.iterdir())) == 1  # another worker's
     monkeypatch.setenv(PROCESS_VARIABLE, "rollout-0")
     await Container(ContainerConfig()).sweep()
-    assert list(folder.iterdir()) == []
+    assert list(bubblewrap_folder.iterdir()) == []
     words = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
     assert not [one for one in words if "54321.9876" in one]
 

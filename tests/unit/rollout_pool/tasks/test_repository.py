@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -20,26 +19,14 @@ from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.env_episodes import tools_shown
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.repository import RepositoryTools, read_repository
-from tests.support.bubblewrap import NEEDS_BUBBLEWRAP
 from tests.support.rollout import play
 from trainer_pool.model.scratch import byte_tokenizer
-
-pytestmark = NEEDS_BUBBLEWRAP
 
 ROW = {
     "problem": "add(2, 3) gives -1.",
     "files": {"sums.py": "def add(a, b):\n    return a - b\n"},
     "test_command": ["python3", "-c", "from sums import add; assert add(2, 3) == 5"],
 }
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch) -> Path:
-    """Where containers are."""
-    made = tmp_path / "made"
-    made.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(made))
-    return made
 
 
 @pytest.fixture
@@ -69,12 +56,14 @@ def of_row(tmp_path: Path, row: dict[str, object], *settings: str):
     return load_config([f"task.path={path}", *settings], "repository")
 
 
-def test_dry_run_of_the_experiment_finds_nothing_wrong(experiment, folder):
+def test_dry_run_of_the_experiment_finds_nothing_wrong(experiment, bubblewrap_folder):
     assert check_plan(experiment) == []
-    assert list(folder.iterdir()) == []
+    assert list(bubblewrap_folder.iterdir()) == []
 
 
-async def test_demonstration_is_an_episode_that_passes_token_for_token(experiment, chat, folder):
+async def test_demonstration_is_an_episode_that_passes_token_for_token(
+    experiment, chat, bubblewrap_folder
+):
     task = build_task(experiment.task)
     specs = tools_shown(experiment.task, task)
     assert [spec.name for spec in specs] == ["shell", "read_file", "edit_file"]
@@ -90,10 +79,10 @@ async def test_demonstration_is_an_episode_that_passes_token_for_token(experimen
         begin = int(learnt.loss_mask.argmax())
         assert begin <= experiment.rollout.max_prompt_tokens
         assert len(learnt.tokens) - begin <= experiment.rollout.max_response_tokens
-    assert list(folder.iterdir()) == []
+    assert list(bubblewrap_folder.iterdir()) == []
 
 
-async def test_reward_is_the_fraction_of_commands_that_succeed(tmp_path, chat):
+async def test_reward_is_the_fraction_of_commands_that_succeed(tmp_path, chat, bubblewrap_folder):
     row = ROW | {"test_command": [["true"], ["false"], ["sh", "-c", "exit 3"], ["no-such-word"]]}
     config = of_row(tmp_path, row)
     task = build_task(config.task)
@@ -102,7 +91,7 @@ async def test_reward_is_the_fraction_of_commands_that_succeed(tmp_path, chat):
 
 
 async def test_tests_run_after_the_last_turn_too_and_over_what_the_model_made_of_them(
-    tmp_path, chat
+    tmp_path, chat, bubblewrap_folder
 ):
     row = ROW | {
         "test_command": ["sh", "test.sh"],
@@ -137,7 +126,7 @@ async def test_tests_run_after_the_last_turn_too_and_over_what_the_model_made_of
     ],
 )
 async def test_model_reads_the_result_of_a_call_or_its_error(
-    tmp_path, chat, name, arguments, result
+    tmp_path, chat, name, arguments, result, bubblewrap_folder
 ):
     config = of_row(tmp_path, ROW, "rollout.max_response_tokens=640")
     task = build_task(config.task)
@@ -149,7 +138,9 @@ async def test_model_reads_the_result_of_a_call_or_its_error(
     assert dict(episode.env_parts) == {"tool_calls": 1, "tool_errors": float(is_error)}
 
 
-async def test_calls_of_an_answer_run_in_their_order_and_none_undoes_another(experiment):
+async def test_calls_of_an_answer_run_in_their_order_and_none_undoes_another(
+    experiment, bubblewrap_folder
+):
     container = make_container(experiment.task.container)
     await container.start()
     try:
@@ -162,7 +153,9 @@ async def test_calls_of_an_answer_run_in_their_order_and_none_undoes_another(exp
     assert results == ["", "edited", "edited", "b1 b2"]
 
 
-async def test_file_that_is_too_long_to_edit_is_not_one_without_the_text(experiment):
+async def test_file_that_is_too_long_to_edit_is_not_one_without_the_text(
+    experiment, bubblewrap_folder
+):
     container = make_container(experiment.task.container)
     await container.start()
     try:
@@ -173,7 +166,7 @@ async def test_file_that_is_too_long_to_edit_is_not_one_without_the_text(experim
         await container.close()
 
 
-async def test_image_without_tar_is_named_as_the_cause(tmp_path, chat):
+async def test_image_without_tar_is_named_as_the_cause(tmp_path, chat, bubblewrap_folder):
     config = of_row(tmp_path, ROW | {"files": {"a": "", "a/b": ""}})  # tar cannot make both
     task = build_task(config.task)
     env = task.environment(task.example(0))
