@@ -1,4 +1,4 @@
-"""Reads what this machine has: memory that its processes may use, and NVIDIA's driver."""
+"""Reads what this machine has: memory that its processes may use, folders, NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def driver_version() -> str | None:
 def host_memory() -> int:
     """Bytes that the processes of this machine, or of its container or job, may use."""
     return min([int(psutil.virtual_memory().total), *_cgroup_limits()])
+
+
+def existing(path: str | Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    return next(p for p in (Path(path), *Path(path).parents) if p.exists())
 
 
 def _cgroup_limits() -> Iterator[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from host.machine import driver_version, host_memory
+from host.machine import driver_version, existing, host_memory
 from host.network import interface_of, own_address_towards
 from processes.tree import SHARED_MEMORY
 
@@ -123,11 +123,6 @@ def sources_digest(root: Path = ROOT) -> str:
                 digest.update(f"{name}\0".encode())
                 digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:10]
-
-
-def existing(path: str | Path) -> Path:
-    """The folder, or the nearest above it that exists."""
-    return next(p for p in (Path(path), *Path(path).parents) if p.exists())
 
 
 def _versions() -> Sequence[str | None]:

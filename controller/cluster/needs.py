@@ -7,11 +7,11 @@ from pathlib import Path
 
 from configs.choices import LoraMode
 from configs.schema import Config
-from controller.cluster.facts import existing
 from controller.start.gpu_host import SURE_FRACTION
 from controller.start.gpus import CHECKPOINT_BYTES_PER_PARAM, num_servers
 from controller.start.model_size import num_trained
 from controller.start.plan import Plan
+from host.machine import existing
 from processes.tree import SHARED_MEMORY
 from rollout_pool.engines.kinds import shared_memory_bytes
 

@@ -20,12 +20,13 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from configs.schema import Config
-from controller.cluster.facts import Asked, NodeFacts, existing
+from controller.cluster.facts import Asked, NodeFacts
 from controller.cluster.needs import needs_of
 from controller.cluster.probe import Probe
 from controller.cluster.problems import Problem, problems
 from controller.start.plan import Plan
 from controller.watch.supervise import POLL_S
+from host.machine import existing
 
 ANSWER_S = 60.0
 """For all machines together, unless a launch gives them longer: Ray starts a process on each."""

@@ -76,7 +76,7 @@ def test_group_is_found_when_its_file_has_another_name_and_not_when_it_is_gone(
     index.read(60.0)
     path = run_dir.path / "rollouts" / "worker-0.jsonl"
     size = path.stat().st_size
-    record_groups(run_dir, [recorded_group("new")], max_file_bytes=size + 1)
+    record_groups(run_dir, [recorded_group("new")], max_file_bytes=size + size // 2)
     assert path.with_name("worker-0.jsonl.1").exists()
     index.read(60.0)
     assert {*ids(index, Filter())} == {"old", "new"}
