@@ -324,7 +324,9 @@ class PlainBuffer:
         if self.settings.capacity_groups is None:
             return
         capacity = quota(self.settings.capacity_groups, shard, self.settings.shards)
-        if self.settings.on_full is OnFull.drop_stalest:
+        # None is evicted where even that would leave no room, as after the capacity was lowered.
+        fits_beside_leased = len(self.ids("leased", shard=shard)) < capacity
+        if self.settings.on_full is OnFull.drop_stalest and fits_beside_leased:
             for name in sorted(self.ids("ready", shard=shard), key=self.score):
                 if len(self.ids("ready", "leased", shard=shard)) >= capacity:
                     self.drop(name, "full")

@@ -77,7 +77,8 @@ def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
         rates = [float(entry.record["lr"]) for entry in entries if entry.kind == "step"]
         num_steps, rate = num_steps + len(rates), [rate, *rates][-1]
         last = entries[-1].id
-        buffer.change_settings({"learning_rate": str(LATER_RATE)})
+        if num_steps:  # not for a version's record, before the first step has read its rate
+            buffer.change_settings({"learning_rate": str(LATER_RATE)})
     buffer.change_settings({"paused": "True"})
     random, version = np.random.default_rng(enough), run_state.trainer_version()
     for number in range(GROUPS_PER_STEP):  # a batch that would be taken without the pause
