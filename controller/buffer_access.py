@@ -14,7 +14,10 @@ from buffer.redis.address import address as server_address
 from buffer.redis.client import EXPLAINED, BufferRedis
 from buffer.redis.connection import connect_as
 from buffer.redis.server import EmbeddedServer
+from buffer.results import BufferStats
 from buffer.run_state import RunState
+from configs.checks import live_text
+from configs.introspection import live_settings
 from configs.schema import BufferConfig
 from controller.ray_environment import LOOPBACK
 from controller.run_dir import RunDir, RunDirError
@@ -123,6 +126,15 @@ async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
     """A client of its Redis, for reads that the buffer does not offer."""
     async with aclosing(await connect_as(address.url, address.settings)) as redis:
         yield redis
+
+
+async def live_texts(address: BufferAddress, stats: BufferStats) -> dict[str, str]:
+    """What the run's Redis holds of its live settings, by their names there."""
+    async with opened_state(address) as state:
+        held = await state.live_settings(live_settings())
+    for name in ("capacity_groups", "capacity_bytes"):  # a shard holds its part
+        held[name] = live_text(getattr(stats, name))
+    return held
 
 
 async def answer(

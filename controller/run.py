@@ -34,14 +34,21 @@ from buffer.dump.load import restore_buffer
 from buffer.redis.scripts import RunNotOpenError
 from buffer.redis.server import EmbeddedServer
 from buffer.results import BufferStats, TaskProgress
-from configs.checks import Section, live_names, live_text, with_live
+from configs.checks import Section, live_names, with_live
 from configs.choices import LoraMode
 from configs.environment import RUN_VARIABLE
 from configs.introspection import live_settings
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, opened, opened_state, raw_client, url_of
+from controller.buffer_access import (
+    BufferAddress,
+    live_texts,
+    opened,
+    opened_state,
+    raw_client,
+    url_of,
+)
 from controller.cluster.survey import check_cluster
-from controller.metrics.history import Record
+from controller.metrics.history import TUNED, Record, read_metrics
 from controller.metrics.prometheus import MetricsServer
 from controller.page.app import PageServer
 from controller.ray_environment import LOOPBACK
@@ -54,7 +61,7 @@ from controller.start.gpus import resolved
 from controller.start.placement import CPUS_PER_PROCESS, PlacementError, RayCluster, start_ray
 from controller.start.plan import UNKNOWN_DIFF, Plan, explained_diff, max_logprob_diff
 from controller.start.preflight import check_inputs, plan_on, probe_text
-from controller.start.resume import Resumption, find_resumption
+from controller.start.resume import Resumption, find_resumption, settings_told_anew
 from controller.start.teacher import with_url
 from controller.start.warm_start import supervised_examples
 from controller.training import REDIS_DIED, Pools, Training
@@ -336,6 +343,7 @@ class Run:
             if resumption is not None:
                 for worker in range(config.rollout.num_workers):
                     await buffer.reclaim(worker, counts_as_death=False)
+                await self._tell_live_settings(await buffer.stats())
         if resumption is not None:
             await self._take_over()
         return is_known
@@ -343,10 +351,7 @@ class Run:
     async def _check_tuned(self, stats: BufferStats, replaced: Collection[str]) -> None:
         """Raises ValueError if settings that were changed during the run do not go with those that
         it is to go on with."""
-        async with opened_state(self._address) as state:
-            held = await state.live_settings(live_settings())
-        for name in ("capacity_groups", "capacity_bytes"):  # a shard holds its part
-            held[name] = live_text(getattr(stats, name))
+        held = await live_texts(self._address, stats)
         sections = dict[str, Section]()
         for one in fields(self.config):
             if isinstance(section := getattr(self.config, one.name), Section):
@@ -358,6 +363,13 @@ class Run:
         except ValueError as error:
             fix = "set a value that goes with the live settings, which the run keeps, or those too"
             raise ValueError(f"{error}; {fix}") from None
+
+    async def _tell_live_settings(self, stats: BufferStats) -> None:
+        history = read_metrics(self.dir.metrics, TUNED)
+        held = await live_texts(self._address, stats)
+        async with opened_state(self._address) as state:
+            for change in settings_told_anew(self.config, held, history):
+                await state.append_metrics(change, TUNED)
 
     async def _restore_buffer(self, resumption: Resumption) -> int:
         """Give an empty buffer what the checkpoint knows of it; returns the number of groups."""

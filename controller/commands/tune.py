@@ -15,7 +15,7 @@ from configs.checks import Rule, live_text
 from configs.choices import OnStale
 from configs.introspection import live_settings, setting_named
 from configs.schema import Config
-from controller.buffer_access import BufferAddress, impatient, opened, opened_state
+from controller.buffer_access import BufferAddress, impatient, live_texts, opened, opened_state
 from controller.metrics.history import TUNED, read_metrics, series
 from controller.run_dir import RunDir, RunDirError
 from controller.start.plan import FLOAT32_DIFF, max_logprob_diff
@@ -58,10 +58,9 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
 async def _tune(
     address: BufferAddress, run_dir: RunDir, overrides: Sequence[str], names: Mapping[str, None]
 ) -> None:
-    async with opened_state(address) as state, opened(address) as buffer:
-        held, stats = await state.live_settings(LIVE), await buffer.stats()
-    for name in ("capacity_groups", "capacity_bytes"):  # a shard holds its part
-        held[name] = live_text(getattr(stats, name))
+    async with opened(address) as buffer:
+        stats = await buffer.stats()
+    held = await live_texts(address, stats)
     # They may differ from those of the launch.
     now = [f"{LIVE[name]}={text}" for name, text in held.items()]
     before, after = run_dir.read_config(now), run_dir.read_config([*now, *overrides])

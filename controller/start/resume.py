@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
+from configs.checks import live_text
 from configs.introspection import live_settings
 from configs.load import ConfigError, differences
 from configs.schema import Config
-from controller.metrics.history import TUNED, read_metrics
+from controller.metrics.history import TUNED, Record, Scalar, read_metrics
 from controller.run_dir import RunDir, RunDirError
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.types import KEPT_REFERENCE
@@ -92,6 +94,19 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
         newest_version=max((r.count("version") + (r.kind == "step") for r in history), default=0),
         overridden=overridden,
     )
+
+
+def settings_told_anew(
+    config: Config, held: Mapping[str, str], history: Sequence[Record]
+) -> Iterator[dict[str, Scalar]]:
+    """Fields of a `tuned` record for each setting that is not as `history` has it last: the command
+    line has replaced it, or its Redis is lost. `held`: the live settings that Redis has.
+    """
+    tuned = {str(r.values.get("setting")): str(r.values.get("after")) for r in history}
+    for name in set(live_settings().values()) & tuned.keys():
+        now = held.get(name.rpartition(".")[2], live_text(attrgetter(name)(config)))
+        if now != tuned[name]:
+            yield {"setting": name, "before": tuned[name], "after": now, "who": "the resume"}
 
 
 def _check_reference(config: Config, run_dir: RunDir) -> None:
