@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.report import Report
 from benchmarks.rollouts.efficiency import stub_at
 from benchmarks.rollouts.scene import Commits, Pool, engine_at, pool_at
@@ -36,9 +38,11 @@ def cpu_s(engine_pid: int) -> dict[str, float]:
     worker's. The engine may have been forked by a fork server, and is no descendant then."""
     seconds = {"worker": time.process_time()}
     for child in {*tree.descendants(os.getpid()), *tree.family(engine_pid)}:
-        command = " ".join(child.cmdline())
+        try:
+            command, times = " ".join(child.cmdline()), child.cpu_times()
+        except psutil.NoSuchProcess:  # it has just ended
+            continue
         if role := next((role for mark, role in ROLES.items() if mark in command), None):
-            times = child.cpu_times()
             seconds[role] = seconds.get(role, 0.0) + times.user + times.system
     return seconds
 

@@ -154,10 +154,12 @@ def _check_page(output: str) -> None:
     """The controller serves the page, which tells of the run and changes it."""
     (url,) = re.findall(r"http://127\.0\.0\.1:\d+/\?token=\S+", output)
     origin = url.partition("/?")[0]
-    with httpx.Client(base_url=origin, follow_redirects=True, timeout=60) as browser:
+    with httpx.Client(
+        base_url=origin, follow_redirects=True, timeout=60, trust_env=False
+    ) as browser:
         assert browser.get(url).status_code == 200
         state = browser.get("/api/state").json()
-        assert state["is_live"] and not state["problem"] and state["step"] >= 13
+        assert state["is_live"] and not state["problem"] and state["step"] >= 9
         assert state["max_staleness"] == 2 and state["phase"] == "training"
         assert browser.get("/api/groups").json()["total"] > 0
         same = {"max_staleness": 2}
@@ -202,13 +204,14 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     assert "tail continue_across_versions -> postpone" in command_on(
         tmp_path, "tune", *first.split()
     )
-    output += wait_for_line(process, "step 14/")
+    output += wait_for_line(process, "step 10/")
     then = "rollout.tail=interrupt_and_resume rollout.keep_partial=false buffer.on_stale=requeue"
     then += " rollout.group_size=3 rollout.sampling.temperature=1.2 trainer.learning_rate=2e-10"
     then += " buffer.capacity_groups=40 buffer.paused=true"  # at once, or the run may end before
     command_on(tmp_path, "tune", *then.split())
-    assert command_on(tmp_path, "status").startswith("The run is paused for ")
+    assert command_on(tmp_path, "status").startswith("The run is paused")
     _check_page(output)  # which the run, paused, cannot overtake
+    unpaused = time.time()
     command_on(tmp_path, "tune", "buffer.paused=false")
     output += finish(process)
     assert process.returncode == 0, output[-6000:]
@@ -232,10 +235,10 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     run = tmp_path / RUN
     tuned = read_metrics(run / "metrics.jsonl", "tuned")
     assert len(tuned) == len(result["changes"]) == 4 + 8 + 1 + 1  # one by the page
-    began, ended = [r.t for r in tuned if r.values["setting"] == "buffer.paused"]
+    began, _ = [r.t for r in tuned if r.values["setting"] == "buffer.paused"]
     steps = read_metrics(run / "metrics.jsonl", "step")
-    assert sum(began < step.t < ended for step in steps) <= 1  # it had its batch
-    assert (steps[12].number("lr"), steps[-1].number("lr")) == (1e-10, 2e-10)
+    assert sum(began < step.t < unpaused for step in steps) <= 1  # it had its batch
+    assert (steps[8].number("lr"), steps[-1].number("lr")) == (1e-10, 2e-10)
     admitted = [r.number("limit") for r in read_metrics(run / "metrics.jsonl", "buffer")]
     assert max(admitted) == 2 * (2 + 1) * 4
     publishes = read_metrics(run / "metrics.jsonl", "publish")
@@ -283,6 +286,7 @@ TRUNCATED_BY_ADAPTERS = (
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("policy", ["experts", "adapters", "versions"])
 def test_tokens_have_the_logprobs_of_the_checkpoint_of_their_version_and_of_no_other(
     tmp_path: Path, policy: str
@@ -530,7 +534,7 @@ def test_signal_to_the_group_at_a_line_of_the_log_ends_the_run_and_leaves_nothin
     if line == "✓ Redis":
         wait_for_ray_folder(tmp_path / RUN)
     os.killpg(process.pid, number)  # as Ctrl-C and `timeout` do: every process of the shell's job
-    output = seen + finish(process, timeout_s=90)
+    output = seen + finish(process)
     assert process.returncode == 130, output[-4000:]
     assert "Traceback" not in output and "Exception ignored" not in output, output[-4000:]
     run = tmp_path / RUN
@@ -606,7 +610,7 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
     version = served_version(run)
     process = attach(tmp_path)
     output = wait_for_line(process, "✓ attached")
-    assert command_on(tmp_path, "status").startswith("The run is paused for ")
+    assert command_on(tmp_path, "status").startswith("The run is paused")
     command_on(tmp_path, "tune", "buffer.paused=false")
     output += wait_for_line(process, "step ")
     assert pools_of(tmp_path) == pools
@@ -640,7 +644,7 @@ def test_run_whose_ray_dies_goes_on_from_its_last_checkpoint(tmp_path: Path) -> 
     assert result["is_conserved"]
     records = read_metrics(tmp_path / RUN / "metrics.jsonl")
     (resumed,) = (record for record in records if record.kind == "resumed")
-    assert resumed.count("step") >= 4
+    assert resumed.count("step") >= 2  # the checkpoint after step 4 may not have been whole
     machine.assert_nothing_left(tmp_path)
 
 

@@ -110,7 +110,7 @@ async def play(policy):
             sampling=SamplingParams(temperature=0.8, **truncation),
             samples=group,
         )
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):
             endpoint = policy.endpoint
             runner = AgentRunner(agent, endpoint.sessions, endpoint.url)
             return await runner.run(prompt, ask), group.begun

@@ -12,7 +12,7 @@ from rollout_pool.worker.record import all_recorded
 from tests.support.bubblewrap import skip_without_bubblewrap
 from tests.support.launches import RUN, Machine, end_all, finish, result_of, start
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1500)]
 NAMED = "leash-????????????-????????"
 """Folders of containers."""
 CALL = r"""

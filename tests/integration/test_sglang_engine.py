@@ -68,7 +68,7 @@ async def test_logprobs_are_those_of_the_published_weights(engine, server, model
         report = await server.publish(model)
         version = server.newest
         assert report.version == version
-        assert report.strategy == "staged_disk" and 0 < report.load_s <= report.pause_s < 10
+        assert report.strategy == "staged_disk" and 0 < report.load_s <= report.pause_s
         ends = await sample(engine.client, 32, max_new_tokens=64, temperature=temperature)
         assert worst_difference(model, ends, temperature) < 1e-4
         assert {span.version for end in ends for span in end.version_spans} == {version}
@@ -175,7 +175,7 @@ async def test_samples_in_flight_continue_through_a_commit_with_exact_spans(
     await server.publish(model_a)
     old, mode = server.newest, server.engine.spec.pause_mode
     ends, report = await crossing(server.engine.client, server, model_b, mode)
-    assert report.version == old + 1 and report.pause_s < 10
+    assert report.version == old + 1
     assert worst_of_each(ends, {old: model_a, old + 1: model_b}) < 1e-4
     assert max(end.num_attempts for end in ends) <= 1 and not any(e.num_wasted for e in ends)
 
@@ -464,7 +464,7 @@ async def test_client_that_goes_frees_the_engine(engine, server, model_a):
         while not await is_idle():
             await asyncio.sleep(0.02)
     # The rest of its tokens would take twenty times as long as those that came.
-    assert time.monotonic() - left < 0.5 + 4 * at_40
+    assert time.monotonic() - left < 0.5 + 10 * at_40
 
 
 async def test_server_listens_on_loopback_alone(engine):

@@ -153,7 +153,7 @@ async def test_samples_of_a_killed_server_continue_elsewhere_and_it_leaves_nothi
 
     check_whole(samples)
     resumed = [sample for sample in samples if sample.num_failures]
-    assert len(resumed) > NUM_SAMPLES // 4
+    assert resumed
     for sample in resumed:
         (old, _, end), (new, _, _) = spans(sample, pair.base)
         assert (old, new) == (0, 2) and end >= 1 + 2 * INTERVAL

@@ -129,9 +129,9 @@ async def test_process_ends_with_an_orphaned_parent(tmp_path: Path, says: str) -
 
 
 async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_is_replaced(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("rollout_pool.tasks.verifiers.process.CANCEL_TIMEOUT_S", 2.0)
+    monkeypatch.setenv(LOG_DIR_VARIABLE, str(tmp_path))
     async with task_of(name="guessing") as task, serving("wait") as model:
 
         async def cancelled() -> None:
@@ -148,10 +148,13 @@ async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_i
         model.says = ["oak"]
         assert (await run(task, model))[1]["turns"] == 3.0
         assert task._process.pid == before
+        monkeypatch.setattr("rollout_pool.tasks.verifiers.process.CANCEL_TIMEOUT_S", 2.0)
         model.says = ["please hang"]
         hanging = asyncio.create_task(run(task, model))
-        done, _ = await asyncio.wait([hanging], timeout=5)
-        assert not done
+        log = tmp_path / "environment-guessing.log"
+        async with asyncio.timeout(120):
+            while "the hang that was asked for" not in log.read_text():
+                await asyncio.sleep(0.05)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
@@ -197,6 +200,7 @@ def launches_end(tmp_path: Path) -> Iterator[None]:
     end_all(tmp_path)
 
 
+@pytest.mark.timeout(1500)
 def test_launch_trains_on_a_single_turn_a_multi_turn_and_a_tool_environment(
     tmp_path: Path, launches_end: None
 ) -> None:

@@ -116,4 +116,6 @@ def test_memory_is_flat_at_full_rate(mortal_server: MortalServer, tmp_path: Path
     )
     assert faults == [] and found.orphans == []
     assert stats.acked > 100
-    assert all(value < TOLERANCE for value in grown.values()), grown
+    # In the short form keys are those of the groups that ended in the last second.
+    judged = [name for name in grown if name != "num_keys" or DURATION_S >= 300]
+    assert all(grown[name] < TOLERANCE for name in judged), grown

@@ -33,7 +33,7 @@ from tests.soak.rollouts import slow_reward
 from tests.soak.rollouts.chaos import BLOWS, Chaos, Fault, Observer, redis_pid, schedule
 from tests.soak.rollouts.ledger import Ledger
 from tests.soak.rollouts.picture import Event, Picture
-from tests.soak.rollouts.play import LOOK_EVERY_S, START_S, Play, play
+from tests.soak.rollouts.play import BACK_S, LOOK_EVERY_S, START_S, Play, play
 from tests.soak.rollouts.victims import OF_THE_ROLLOUT_POOL, Kind, members
 from tests.support.launches import (
     RUN,
@@ -123,7 +123,7 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert events["engine_restarted"] == 2 * NUM_KILLS  # with their server, and with their actor
     assert events["receiver_restarted"] == NUM_KILLS
     assert (events["engine_joined"], events["engine_left"]) == (2, 3)  # one of each at SIGTERM
-    assert the_play.first_commit_s("engine-2") < 60
+    assert the_play.first_commit_s("engine-2") < BACK_S
     assert picture.counters["workers_restarted"] == NUM_KILLS + 1
     assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
     machine.assert_nothing_left(tmp_path)

@@ -116,7 +116,9 @@ def adapter_server(
 
 async def loaded_versions(server: Server) -> set[int]:
     headers = {"Authorization": f"Bearer {server.engine.spec.key}"}
-    async with httpx.AsyncClient(base_url=server.engine.info.url, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=server.engine.info.url, headers=headers, trust_env=False
+    ) as client:
         models = (await client.get("/v1/models")).json()["data"]
     return {int(model["id"]) for model in models if model["id"].isdecimal()}
 

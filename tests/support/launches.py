@@ -130,7 +130,7 @@ def kill_controller(run: Path, *, with_guard: bool = False) -> None:
         guard.kill()
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str:
+def finish(process: subprocess.Popen[str], timeout_s: float = 500.0) -> str:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -33,14 +33,13 @@ if resume > last then
   is_moved = true
   rollbacks[#rollbacks + 1] = {last = last, resume = resume}
   write_rollbacks(rollbacks, num_rollbacks + 1)
-  if on_stale == 'wait' then
-    -- Running groups keep their distance, or a lease would wait for them as if they were too old.
-    -- Those that began at a version that is gone will be dropped: no lease waits for them.
-    local running = redis.call('ZRANGE', RUNNING, 0, MAX_BATCH, 'WITHSCORES')
-    for i = 1, #running, 2 do
-      local moved = renumber(finite(running[i + 1], 0), rollbacks, #rollbacks) or resume
-      redis.call('ZADD', RUNNING, whole(moved), running[i])
-    end
+  -- Running groups keep their distance, or a lease would wait for them as if they were too old: at
+  -- once, or as soon as on_stale, which is live, becomes `wait`. Those that began at a version that
+  -- is gone will be dropped: no lease waits for them.
+  local running = redis.call('ZRANGE', RUNNING, 0, MAX_BATCH, 'WITHSCORES')
+  for i = 1, #running, 2 do
+    local moved = renumber(finite(running[i + 1], 0), rollbacks, #rollbacks) or resume
+    redis.call('ZADD', RUNNING, whole(moved), running[i])
   end
 end
 redis.call('HSET', SETTINGS, 'lineage', request.lineage, 'reconciling', '1', 'trainer_version', resume,

@@ -69,7 +69,7 @@ async def _step(buffer: Buffer, scenario: Scenario, rank: int, step: int, barrie
             num_groups=scenario.groups_per_step,
             share=rank,
             num_shares=scenario.num_ranks,
-            timeout_s=5.0,
+            timeout_s=30.0,
         )
         await asyncio.to_thread(barrier.wait, 60)
         if rank == 0:

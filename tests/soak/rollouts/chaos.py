@@ -319,8 +319,8 @@ class Chaos:
             self.wait(lambda: self._workers_restarted() > restarts_before, another)
             struck.witness = "workers_drained counted it"
         else:
-            struck.witness = self._record(struck, "weights_event", "engine_left")
-            self._record(struck, "weights_event", "engine_joined")
+            struck.witness = self._record(struck, "weights_event", event="engine_left")
+            self._record(struck, "weights_event", event="engine_joined")
         self.wait(lambda: not psutil.pid_exists(victim.pid), f"the end of {victim.name}")
         assert len(self._deaths()) == deaths_before, f"{struck}\n{self.report()}"
 

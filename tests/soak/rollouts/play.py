@@ -81,6 +81,7 @@ class Play:
     """When the run was started, as `time.monotonic` says it."""
     kills: list[Kill] = field(default_factory=list)
     picture: Picture | None = None
+    looked_at: float = 0.0
     """The last one."""
     counted_at: float = 0.0
 
@@ -96,6 +97,7 @@ class Play:
             raise AssertionError(f"the run ended:\n{self.report()}\n{self.kill_log()}") from error
 
     def _look(self) -> Picture:
+        self.looked_at = time.time()
         picture = self.picture = self.camera.take()
         faults = self.ledger.enter(picture)
         faults += self._count_episodes(self.camera, picture)
@@ -179,7 +181,7 @@ class Play:
         if len(self.picture.running) < BUSY_GROUPS:
             return False
         newest_ms = max(self.ledger.begun_ms[group_id] for group_id in self.picture.running)
-        return 1000 * time.time() - newest_ms < JUST_MS
+        return 1000 * self.looked_at - newest_ms < JUST_MS
 
     def _note_recoveries(self) -> None:
         waiting = [kill for kill in self.kills if not kill.is_over]

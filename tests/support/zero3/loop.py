@@ -79,6 +79,11 @@ def stop_after(trainer: TrainerRank, spec: TrainerSpec) -> None:
         last = entries[-1].id
         if num_steps:  # not for a version's record, before the first step has read its rate
             buffer.change_settings({"learning_rate": str(LATER_RATE)})
+    if spec.resume_from is not None:  # a pause may undo the first of the two steps of an update
+        trainer.stop()
+        buffer.close()
+        run_state.close()
+        return
     buffer.change_settings({"paused": "True"})
     random, version = np.random.default_rng(enough), run_state.trainer_version()
     for number in range(GROUPS_PER_STEP):  # a batch that would be taken without the pause

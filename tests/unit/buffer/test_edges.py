@@ -382,13 +382,17 @@ async def test_interrupted_restore_is_finished_by_the_next(
     assert (await buffer.stats()).by_staleness == {0: 1, 1: 2, 2: 2, 3: 2}
 
 
-async def test_restore_makes_no_running_group_look_older(checked_buffer: Any) -> None:
-    buffer = await checked_buffer(max_staleness=1, on_stale=OnStale.wait, groups_per_step=9)
+@pytest.mark.parametrize("at_first", [OnStale.wait, OnStale.drop])
+async def test_restore_makes_no_running_group_look_older(
+    checked_buffer: Any, at_first: OnStale
+) -> None:
+    buffer = await checked_buffer(max_staleness=1, on_stale=at_first, groups_per_step=9)
     await buffer.announce_version(5)
     await buffer.admit("survives", 0)
     await buffer.announce_version(6)
     await buffer.admit("will-be-dropped", 0)
     await buffer.reconcile("next", step=0, version=5, resume_version=9)
+    await buffer.change_settings({"on_stale": "wait"})
     await buffer.push(make_group("a", 9))
     lease = await lease_batch(buffer, 1, version=9)
     await buffer.consume(lease, lease.group_ids)

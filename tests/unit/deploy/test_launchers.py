@@ -129,7 +129,8 @@ class Scene:
             process.communicate(timeout=LIMIT_S)
         for child in psutil.process_iter(["cmdline"]):  # what a failed test left
             if str(self.path) in " ".join(child.info["cmdline"] or ()):
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -60,9 +61,11 @@ async def _begin_run(url: str, run: str) -> None:
 
 
 @pytest.fixture
-def going_run(run_dir: RunDir, redis_url: str) -> RunDir:
-    """One that has just trained its tenth step, with its buffer."""
-    _trained(run_dir, time.time() - 10)
+def going_run(run_dir: RunDir, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """One that has just trained its tenth step, with its buffer, however slow the machine is."""
+    now = time.time()
+    monkeypatch.setattr("controller.watch.look.time", SimpleNamespace(time=lambda: now))
+    _trained(run_dir, now - 10)
     asyncio.run(_begin_run(redis_url, run_dir.name))
     run_dir.write_redis_url(redis_url)
     return run_dir

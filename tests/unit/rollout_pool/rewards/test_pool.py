@@ -288,9 +288,9 @@ async def test_time_in_which_a_reply_lies_at_a_busy_worker_is_no_wait_for_a_proc
     while pool._idle.qsize():
         await asyncio.sleep(0)
     await asyncio.sleep(0.001)  # the request is on its way
-    time.sleep(0.5)  # the worker does something else
+    time.sleep(2)  # the worker does something else
     first, second = await asyncio.gather(*asking)
-    assert first.waited_s + second.waited_s < 0.25
+    assert first.waited_s + second.waited_s < 1
 
 
 async def test_cancelled_caller_does_not_cost_a_process(pool, mine):

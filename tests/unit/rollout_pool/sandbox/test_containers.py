@@ -32,6 +32,7 @@ from rollout_pool.sandbox.containers import (
 )
 from rollout_pool.sandbox.remote_container import make_container
 from tests.support.repository import ROOT
+from tests.support.rollout import until
 
 STUBBED = [ContainerKind.docker, ContainerKind.podman, ContainerKind.kubernetes]
 
@@ -85,13 +86,17 @@ async def test_command_sees_neither_the_machine_nor_its_secrets_nor_a_network(
         assert (await container.run("grep CapEff /proc/self/status")).text.split()[1] == "0" * 16
 
 
+def is_running(word: str) -> bool:
+    return any(word in (p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"]))
+
+
 async def test_command_ends_at_its_time_with_all_that_it_started(bubblewrap_folder):
     marker = "98765.4321"
     async with started(timeout_s=3) as container:
         assert (await container.run(f"setsid sleep {marker} & sleep {marker}")).exit_code == 137
     async with started() as container:
         assert (await container.run(f"(sleep {marker} >/dev/null 2>&1 &); true")).exit_code == 0
-    assert not [p for p in psutil.process_iter(["cmdline"]) if marker in (p.info["cmdline"] or [])]
+    await until(lambda: not is_running(marker))
 
 
 async def test_output_memory_and_processes_are_bounded(bubblewrap_folder):
@@ -163,8 +168,7 @@ async def test_worker_removes_what_a_killed_one_of_its_name_has_left(
     monkeypatch.setenv(PROCESS_VARIABLE, "rollout-0")
     await Container(ContainerConfig()).sweep()
     assert list(bubblewrap_folder.iterdir()) == []
-    words = [p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])]
-    assert not [one for one in words if "54321.9876" in one]
+    await until(lambda: not is_running("54321.9876"))
 
 
 @pytest.mark.parametrize("kind", STUBBED)
