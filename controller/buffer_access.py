@@ -129,7 +129,7 @@ async def raw_client(address: BufferAddress) -> AsyncIterator[BufferRedis]:
 
 
 async def live_texts(address: BufferAddress, stats: BufferStats) -> dict[str, str]:
-    """What the run's Redis holds of its live settings, by their names there."""
+    """Live settings as the run's Redis has them, by their names there."""
     async with opened_state(address) as state:
         held = await state.live_settings(live_settings())
     for name in ("capacity_groups", "capacity_bytes"):  # a shard holds its part
