@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -12,7 +14,7 @@ from configs.advantages import ADVANTAGES, AGGREGATIONS, AggregationConfig, Crit
 from configs.algorithm_schema import KLConfig, StreamConfig
 from configs.choices import KLPlace, Proximal
 from configs.corrections import CORRECTIONS
-from configs.losses import TeacherKl
+from configs.losses import LOSSES, TeacherKl
 from tests.support.trainer.token_batch import algorithm as load
 from tests.support.zero3.batches import with_common_beginning, with_graded_rewards
 from tests.support.zero3.scene import Scene, recorded
@@ -32,52 +34,49 @@ GSPO = load(
 
 def cases() -> dict[str, Algorithm]:
     """Every loss, aggregation, correction and advantage of ours in some combination."""
-    rollout = Proximal.rollout
-    chosen = {
-        loss: load(loss=loss, proximal=proximal)
-        for loss, proximal in (
-            ("ppo", rollout),
-            ("cispo", rollout),
-            ("sapo", rollout),
-            ("reinforce", Proximal.recomputed),
-            ("importance_sampling", Proximal.recomputed),
-            ("dppo_tv", Proximal.recomputed),
-            ("dppo_kl", Proximal.recomputed),
-            ("supervised", Proximal.recomputed),
-        )
-    }
-    chosen["gspo"] = load(loss="gspo", clip_low=0.05, clip_high=0.05, proximal=rollout)
-    chosen["log_linear"] = load("tis_token", proximal=Proximal.log_linear)
-    for kind in CORRECTIONS:
-        # So wide that some of each group are kept: rollouts of this test are those of no policy.
-        bounds = {
-            "normalize": kind == "tis_sequence",
-            "geometric_low": 0.5,
-            "geometric_high": 2.0,
-            "product_high": 1e3,
-            "veto_below": 0.4,
-        }
-        chosen[kind] = load(kind, bounds=bounds)
-    for aggregation in AGGREGATIONS:
-        length = {"aggregation_length": 30} if aggregation.endswith("_norm") else {}
-        chosen[aggregation] = load("tis_token", aggregation=aggregation, **length)
-    near = {"weight": 0.1, "estimator": "k2"}
-    chosen["kl_in_loss"] = load("tis_token", kl=KLConfig(**near))
-    chosen["kl_in_reward"] = load("tis_token", kl=KLConfig(**near, where=KLPlace.reward))
+    rollout, near = Proximal.rollout, {"weight": 0.1, "estimator": "k2"}
     by_answer = AggregationConfig(kind="sequence_mean_token_mean")
-    chosen["streams"] = load(
-        "tis_token",
-        policy_weight=0.5,
-        streams={
-            "teacher": StreamConfig(loss=TeacherKl(kind="teacher_kl"), aggregation=by_answer),
-            "good": StreamConfig(weight=0.3, min_reward=0.5),
-        },
-    )
-    for kind, section in ADVANTAGES.items():
-        parts = {"part_weights": {"right": 1.0}} if kind == "gdpo" else {}
-        critic = CriticConfig() if kind == "gae" else None
-        chosen[kind] = load("tis_token", advantage=section(kind=kind, **parts), critic=critic)
-    return chosen
+    teacher = StreamConfig(loss=TeacherKl(kind="teacher_kl"), aggregation=by_answer)
+    streams = {"teacher": teacher, "good": StreamConfig(weight=0.3, min_reward=0.5)}
+    chosen: list[tuple[str, tuple[str, ...], str, dict[str, Any]]] = [
+        ("ppo", ("opsm",), "grpo", {"proximal": rollout}),
+        ("cispo", (), "dr_grpo", {"proximal": rollout}),
+        ("sapo", (), "rloo", {"proximal": rollout}),
+        ("gspo", (), "reinforce_pp", {"proximal": rollout, "clip_low": 0.05, "clip_high": 0.05}),
+        ("reinforce", ("geometric_mask",), "reinforce_pp_baseline", {}),
+        ("importance_sampling", ("product_mask",), "batch_std", {}),
+        ("dppo_tv", ("veto",), "max_rl", {}),
+        ("dppo_kl", ("m2po",), "gdpo", {}),
+        ("supervised", (), "grpo", {"kl": KLConfig(**near)}),
+        ("ppo", ("tis_token",), "pass_at_k", {"kl": KLConfig(**near, where=KLPlace.reward)}),
+        ("ppo", ("tis_sequence", "kpop"), "gae", {"critic": CriticConfig()}),
+        ("ppo", ("tis_geometric",), "grpo", {"proximal": Proximal.log_linear}),
+        ("ppo", ("icepop",), "grpo", {"policy_weight": 0.5, "streams": streams}),
+    ]
+    # So wide that some of each group are kept: rollouts of this test are those of no policy.
+    bounds = {
+        "geometric_low": 0.5,
+        "geometric_high": 2.0,
+        "product_high": 1e3,
+        "veto_below": 0.4,
+    }
+    made: dict[str, Algorithm] = {}
+    for case, aggregation in zip(chosen, itertools.cycle(AGGREGATIONS), strict=False):
+        loss, corrections, advantage, settings = case
+        length = {"aggregation_length": 30} if aggregation.endswith("_norm") else {}
+        parts = {"part_weights": {"right": 1.0}} if advantage == "gdpo" else {}
+        made[" ".join((loss, aggregation, *corrections, advantage))] = load(
+            *corrections,
+            loss=loss,
+            aggregation=aggregation,
+            advantage=ADVANTAGES[advantage](kind=advantage, **parts),
+            bounds=bounds | {"normalize": "tis_sequence" in corrections},
+            **length,
+            **settings,
+        )
+    used = {word for name in made for word in name.split()}
+    assert used == {*LOSSES, *AGGREGATIONS, *CORRECTIONS, *ADVANTAGES}
+    return made
 
 
 def algorithms(scene: Scene) -> None:

@@ -943,7 +943,7 @@ def test_every_algorithm_has_the_same_gradient_for_any_split_of_the_batch(
     share prefixes."""
     outputs = [ranks.run("algorithms", number) for number in (1, num_ranks)]
     gradients, others = (dict(np.load(output / "gradients.npz")) for output in outputs)
-    assert len(gradients) >= 2 * 33
+    assert len(gradients) >= 2 * 13
     assert others.keys() == gradients.keys()
     for name, gradient in gradients.items():
         size = np.linalg.norm(gradient)
