@@ -38,12 +38,13 @@ SHARED = {
     "test_two_hosts.py": "minutes",
 }
 """Files whose tests run in one worker: two share SGLang servers, two would take both cores."""
-APART = ("test_launch.py", "test_verifiers.py", "test_benchmarks.py", "test_try.py")
+APART = ("test_launch.py", "test_benchmarks.py", "test_try.py")
 """Files whose tests share nothing, and are dealt out one by one."""
 LONGEST = (
     "test_rollout_faults.py",
     "test_two_hosts.py",
     "test_zero3_training.py",
+    "test_verifiers.py",
     *APART,
     "test_model.py",
     "test_survivors.py",
@@ -60,12 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Programs of all tests, in all workers, are forked from servers that import once."""
     if not hasattr(config, "workerinput"):
         engine, others = fork_servers.KINDS
+        engines = Kind(
+            programs=[*engine.programs, "tests.support.sglang_rope"], imports=engine.imports
+        )
         launches = Kind(
             programs=[*others.programs, "tests.support.zero3.program"],
             imports=[*others.imports, "controller.report.summary", "controller.metrics.sinks"],
         )
         servers = contextlib.ExitStack()
-        servers.enter_context(fork_servers.fork_servers([engine, launches], is_eager=False))
+        servers.enter_context(fork_servers.fork_servers([engines, launches], is_eager=False))
         config.add_cleanup(servers.close)
 
 

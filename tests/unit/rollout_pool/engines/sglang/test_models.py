@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 import transformers as hf
 
 from rollout_pool.engines.sglang.models import check_adapters, check_served, context_length
-from tests.support.repository import ROOT
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
 LLAMA3 = {
@@ -181,30 +177,6 @@ def test_model_computed_alike_passes(served_by: str, fields: dict[str, Any], lon
 def test_yarn_and_linear_scaling_lengthen_the_context(fields: dict[str, Any], most: int) -> None:
     assert context_length(config_of("Qwen3ForCausalLM", **fields)) == most
     assert context_length(hf.GPT2Config(n_positions=48)) == 48
-
-
-@pytest.mark.slow
-def test_rotary_embeddings_that_pass_are_the_same_in_both_libraries() -> None:
-    """Embeddings that are refused differ."""
-    long = {**LONGROPE, "short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
-    dynamic = {"rope_type": "dynamic", "factor": 4.0}
-    yarn = {**YARN, "original_max_position_embeddings": 64, "beta_fast": 16, "truncate": False}
-    same = [
-        (64, {"rope_type": "default"}, 64),
-        (64, {"rope_type": "linear", "factor": 4.0}, 256),
-        (256, LLAMA3, 256),
-        (64, YARN, 256),
-        (64, yarn, 256),
-        (256, {**yarn, "mscale": 0.7, "mscale_all_dim": 0.9}, 256),
-        (64, long, 16),
-    ]
-    other = [(64, {**YARN, "attention_factor": 1.3}, 256), (64, dynamic, 64)]
-    program = [sys.executable, "-m", "tests.support.sglang_rope", json.dumps(same + other)]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    differences = json.loads(done.stdout.splitlines()[-1])
-    assert max(differences[: len(same)]) < 1e-5
-    assert min(differences[len(same) :]) > 0.1
 
 
 ALL_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
