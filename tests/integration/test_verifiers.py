@@ -6,16 +6,18 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import pytest_asyncio
 
 from configs.environment import LOG_DIR_VARIABLE
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
+from rollout_pool.tasks.verifiers.adapter import VerifiersTask
 from rollout_pool.tasks.verifiers.process import EnvironmentDied
 from tests.support.launches import RUN, Machine, end_all, finish, result_of, start
 from tests.support.repository import ROOT
@@ -24,6 +26,14 @@ from tests.support.verifiers_tasks import FOLDER, config_of, run, serving, task_
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 NAMES = ("adding", "guessing", "noting")
 CALL = {"name": "notes_read", "arguments": "{}"}
+SHARED = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guessing() -> AsyncIterator[VerifiersTask]:
+    """Its process, which takes seconds to start, goes from test to test."""
+    async with task_of(name="guessing") as task:
+        yield task
 
 
 async def test_single_turn_environment_scores_answers_with_its_own_rewards() -> None:
@@ -53,8 +63,10 @@ async def test_single_turn_environment_scores_answers_with_its_own_rewards() -> 
         assert task._process.pid == before
 
 
-async def test_multi_turn_environment_answers_what_the_model_says() -> None:
-    async with task_of(name="guessing") as task, serving("x", "y", "oak") as model:
+@SHARED
+async def test_multi_turn_environment_answers_what_the_model_says(guessing: VerifiersTask) -> None:
+    task = guessing
+    async with serving("x", "y", "oak") as model:
         prompt = next(p for p in (task.example(i) for i in range(6)) if task.solution(p) == "oak")
         assert await task.run_agent(model, prompt) == (1.0, {"near": 1.0, "turns": 3.0})
         said = [[m["content"] for m in asked["messages"]] for asked in model.asked]
@@ -75,8 +87,12 @@ async def test_tool_environment_runs_the_tools_that_the_model_calls() -> None:
     assert not tool_server.is_running()
 
 
-async def test_process_that_dies_fails_its_episodes_with_its_last_lines_and_is_replaced() -> None:
-    async with task_of(name="guessing") as task, serving("wait") as model:
+@SHARED
+async def test_process_that_dies_fails_its_episodes_with_its_last_lines_and_is_replaced(
+    guessing: VerifiersTask,
+) -> None:
+    task = guessing
+    async with serving("wait") as model:
         waiting = asyncio.create_task(run(task, model))
         async with asyncio.timeout(120):
             await model.waiting.wait()
@@ -91,17 +107,20 @@ async def test_process_that_dies_fails_its_episodes_with_its_last_lines_and_is_r
         assert task._process.pid != dead
 
 
-@pytest.mark.parametrize("says", ["oak", "please hang"])
-async def test_process_ends_with_an_orphaned_parent(tmp_path: Path, says: str) -> None:
+async def test_processes_end_with_their_parent(tmp_path: Path) -> None:
+    """One that waits for work, and one whose event loop is blocked."""
     program = (
-        "import asyncio, sys\n"
+        "import asyncio\n"
         "from tests.support.verifiers_tasks import run, serving, task_of\n"
         "async def main():\n"
-        f"    async with task_of(name='guessing') as task, serving({says!r}) as model:\n"
-        "        await task.start()\n"
-        "        print(task._process.pid, flush=True)\n"
-        "        await run(task, model)\n"
-        "        await asyncio.sleep(600)\n"
+        "    async with (\n"
+        "        task_of(name='guessing') as idle, serving('oak') as model,\n"
+        "        task_of(name='guessing') as hung, serving('please hang') as other,\n"
+        "    ):\n"
+        "        await asyncio.gather(idle.start(), hung.start())\n"
+        "        print(idle._process.pid, hung._process.pid, flush=True)\n"
+        "        await run(idle, model)\n"
+        "        await hung.run_agent(other, hung.example(0))\n"
         "asyncio.run(main())\n"
     )
     parent = await asyncio.create_subprocess_exec(
@@ -116,16 +135,16 @@ async def test_process_ends_with_an_orphaned_parent(tmp_path: Path, says: str) -
         },
     )
     assert parent.stdout is not None
-    async with asyncio.timeout(120):
-        child = psutil.Process(int(await parent.stdout.readline()))
-        if says == "please hang":  # its event loop is blocked then
-            log = tmp_path / "environment-guessing.log"
-            while "the hang that was asked for" not in log.read_text():
-                await asyncio.sleep(0.05)
+    async with asyncio.timeout(300):
+        children = [psutil.Process(int(pid)) for pid in (await parent.stdout.readline()).split()]
+        log = tmp_path / "environment-guessing.log"
+        while "the hang that was asked for" not in log.read_text():
+            await asyncio.sleep(0.05)
         parent.kill()
         await parent.wait()
-    await asyncio.to_thread(psutil.wait_procs, [child], timeout=60)
-    assert not child.is_running()
+    assert len(children) == 2
+    await asyncio.to_thread(psutil.wait_procs, children, timeout=60)
+    assert not any(child.is_running() for child in children)
 
 
 async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_is_replaced(
