@@ -25,6 +25,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 # This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
 sys.path.pop(0)
@@ -78,12 +79,10 @@ def passes(shape: Shape, *, has_entropy: bool) -> tuple[Pass, Pass]:
     return full, tiled
 
 
-def peak_mb(shape: Shape, *, is_tiled: bool, has_entropy: bool) -> float:
+def peak_mb(shape: Shape, context: Any, *, is_tiled: bool, has_entropy: bool) -> float:
     """In a process of its own, which has done a small pass before."""
     here, there = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(
-        target=_report_peak, args=(there, shape, is_tiled, has_entropy)
-    )
+    child = context.Process(target=_report_peak, args=(there, shape, is_tiled, has_entropy))
     child.start()
     there.close()
     peak = float(here.recv_bytes().decode())
@@ -119,6 +118,8 @@ def main() -> None:
     torch.set_num_threads(1)
     report = Report("output head: tiles against full logits")
     scale = 64 if is_short else 16
+    # A fork does not import torch again, but begins with memory that is free.
+    context = multiprocessing.get_context("forkserver" if is_short else "spawn")
     for name, (rows, target) in MEMORY.items():
         shape = Shape(
             num_rows=rows // scale,
@@ -127,7 +128,7 @@ def main() -> None:
             tile=(GPU_TILE[0] // scale, GPU_TILE[1] // scale**2),
         )
         for has_entropy in (False, True):
-            measure = partial(peak_mb, shape, has_entropy=has_entropy)
+            measure = partial(peak_mb, shape, context, has_entropy=has_entropy)
             full, tiled = measure(is_tiled=False), measure(is_tiled=True)
             entropy = "_with_entropy" if has_entropy else ""
             how = f"peak of full logits / of tiles at {rows // scale} x {shape.vocab} "

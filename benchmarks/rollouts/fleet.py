@@ -33,7 +33,6 @@ from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.sampling.sampler import Sampler
 
 GROUP, WARM = 8, 50
-IDLE_S = 5.0
 FIGURES = {
     "worker_us": "CPU of the worker for a sample",
     "redis_us": "CPU of Redis for a group",
@@ -90,7 +89,7 @@ async def _round(size: WorkSize, folder: Path, number: int) -> dict[str, float]:
                 await pool.state.record_commits({engine.name: 0 for engine in engines})
                 await _until_served(pool, number, 0)
             async with _spent(pid) as idle:
-                await asyncio.sleep(IDLE_S)
+                await asyncio.sleep(size.fleet_idle_s)
             running = asyncio.create_task(pool.worker.run())
             # Imports, and connections to all.
             num_before = await until_pushed(pool, running, WARM + number)
@@ -108,7 +107,7 @@ async def _round(size: WorkSize, folder: Path, number: int) -> dict[str, float]:
         "worker_us": 1e6 * work["worker"] / (GROUP * num_groups),
         "redis_us": 1e6 * work["redis"] / num_groups,
         "bare_us": bare,
-        "idle": (idle["worker"] + idle["redis"]) / IDLE_S,
+        "idle": (idle["worker"] + idle["redis"]) / size.fleet_idle_s,
         "join_ms": 1e3 * join["worker"] / number,
         "version_ms": 1e3 * (version["worker"] + version["redis"]),
         "stub_us": 1e6 * work["stub"] / (GROUP * num_groups),

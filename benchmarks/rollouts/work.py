@@ -51,6 +51,7 @@ class WorkSize:
     """Numbers of engines."""
     fleet_groups: int = 400
     fleet_rounds: int = 3
+    fleet_idle_s: float = 5.0
     reward_s: float = 1.0
     """As long as generation takes, too."""
     reward_processes: int = 16
@@ -76,7 +77,7 @@ SHORT = WorkSize(
     pairs=1, stub_latency_s=0.2, stub_in_flight=40, reward_s=0.1, reward_processes=2,
     reward_rounds=5, gpu_groups=12, gpu_tails=(5.0,), gpu_median_tokens=8, gpu_longest=64,
     gpu_train_s=(0.5,), gpu_rounds=1, cost_groups=20, fleets=(2, 4), fleet_groups=20,
-    fleet_rounds=1, prefix_tokens=200, prefix_turns=2,
+    fleet_rounds=1, fleet_idle_s=0.5, prefix_tokens=200, prefix_turns=2,
     prefix_hidden=128,
 )  # fmt: skip
 
