@@ -1,6 +1,6 @@
 """The endpoint's HTTP routes.
 
-POST /v1/chat/completions   /v1/completions   /v1/messages   /v1/messages/count_tokens
+POST /v1/chat/completions   /v1/completions   /v1/responses   /v1/messages[/count_tokens]
 GET  /v1/models                                                     with a session's key
 the same under /sessions/KEY/v1, for clients that can't send a key
 POST /sessions/ID/reward                                            with its key or the admin key
@@ -37,13 +37,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from host.http_server import HttpLimits, ServerConfig, read_body
 from rollout_pool.cancelling import end_tasks, unless_gone
-from rollout_pool.endpoint.chat import ChatTurn, MessagesTurn
+from rollout_pool.endpoint.chat import ChatTurn, MessagesTurn, ResponsesTurn
 from rollout_pool.endpoint.completions import CompletionTurn
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.groups import ExternalGroups, GroupStream
 from rollout_pool.endpoint.messages import CountRequest, MessagesRequest
 from rollout_pool.endpoint.pending_completion import PendingCompletion
 from rollout_pool.endpoint.request_limits import RequestLimits
+from rollout_pool.endpoint.responses import ResponsesRequest
 from rollout_pool.endpoint.schema import (
     ChatRequest,
     CompletionRequest,
@@ -121,6 +122,7 @@ class _Api:
             pages += [
                 (f"{start}/chat/completions", self.chat, "POST"),
                 (f"{start}/completions", self.completions, "POST"),
+                (f"{start}/responses", self.responses, "POST"),
                 (f"{start}/messages", self.messages, "POST"),
                 (f"{start}/{COUNT_PAGE}", self.count_tokens, "POST"),
                 (f"{start}/models", self.models, "GET"),
@@ -144,6 +146,11 @@ class _Api:
     async def completions(self, request: Request) -> Response:
         return await self._serve(
             request, lambda session, body: CompletionTurn(session, decode(body, CompletionRequest))
+        )
+
+    async def responses(self, request: Request) -> Response:
+        return await self._serve(
+            request, lambda session, body: ResponsesTurn(session, decode(body, ResponsesRequest))
         )
 
     async def messages(self, request: Request) -> Response:

@@ -1,11 +1,15 @@
-"""POST /v1/chat/completions and /v1/messages: a conversation that the model continues."""
+"""POST /v1/chat/completions, /messages and /responses: a conversation that the model continues."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
+
+from configs.choices import ToolParser
 from rollout_pool.endpoint.constraints import read_form
 from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.messages import (
@@ -17,7 +21,14 @@ from rollout_pool.endpoint.messages import (
     read_tools,
 )
 from rollout_pool.endpoint.pending_completion import PendingCompletion
-from rollout_pool.endpoint.schema import ChatRequest, message_json, only, read_messages
+from rollout_pool.endpoint.responses import (
+    Item,
+    ItemStream,
+    MessageItem,
+    ResponsesRequest,
+    read_items,
+)
+from rollout_pool.endpoint.schema import ChatRequest, message_json, only, read_messages, shown
 from rollout_pool.endpoint.sessions import Session
 from rollout_pool.endpoint.stream import (
     ContentStream,
@@ -30,6 +41,7 @@ from rollout_pool.endpoint.stream import (
 )
 from rollout_pool.episodes.conversation import Message, ToolSpec
 from rollout_pool.episodes.thoughts import END_OF_THINK, THINK, ThoughtStream
+from rollout_pool.episodes.tool_calls import CLOSE
 from rollout_pool.sampling.stop import before_stop
 
 
@@ -260,6 +272,90 @@ class MessagesTurn(ChatTurn):
             reason = "stop_sequence"
             text = min((one for one in self.stop if one in said), key=said.find, default=None)
         return {"stop_reason": reason, "stop_sequence": text}
+
+
+class ResponsesTurn(ChatTurn):
+    """The same in the Responses API. A choice is an event of its stream."""
+
+    prefix = "resp"
+
+    def __init__(self, session: Session, request: ResponsesRequest) -> None:
+        last, items = request.previous_response_id, request.input
+        if (earlier := session.responses.get(last) if last else ()) is None:
+            problem = f"this session stored no answer {shown(last)}; send its items instead"
+            raise refuse("previous_response_id", problem, code="previous_response_not_found")
+        if isinstance(items, str):
+            items = [MessageItem(role="user", content=items)]
+        self._said = (*earlier, *read_items(items, earlier))
+        if self._said[-1].role == "assistant":
+            problem = "the last item is the model's own; end with another one"
+            raise refuse(f"input[{len(items) - 1}]", problem)
+        system = [Message(role="system", content=text)] if (text := request.instructions) else []
+        super().__init__(session, request.as_chat(), (*system, *self._said))
+        if self._may_call and request.tool_choice == "auto" and not request.parallel_tool_calls:
+            why = "without a forced call it needs task.tool_parser=hermes; leave it out"
+            only("parallel_tool_calls", self._parser is ToolParser.hermes, True, why)
+            self.stop = (*self.stop, CLOSE)  # so the first call is the last
+        self._request = request
+        self._numbers = itertools.count()
+        self._items: ItemStream
+        """The answer's, once that is written."""
+
+    def result(self, completions: Sequence[PendingCompletion]) -> dict[str, Any]:
+        [writer], [completion] = self.each(), completions
+        writer.opening(completion)
+        return dict(writer.ending(completion, 0)[-1]["response"])
+
+    def event(self, completions: Sequence[PendingCompletion], *choices: dict[str, Any]) -> bytes:
+        [event] = choices
+        return event_of({**event, "sequence_number": next(self._numbers)}, event["type"])
+
+    def closing(self, completions: Sequence[PendingCompletion]) -> Iterator[bytes]:
+        return iter(())  # the last choice says that it is the last
+
+    def opening(self, completion: PendingCompletion) -> list[dict[str, Any]]:
+        self._items = ItemStream(completion.sample.sample_id)
+        body, names = self._body(completion, "in_progress"), ("created", "in_progress")
+        return [{"type": f"response.{name}", "response": body} for name in names]
+
+    def piece(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        return list(self._items.grow(*self._new_text(completion)))
+
+    def ending(self, completion: PendingCompletion, start: int) -> list[dict[str, Any]]:
+        message, *said = self._rest(completion)
+        status = "incomplete" if completion.sample.finish_reason == "length" else "completed"
+        items = self._items
+        events = [*items.grow(*said), *items.close(status)]
+        for call in message.tool_calls:
+            events += items.call(call)
+        if not items.done:  # so that a client can send it back
+            events += [*items.open("message"), *items.close(status)]
+        body = self._body(completion, status)
+        if self._request.store:
+            # As a client would send it back, so it is recognised in the same way.
+            own = read_items(msgspec.convert(items.done, list[Item]))
+            self.session.responses[body["id"]] = (*self._said, *own)
+        return [*events, {"type": f"response.{status}", "response": body}]
+
+    def _body(self, completion: PendingCompletion, status: str) -> dict[str, Any]:
+        about, counts = self.about([completion], "response"), usage([completion])
+        asked = msgspec.to_builtins(msgspec.structs.replace(self._request, input=""))
+        used = {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts["total_tokens"],
+        }
+        return {
+            **{name: value for name, value in asked.items() if name != "input"},
+            **about,
+            "created_at": about["created"],
+            "status": status,
+            "incomplete_details": {"incomplete": {"reason": "max_output_tokens"}}.get(status),
+            "output": list(self._items.done),
+            "usage": None if status == "in_progress" else used,
+        }
 
 
 def _delta(thoughts: str, content: str) -> dict[str, Any]:

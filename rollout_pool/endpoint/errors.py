@@ -15,6 +15,8 @@ ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+RESPONSES_NAMES = {"messages": "input", "response_format": "text.format", ".function": ""}
+"""Parts of a field's name in chat requests -> what they are in the Responses API."""
 
 
 @dataclass(eq=False)
@@ -59,6 +61,11 @@ class ApiError(Exception):
             headers["x-should-retry"] = "true" if self.should_retry else "false"
         if self.retry_after_s is not None:
             headers["retry-after"] = str(self.retry_after_s)
+        if "/v1/responses" in request.url.path and (name := self.param):
+            for chat_name, own in RESPONSES_NAMES.items():
+                name = name.replace(chat_name, own)
+            self.message = self.message.replace(f"{self.param}: ", f"{name}: ", 1)
+            self.param = name
         body_of = self.anthropic_body if "/v1/messages" in request.url.path else self.body
         return JSONResponse(body_of(request.state.request_id), self.status, headers=headers)
 

@@ -50,21 +50,30 @@ class ResponseFormat(Struct, kw_only=True):
     grammar: str | None = None
 
 
-class ModelRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both pages have; `decode` takes null for a field that is absent."""
+class SharedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Fields that all of OpenAI's pages have; `decode` takes null for a field that is absent."""
 
     model: str
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    user: Bookkeeping = None
+    metadata: Bookkeeping = None
+    service_tier: Bookkeeping = None
+    safety_identifier: Bookkeeping = None
+    prompt_cache_key: Bookkeeping = None
+    prompt_cache_retention: Bookkeeping = None
+
+
+class ModelRequest(SharedRequest, kw_only=True):
     max_tokens: Positive | None = None
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     logit_bias: dict[str, Any] = {}
     min_tokens: Count | None = None
     ignore_eos: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: float | None = None
     min_p: float | None = None
     frequency_penalty: float | None = None
@@ -72,13 +81,7 @@ class ModelRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: float | None = None
     seed: int | None = None
     """Best effort in OpenAI's API too; here the weights change between two requests."""
-    user: Bookkeeping = None
-    metadata: Bookkeeping = None
     store: Bookkeeping = None
-    service_tier: Bookkeeping = None
-    safety_identifier: Bookkeeping = None
-    prompt_cache_key: Bookkeeping = None
-    prompt_cache_retention: Bookkeeping = None
 
 
 class TextPart(Struct, kw_only=True):
@@ -113,8 +116,11 @@ class ChatMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     provider_specific_fields: Bookkeeping = None
 
 
-class Function(Struct, kw_only=True):
+class ChosenFunction(Struct, kw_only=True):
     name: Text
+
+
+class Function(ChosenFunction, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
 
@@ -133,10 +139,6 @@ class FunctionTool(Struct, kw_only=True):
             description=self.function.description or "",
             parameters=parameters,
         )
-
-
-class ChosenFunction(Struct, kw_only=True):
-    name: str
 
 
 class ToolChoice(Struct, kw_only=True):
@@ -184,8 +186,9 @@ def decode(body: bytes, kind: type[T]) -> T:
         raise refuse("body", f"not valid JSON: {error}") from error
     if isinstance(given, dict):
         given = _without_nulls(given)
-        if isinstance(messages := given.get("messages"), list):
-            given["messages"] = [_without_nulls(m) if isinstance(m, dict) else m for m in messages]
+        for name, usual in (("messages", {}), ("input", {"type": "message"})):
+            if isinstance(has := given.get(name), list):
+                given[name] = [usual | _without_nulls(m) if isinstance(m, dict) else m for m in has]
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -348,7 +351,7 @@ def _read_message(given: ChatMessage, path: str, names: dict[str | None, str]) -
             ToolCall(
                 call_id=call.id,
                 name=call.function.name,
-                arguments=_read_arguments(
+                arguments=read_arguments(
                     call.function.arguments or "{}",
                     f"{path}.tool_calls[{place}].function.arguments",
                 ),
@@ -360,7 +363,7 @@ def _read_message(given: ChatMessage, path: str, names: dict[str | None, str]) -
     )
 
 
-def _read_arguments(text: str, path: str) -> dict[str, Any]:
+def read_arguments(text: str, path: str) -> dict[str, Any]:
     try:
         arguments = msgspec.json.decode(text)
     except (ValueError, RecursionError) as error:

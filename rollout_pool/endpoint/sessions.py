@@ -118,6 +118,8 @@ class Session:
         self.serving = serving
         self.conversations = Conversations(serving.chat, serving.task.thoughts)
         self.texts = Texts()
+        self.responses: dict[str, tuple[Message, ...]] = {}
+        """Conversations that the Responses API may continue, by the id of their last answer."""
         self.messages: tuple[Message, ...] = ()
         """The conversation that the model completed last."""
         self.clock = EpisodeClock(serving.task.episode_timeout_s)

@@ -217,6 +217,43 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
     assert worst_difference(policy.model, samples, 0.8) < 1e-4
 
 
+# The Responses API -------------------------------------------------------------------------------
+
+
+async def converse_in_items(session, prompt):
+    """The same conversation in the Responses API, with a way of going on at each turn."""
+    client, num_deltas = session.client(), 0
+    tool = {"type": "function", **WEATHER["function"]}
+    asked = {"model": session.model, "tools": [tool], "instructions": "Be brief."}
+    items = [{"role": "user", "content": prompt.text}]
+    for turn in range(3):
+        if turn == 1:
+            answer = await client.responses.create(**asked, input=items)
+        else:
+            stream = await client.responses.create(**asked, input=items, stream=True)
+            async for event in stream:
+                num_deltas += event.type.endswith("delta")
+            answer = event.response
+        assert 0 < answer.usage.output_tokens <= TURN_TOKENS
+        assert answer.status in ("completed", "incomplete")
+        assert answer.leash["session"] == session.session_id
+        result = {"type": "function_call_output", "call_id": "weather-1", "output": "21 °C"}
+        if turn == 0:
+            items = [*items, *(item.model_dump() for item in answer.output), result]
+        else:
+            asked["previous_response_id"], items = answer.id, [result]
+    return float(num_deltas)
+
+
+async def test_responses_are_recorded_token_by_token_and_rescore(policy, play):
+    played = await asyncio.gather(*(play(converse_in_items) for _ in range(4)))
+    for episode, samples in played:
+        assert episode.end == "done", episode.error
+        check_recorded(episode, samples, 3)
+        assert episode.env_reward > 2 * 2  # tokens were streamed, not told at the end
+    assert worst_difference(policy.model, [s for _, own in played for s in own], 0.8) < 1e-4
+
+
 # Anthropic's client -------------------------------------------------------------------------------
 
 
