@@ -704,6 +704,31 @@ class EvalSet(TaskSource):
 
 
 @dataclass(kw_only=True, slots=True)
+class PoolsConfig(Section):
+    """Chooses prompts by the mean reward of their last group, which puts them into a pool: `hard`
+    below `hard_below`, `easy` from `easy_from` on, `medium` between."""
+
+    SECTION: ClassVar[str] = "task.pools"
+
+    hard_below: float = field(default=0.25, metadata=FINITE)
+    easy_from: float = field(default=0.75, metadata=FINITE)
+    hard: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    """The pool's weight among the prompts that are taken of all three."""
+    medium: float = field(default=2.0, metadata=NOT_NEGATIVE)
+    easy: float = field(default=1.0, metadata=NOT_NEGATIVE)
+    floor: float = field(default=0.1, metadata=within(above=0, most=1))
+    """The least fraction of a pool's prompts that is taken."""
+
+    def rules(self) -> Iterator[Rule]:
+        fix = "must be at most task.pools.easy_from"
+        yield Rule(self.hard_below <= self.easy_from, "hard_below", fix)
+
+    def pool_of(self, reward: float) -> str:
+        is_easy = reward >= self.easy_from
+        return "easy" if is_easy else "hard" if reward < self.hard_below else "medium"
+
+
+@dataclass(kw_only=True, slots=True)
 class TaskConfig(TaskSource):
     SECTION: ClassVar[str] = "task"
 
@@ -716,6 +741,8 @@ class TaskConfig(TaskSource):
     curriculum: float | None = field(default=None, metadata=within(above=0, most=1))
     """mixture: prompts of a task are passed over while few of its groups have rewards that differ,
     but never so many that less than this fraction of its prompts is left. None passes none over."""
+    pools: PoolsConfig | None = None
+    """None: no prompt is passed over for its rewards."""
     chat_template: bool = False
     """Format the conversation with the tokenizer's chat template; otherwise texts are concatenated.
     """
@@ -767,6 +794,7 @@ class TaskConfig(TaskSource):
                 tasks={},
                 eval_sets={},
                 curriculum=None,
+                pools=None,
                 **{one: getattr(task, one) for one in names if one not in ("rewards", "eval_path")},
                 eval_path=task.eval_path or (task.path if self.is_set_of_file(name) else None),
                 rewards=self.rewards | task.rewards,
@@ -847,6 +875,11 @@ class TaskConfig(TaskSource):
             is_mixture or self.curriculum is None,
             "curriculum",
             "it chooses between the tasks of task.kind=mixture; leave it out",
+        )
+        yield Rule(
+            self.pools is None or self.curriculum is None,
+            "curriculum",
+            "it chooses between tasks, and task.pools between prompts; leave one of them out",
         )
         yield Rule(
             not is_mixture or self.agent is None,

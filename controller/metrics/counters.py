@@ -52,7 +52,18 @@ def wasted_fraction(counters: Counters, tokens_dropped: int) -> float | None:
     return min(1.0, wasted / generated) if generated else None
 
 
+def epochs(counters: Counters) -> str:
+    """The epochs that the workers are in, as "2 to 3", of a mixture "sums 2, words 1"; or ""."""
+    begun: dict[str, list[int]] = {}
+    for name, worker in below(counters, "epochs_begun:"):
+        begun.setdefault(worker.partition("/")[2], []).append(int(counters[name]))
+    spans = {task: [*dict.fromkeys((min(of), max(of)))] for task, of in sorted(begun.items())}
+    return ", ".join(f"{task} {' to '.join(map(str, of))}".strip() for task, of in spans.items())
+
+
 def summary_rows(counters: Counters, tokens_dropped: int) -> Iterator[tuple[str, str]]:
+    if epoch := epochs(counters):
+        yield "epoch of the task's problems", epoch
     fraction = wasted_fraction(counters, tokens_dropped)
     if fraction is not None:
         yield "tokens that never reached the trainer: failed, stopped or too old", f"{fraction:.1%}"
@@ -98,4 +109,6 @@ def panel_line(counters: Counters, tokens_dropped: int) -> str:
     ]
     if fraction := wasted_fraction(counters, tokens_dropped):
         parts.insert(0, f"{fraction:.1%} of tokens wasted")
+    if epoch := epochs(counters):
+        parts.insert(0, f"epoch {epoch}")
     return ", ".join(parts)

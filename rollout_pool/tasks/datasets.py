@@ -6,11 +6,11 @@ of other names are named in `task.params`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import logging
 import math
-import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,8 +20,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import numpy as np
 
 from configs.choices import RewardKind
-from configs.rollout_schema import TaskConfig
+from configs.rollout_schema import FILE_KINDS, TaskConfig
 from rollout_pool.episodes.conversation import Message, opening
+from rollout_pool.tasks.data.epochs import Epochs
 from rollout_pool.tasks.data.files import has_no_splits, records_of, split_of, text_of
 from rollout_pool.tasks.data.messages import read_episode, read_messages
 from rollout_pool.tasks.math_results import is_equal_result, result_of
@@ -50,16 +51,26 @@ class Problem(Protocol):
         """The record that it was read from; empty where nothing asks for it (`keeping_rows`)."""
         ...
 
+    @property
+    def weight(self) -> float:
+        """How often it comes in an epoch."""
+        ...
+
 
 P = TypeVar("P", bound=Problem)
 Read = Callable[[dict[str, Any], str], P]
 """Makes a problem from a record and its place, which a ValueError names."""
 SOURCE: dict[str, Any] = {"subset": None, "train_split": "train", "eval_split": "test"}
 """The parameters of a Hugging Face data set in `task.params`, with defaults."""
+ORDER = ("shuffle", "weight")
+"""In `task.params` of every kind in FILE_KINDS: whether each epoch has an order of its own, instead
+of the file's, and the column of the weights, which are 1 without."""
+MAX_WEIGHT = 100
 
 
 class ProblemTask(SingleTurnTask, Generic[P]):
-    """Every training problem once per epoch, in a different order each time.
+    """Every training problem once per epoch, or as often as its weight says, in a different order
+    each time (`Epochs`).
 
     Example, of three training problems: example(0), example(1) and example(2) are q2, q0 and q1;
     with example(3) the next epoch begins, as q0, q2, q1. eval_prompts() are those held out.
@@ -81,16 +92,27 @@ class ProblemTask(SingleTurnTask, Generic[P]):
                 "%d of the %d training problems of %s are held out too and are passed over",
                 *(num_both, len(training), self.name),
             )
-        self._epoch = -1
-        self._order: list[int] = []
+        # Parameters of others are their environment's.
+        self._shuffles = config.kind not in FILE_KINDS or config.params.get("shuffle", True)
+        if not isinstance(self._shuffles, bool):
+            raise ValueError(f"task.params.shuffle={self._shuffles!r}: must be true or false")
+        weights = [problem.weight for problem in training]
+        if not any(weights):
+            raise ValueError(
+                f"task.params.weight={config.params.get('weight')!r}: no row to train on has a "
+                "weight above 0; name another column, or correct the weights"
+            )
+        self.epochs = Epochs(weights, config.seed, shuffles=self._shuffles)
 
     @property
     def data(self) -> str:
-        """Names the problems: if one is added, is gone or has changed, it is another text."""
-        return f"{_data(self._training)} to train on, {_data(self._held_out)} held out"
+        """Names the problems and their order: if one is added, is gone, has changed or comes more
+        often, it is another text."""
+        order = "" if self._shuffles else ", in the order of the file"
+        return f"{_data(self._training)} to train on{order}, {_data(self._held_out)} held out"
 
     def example(self, index: int) -> Prompt:
-        return self._prompt(self._training[self._line(index)], index, is_held_out=False)
+        return self._prompt(self._training[self.epochs.find(index)[1]], index, is_held_out=False)
 
     def eval_prompts(self) -> Sequence[Prompt]:
         return [
@@ -121,21 +143,15 @@ class ProblemTask(SingleTurnTask, Generic[P]):
     def problem(self, prompt: Prompt) -> P:
         if prompt.is_held_out:
             return self._held_out[prompt.index]
-        return self._training[self._line(prompt.index)]
-
-    def _line(self, index: int) -> int:
-        epoch, place = divmod(index, len(self._training))
-        if epoch != self._epoch:
-            self._order = list(range(len(self._training)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-            self._epoch = epoch
-        return self._order[place]
+        return self._training[self.epochs.find(prompt.index)[1]]
 
 
 def _data(problems: Sequence[Problem]) -> str:
     digest = hashlib.sha256()
     for problem in problems:
-        digest.update(repr((*_key(problem), *getattr(problem, "episode", ()))).encode())
+        weight = () if problem.weight == 1 else (problem.weight,)  # as in data of earlier runs
+        episode = getattr(problem, "episode", ())
+        digest.update(repr((*_key(problem), *episode, *weight)).encode())
     return f"{len(problems)} problems (sha256 {digest.hexdigest()[:16]})"
 
 
@@ -170,6 +186,26 @@ def keeping_rows(config: TaskConfig, read: Read[P]) -> Read[P]:
     return lambda record, place: replace(cast(Any, read(record, place)), row=record)
 
 
+def weighing(config: TaskConfig, read: Read[P]) -> Read[P]:
+    """`read`, with each problem's weight from the column that `task.params.weight` names."""
+    column = config.params.get("weight")
+    if column is None:
+        return read
+
+    def weighed(record: dict[str, Any], place: str) -> P:
+        given, weight = _at(record, column, "weight", place), math.nan
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            weight = float(given)  # in CSV it is text
+        if weight != 0 and not 0.01 <= weight <= MAX_WEIGHT:
+            raise ValueError(
+                f'{place}: "{column}" must be a weight from 0.01 to {MAX_WEIGHT}, or 0 for a row '
+                f"that never comes, not {given!r:.100}; correct it, or leave the row out"
+            )
+        return cast(P, replace(cast(Any, read(record, place)), weight=round(weight, 2)))
+
+    return weighed
+
+
 def load_problems(
     config: TaskConfig,
     read: Read[P],
@@ -183,16 +219,17 @@ def load_problems(
     `task.name`; without `eval_split` the last training problems are held out. Raises ValueError
     naming the setting, the file and the first bad line, or if the data set does not load."""
     read = keeping_rows(config, read)
+    weighed = weighing(config, read)
     setting = "task.name" if config.path is None else "task.path"
     source = config.path or config.name
     if config.path is None or Path(source).is_dir():
         split = partial(split_of, source, setting, subset=subset)
-        training = [read(*one) for one in split(train_split)]
+        training = [weighed(*one) for one in split(train_split)]
         is_split = eval_split is not None and config.eval_path in (None, config.path)
         if eval_split is not None and is_split and not has_no_splits(Path(source)):
             return training, [read(*one) for one in split(eval_split)][: config.eval_size]
     else:
-        training = [read(*one) for one in records_of(Path(source), setting, form)]
+        training = [weighed(*one) for one in records_of(Path(source), setting, form)]
     return hold_out(config, training, f"{setting}={source}", read, form)
 
 
@@ -215,6 +252,7 @@ class Question:
     episode: tuple[Message, ...] = ()
     """A model's part of the conversation, if the row has the whole of it."""
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    weight: float = 1.0
 
     @property
     def right(self) -> Hashable:
@@ -294,7 +332,7 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
     params = {LIST: None} | COLUMNS | SOURCE | config.params
     is_folder = config.path is not None and Path(config.path).is_dir()
     source = SOURCE if config.is_from_hub or is_folder else ()
-    check_params(config, "questions", [LIST, *COLUMNS, SCORE, *source])
+    check_params(config, "questions", [LIST, *COLUMNS, SCORE, *ORDER, *source])
     if config.is_from_hub and params[LIST] is not None:
         raise ValueError(
             f"task.name={config.name!r}: names a data set, and task.params.{LIST} lists questions; "
@@ -313,7 +351,8 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
             "them in task.path, or a Hugging Face data set in task.name"
         )
     read = keeping_rows(config, read)
-    questions = [read(one, f"{place}[{i}]") for i, one in enumerate(listed)]
+    weighed = weighing(config, read)
+    questions = [weighed(one, f"{place}[{i}]") for i, one in enumerate(listed)]
     return hold_out(config, questions, place, read, LINE_FORM)
 
 

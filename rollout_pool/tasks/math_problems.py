@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.data.files import text_of
-from rollout_pool.tasks.datasets import SOURCE, ProblemTask, load_problems
+from rollout_pool.tasks.datasets import ORDER, SOURCE, ProblemTask, load_problems
 from rollout_pool.tasks.math_results import FINAL, is_equal, is_same_number, last_box
 from rollout_pool.tasks.task import Prompt, check_params
 
@@ -29,6 +29,7 @@ class MathProblem:
     right: str
     """The final result."""
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    weight: float = 1.0
 
 
 class Gsm8kTask(ProblemTask[MathProblem]):
@@ -37,6 +38,7 @@ class Gsm8kTask(ProblemTask[MathProblem]):
     name = "gsm8k"
 
     def __init__(self, config: TaskConfig) -> None:
+        check_params(config, self.name, ORDER)
         subset = "main" if config.path is None else None  # of openai/gsm8k
         super().__init__(config, *load_problems(config, read_gsm8k, GSM8K_FORM, subset=subset))
 
@@ -50,8 +52,8 @@ class MathTask(ProblemTask[MathProblem]):
     name = "math"
 
     def __init__(self, config: TaskConfig) -> None:
-        check_params(config, self.name, SOURCE)
-        source = SOURCE | config.params
+        check_params(config, self.name, [*SOURCE, *ORDER])
+        source = {name: config.params.get(name, usual) for name, usual in SOURCE.items()}
         super().__init__(config, *load_problems(config, read_math, MATH_FORM, **source))
 
     def score(self, prompt: Prompt, completion: str) -> float:

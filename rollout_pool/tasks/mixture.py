@@ -105,13 +105,17 @@ class Mixture:
         name, own = self.of(prompt)
         return self.members[name].demonstration(own)
 
-    def _find_anew(self, index: int) -> tuple[str, int]:
+    def turn(self, index: int) -> tuple[str, int]:
+        """The task whose turn it is at `index`, and the number of turns that it had before."""
         number, place = divmod(index, len(self._round))
         order = list(self._round)
         random.Random(f"{self._seed}/{number}").shuffle(order)
         name = order[place]
-        member, first = self.members[name], number * self._weights[name] + order[:place].count(name)
-        others = self._held_out_by_others[name]
+        return name, number * self._weights[name] + order[:place].count(name)
+
+    def _find_anew(self, index: int) -> tuple[str, int]:
+        name, first = self.turn(index)
+        member, others = self.members[name], self._held_out_by_others[name]
         for own in range(first, first + MAX_SKIPS * _FAR, _FAR):
             prompt = member.example(own)
             if _shown(prompt) not in others and not member.is_held_out(prompt):

@@ -18,8 +18,8 @@ from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.data.files import text_of
-from rollout_pool.tasks.datasets import ProblemTask, load_problems
-from rollout_pool.tasks.task import Prompt
+from rollout_pool.tasks.datasets import ORDER, ProblemTask, load_problems
+from rollout_pool.tasks.task import Prompt, check_params
 
 LINE_FORM = (
     'each line must be {"prompt": "...", "tests": [{"input": "2", "output": "4"}]}, or have '
@@ -45,6 +45,7 @@ class Exercise:
     tests: tuple[ProgramTest, ...]
     solution: str | None
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    weight: float = 1.0
 
     @property
     def right(self) -> tuple[ProgramTest, ...]:
@@ -59,6 +60,7 @@ class CodeTask(ProblemTask[Exercise]):
     def __init__(self, config: TaskConfig) -> None:
         if config.path is None:
             raise ValueError("task.path=None: task.kind=code needs a JSONL file of exercises")
+        check_params(config, self.name, ORDER)
         super().__init__(config, *load_problems(config, read_exercise, LINE_FORM))
 
     def tests(self, prompt: Prompt) -> tuple[ProgramTest, ...]:

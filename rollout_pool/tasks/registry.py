@@ -62,6 +62,17 @@ def check_data(config: TaskConfig, task: Task, before: Mapping[str, str]) -> Non
             )
 
 
+def epoch_of(task: Task, index: int) -> tuple[str, int]:
+    """The task of a mixture whose turn it is at `index`, or "", and the epoch of its problems, from
+    1; 0 if it makes its prompts."""
+    from rollout_pool.tasks.datasets import ProblemTask
+
+    # Not `member_of`: it leads far ahead if the prompt whose turn it is is held out.
+    name, turn = task.turn(index) if isinstance(task, Mixture) else ("", index)
+    member = members_of(task)[name]
+    return name, member.epochs.find(turn)[0] + 1 if isinstance(member, ProblemTask) else 0
+
+
 NEEDED = ("example", "eval_prompts", "is_held_out", "environment", "demonstration")
 """Needed by every run; `solution` and `score` are only looked up when needed."""
 

@@ -29,8 +29,8 @@ from rollout_pool.episodes.tools import ToolEnv, function_tool
 from rollout_pool.sandbox.containers import MAX_OUTPUT_BYTES, Container, ContainerError, Ran
 from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.data.files import text_of
-from rollout_pool.tasks.datasets import ProblemTask, load_problems
-from rollout_pool.tasks.task import Prompt
+from rollout_pool.tasks.datasets import ORDER, ProblemTask, load_problems
+from rollout_pool.tasks.task import Prompt, check_params
 
 LINE_FORM = (
     'each line must be {"problem": "...", "files": {"name": "text"}, "test_command": ["word"]}'
@@ -51,6 +51,7 @@ class Repository:
     edits: tuple[Mapping[str, str], ...]
     """A solution: arguments of `edit_file`."""
     row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    weight: float = 1.0
 
     @property
     def right(self) -> str:
@@ -74,6 +75,7 @@ class RepositoryTask(ProblemTask[Repository]):
         ):
             if not holds:
                 raise ValueError(f"task.{setting}: task.kind=repository {why}; {fix}")
+        check_params(config, self.name, ORDER)
         self._config = config
         read = partial(read_repository, config=config)
         problems, held_out = load_problems(config, read, LINE_FORM)

@@ -184,19 +184,20 @@ class GroupRunner:
         # Rewards with an unscored part, which counts as 0, may be equal because of the scorer.
         teaches = bool(run.num_unscored) or len({*group.rewards_by_episode.values()}) > 1
         if not run.num_unscored:
-            self._note_rewards(group, teaches=teaches)
+            self._note_rewards(run.prompt, group, teaches=teaches)
         if self._filter is not None:
             run.verdict = self._filter.judge(teaches=teaches)
         if run.verdict is not Verdict.leave_out:
             run.pushed = await self.state.retry_while_run_moves(lambda: self.buffer.push(group))
 
-    def _note_rewards(self, group: TrajectoryGroup, *, teaches: bool) -> None:
+    def _note_rewards(self, prompt: Prompt, group: TrajectoryGroup, *, teaches: bool) -> None:
         task, rewards = group.prompt.task, group.rewards_by_episode.values()
+        mean = sum(rewards) / len(rewards)
         self.counters.add(f"scored_groups:{task}")
-        self.counters.add(f"mean_rewards:{task}", sum(rewards) / len(rewards))
+        self.counters.add(f"mean_rewards:{task}", mean)
         self.counters.add(f"zero_variance:{task}", not teaches)
         if self.curriculum is not None:
-            self.curriculum.note(task, teaches=teaches)
+            self.curriculum.note(prompt, mean, teaches=teaches)
 
     async def keep_tokens(self, run: GroupRun) -> None:
         """Keeps what the group's samples have gained in the buffer (sampling/kept_tokens.py)."""

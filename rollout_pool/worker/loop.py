@@ -50,6 +50,7 @@ from rollout_pool.rewards.types import Scorer
 from rollout_pool.sampling.group_samples import GroupSamples
 from rollout_pool.sampling.kept_tokens import LOOK_EVERY_S, GroupTokens, KeptSample, read_kept
 from rollout_pool.sampling.sample import Completer
+from rollout_pool.tasks.registry import epoch_of
 from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import RolloutSpec, WorkerReport
@@ -58,7 +59,7 @@ from rollout_pool.worker.evaluate import Evaluator
 from rollout_pool.worker.group_run import ExternalGroups, GroupLog, GroupRun, GroupRunner
 from rollout_pool.worker.prompt_filter import PromptFilter
 from rollout_pool.worker.stragglers import RECENT, TAILS, Tail
-from rollout_pool.worker.variance import Curriculum
+from rollout_pool.worker.variance import curriculum_of
 
 log = logging.getLogger(__name__)
 
@@ -147,8 +148,7 @@ class RolloutWorker:
 
     def __post_init__(self) -> None:
         self._is_idle.set()
-        floor = self.spec.task.curriculum
-        self._curriculum = None if floor is None else Curriculum(floor, self.spec.seed + self.index)
+        self._curriculum = curriculum_of(self.spec.task, self.spec.seed + self.index)
         self._group_runner = GroupRunner(
             config=self.spec.config,
             scorer=self.scorer,
@@ -171,6 +171,7 @@ class RolloutWorker:
         """
         if num_lost := await self.buffer.reclaim(self.index):
             log.warning("%d groups of this worker from before its restart run again", num_lost)
+        self._counted = await self.state.counters()  # epochs that it had begun before a restart
         self._live = with_live(self.spec.config, await self.state.live_settings(_LIVE))
         self._group_runner.use(self._live, is_new_filter=True)
         self._tail = self._new_tail(self._live)
@@ -348,7 +349,15 @@ class RolloutWorker:
         if not await self.buffer.begin(group_id, ref, self.index, self.stream.position):
             return None
         self._in_hand = None
+        self._note_epoch(ref.index)
         return _Taken(ref, prompt)
+
+    def _note_epoch(self, index: int) -> None:
+        name, epoch = epoch_of(self.task, index)
+        counter = f"epochs_begun:{self.index}{name and f'/{name}'}"
+        if (newly := epoch - self._counted.get(counter, 0)) > 0:
+            self.counters.add(counter, newly)
+            self._counted[counter] = epoch
 
     async def _find_kept(self, group_id: str, ref: PromptRef) -> Mapping[str, KeptSample]:
         """The tokens kept of a prompt that runs again, as far as they may still be trained."""
@@ -391,10 +400,11 @@ class RolloutWorker:
         )
 
     def _takes(self, prompt: Prompt) -> bool:
-        name = prompt.task or self.task.name
-        if self._curriculum is None or self._curriculum.takes(name):
+        if self._curriculum is None or self._curriculum.takes(
+            kind := self._curriculum.meet(prompt)
+        ):
             return True
-        self.counters.add(f"passed_over:{name}")
+        self.counters.add(f"passed_over:{kind}")
         return False
 
     # Ending groups -------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Row:
     opening: tuple[Message, ...]
     content: Mapping[str, Any]
     """The library's task."""
+    weight: float = 1.0
 
     @property
     def right(self) -> str:

@@ -337,6 +337,9 @@ task.rewards={a: {kind: code_tests, cpu_time_s: 0}} -> cpu_time_s=0: must be 1 t
 task.rewards={a: {kind: code_tests, memory_bytes: 1000}} -> memory_bytes=1000: must be 67108864 to
 task=code ; task.rewards.tests.wall_time_s=30
     -> task.rewards.*.wall_time_s=30.0: all tests of an answer must end within 0.8 of roll
+task.curriculum=0.1 -> task.curriculum=0.1: it chooses between the tasks
+task=mixed ; task.curriculum=0.1 ; task.pools={} -> task.curriculum=0.1: it chooses between tasks,
+task.pools.hard_below=2 -> task.pools.hard_below=2.0: must be at most task.pools.easy_from
 task.renderer=qwen3 -> task.renderer='qwen3'
 task.renderer=qwen3 ; task.chat_template=true ; task.tool_parser=llama3_json
     -> task.tool_parser='llama3_json'
@@ -380,6 +383,7 @@ def test_broken_rule_names_the_field_and_its_value(overrides: list[str], field: 
         ["rollout.openai.port=65533", "rollout.num_workers=3"],
         ["task.tools=[python]", "task.chat_template=true", "task.max_turns=4"],
         ["task.renderer=qwen3.5", "task.chat_template=true"],
+        ["task=mixed", "task.pools={hard: 0}", "task.eval_sets={s: {}}"],
     ],
 )
 def test_valid_combinations_are_accepted(overrides: list[str]) -> None:

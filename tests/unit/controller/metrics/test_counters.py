@@ -65,6 +65,19 @@ def test_panel_line_is_empty_without_notable_counters() -> None:
     assert panel_line(COUNTERS, 0) == "2.5% of tokens wasted, 3 postponed"
 
 
+def test_epochs_of_the_workers_are_a_row_and_stand_in_the_line() -> None:
+    for counters, words in (
+        ({"epochs_begun:0": 3.0}, "3"),
+        ({"epochs_begun:0": 3.0, "epochs_begun:10": 2.0, "epochs_begun:2": 2.0}, "2 to 3"),
+        (
+            {"epochs_begun:0/words": 1.0, "epochs_begun:0/sums": 9.0, "epochs_begun:1/sums": 10.0},
+            "sums 9 to 10, words 1",
+        ),
+    ):
+        assert dict(summary_rows(counters, 0)) == {"epoch of the task's problems": words}
+        assert panel_line(counters, 0) == f"epoch {words}"
+
+
 def test_every_counter_is_a_metric() -> None:
     samples = {
         (sample.name, tuple(sample.labels.values())): sample.value

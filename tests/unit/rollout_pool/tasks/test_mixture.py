@@ -18,7 +18,7 @@ from rollout_pool.rewards.reward import needs_processes
 from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.tasks.env_episodes import environment_factory
 from rollout_pool.tasks.registry import build_task
-from rollout_pool.tasks.task import TaskStream
+from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.worker.variance import FEWEST, WINDOW, Curriculum
 from tests.support.pictures import picture
 from tests.support.rollout import ended_episode
@@ -242,8 +242,9 @@ def test_tasks_that_teach_little_are_passed_over_down_to_the_floor_and_come_back
     curriculum = Curriculum(0.1, seed=0)
 
     def note(name: str, teaching: int, groups: int) -> None:
+        prompt = Prompt(index=0, is_held_out=False, text="", task=name)
         for i in range(groups):
-            curriculum.note(name, teaches=i < teaching)
+            curriculum.note(prompt, 0.5, teaches=i < teaching)
 
     note("hard", 0, FEWEST - 1)
     assert (curriculum.probability("easy"), curriculum.probability("hard")) == (

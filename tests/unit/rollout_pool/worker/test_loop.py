@@ -13,7 +13,7 @@ from buffer.redis.connection import connect
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnLongPrompt, TailPolicy, TaskKind
-from configs.rollout_schema import MixedTask, RolloutConfig, TaskConfig
+from configs.rollout_schema import MixedTask, PoolsConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig
 from rollout_pool.episodes.environment import SingleTurn
 from rollout_pool.episodes.episode import EpisodeFailed
@@ -21,7 +21,7 @@ from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.env_episodes import EnvEpisodes
-from rollout_pool.tasks.registry import build_task
+from rollout_pool.tasks.registry import build_task, epoch_of
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.tasks.verifiers.process import EnvironmentDied
@@ -280,6 +280,28 @@ async def test_prompts_of_a_mixture_carry_their_tasks_and_the_curriculum_passes_
         all_equal = counters.get(f"zero_variance:{task}", 0)
         assert all_equal == (groups if task == "solved" else 0)
         assert counters[f"mean_rewards:{task}"] == groups * (1 if task == "solved" else 0.5)
+
+
+async def test_epochs_go_on_after_a_restart_and_with_pools_no_prompt_is_lost_or_comes_twice(
+    make_worker, state, completer
+):
+    rows = [{"question": "q" * n, "answer": "0"} for n in range(1, 6)]
+    few = MixedTask(kind=TaskKind.questions, params={"questions": rows}, eval_size=1)
+    task_config = TaskConfig(kind=TaskKind.mixture, tasks={"few": few}, pools=PoolsConfig(easy=0))
+    completer.said = lambda sample: "1" if len(sample.prompt) < 3 else f"{place_of(sample)}"
+    trained = []
+    for steps in (range(8), range(8, 16)):  # the second worker is the first one, restarted
+        worker, buffer, running = await make_worker.run(task_config=task_config)
+        for step in steps:
+            lease = await consume(buffer, step)
+            trained += [group.prompt.index for group in lease.groups]
+        counters = await counters_at_end(worker, running, state)
+    begun = [*trained, *(one.index for one in (await buffer.task_progress(16)).untrained)]
+    assert len(begun) == len({*begun})
+    assert counters["passed_over:easy"] > 0
+    assert (await state.task_positions())[0] <= len(begun) + counters["passed_over:easy"]
+    task = build_task(task_config)
+    assert counters["epochs_begun:0/few"] == epoch_of(task, max(begun))[1] == max(begun) // 4 + 1
 
 
 async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state, completer):
