@@ -115,6 +115,7 @@ NAMED_SECTIONS = {
     "algorithm.streams": algorithm_schema.StreamConfig,
     "algorithm.correction": corrections.CorrectionConfig,
     "task.rewards": rollout_schema.RewardConfig,
+    "task.rubric": rollout_schema.Criterion,
     "task.tasks": rollout_schema.MixedTask,
     "task.eval_sets": rollout_schema.EvalSet,
 }

@@ -391,6 +391,18 @@ class RolloutConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class Criterion(Section):
+    """One criterion of a judge; its name is its key in `task.rewards.*.rubric`."""
+
+    SECTION: ClassVar[str] = "task.rewards.*.rubric.*"
+
+    text: str = field(default="", metadata=NOT_EMPTY)
+    """The question that the judge answers."""
+    weight: float = field(default=1.0, metadata=POSITIVE)
+    """In the mean over the criteria."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RewardConfig(Section):
     """One part of the reward; its name is its key in `task.rewards`."""
 
@@ -419,7 +431,9 @@ class RewardConfig(Section):
     api_key_env: str | None = field(default=None, metadata=VARIABLE)
     """For `url`: environment variable that holds the key."""
     prompt: str | None = None
-    """judge: its prompt; {prompt}, {answer} and {solution} are filled in."""
+    """judge: its prompt; {prompt}, {answer}, {solution} and, of `rubric`, {rubric} are put in."""
+    rubric: dict[str, Criterion] = field(default_factory=dict)
+    """judge: criteria by name. It scores each from 0 to 1, and the weighted mean is the reward."""
     timeout_s: float = field(default=120.0, metadata=SECONDS)
     """For `url`: longest that one answer may take. code_tests with `url`: longest that one test may
     take, and that all tests of an answer may run."""
@@ -501,6 +515,7 @@ class RewardConfig(Section):
             f"{name} gives no reward; set the weight of what learns from it, as "
             "algorithm.streams.teacher.weight",
         )
+        yield from self._rubric_rules(name)
         yield Rule(
             not self.command
             or any("{file}" in argument for argument in self.command[1:])
@@ -525,6 +540,20 @@ class RewardConfig(Section):
             if setting.name in _OF_CODE_TESTS and not self.runs_tests:
                 is_default = getattr(self, setting.name) in (setting.default, [])
                 yield Rule(is_default, setting.name, f"{name} runs no tests of programs: leave out")
+
+    def _rubric_rules(self, name: str) -> Iterator[Rule]:
+        given = list(self.rubric)
+        is_judge = self.kind is RewardKind.judge
+        yield Rule(is_judge or not given, "rubric", f"{name} asks no judge; leave it out", given)
+        wrong = [one for one in given if not re.fullmatch(r"\w[\w.-]*", one)]
+        fix = "the name of a criterion has letters, digits, _, - and . only, as in to-the-point"
+        yield Rule(not wrong, "rubric", fix, wrong)
+        yield Rule(
+            self.prompt is None or not is_judge or ("{rubric}" in self.prompt) == bool(given),
+            "prompt",
+            "must hold {rubric}, for the criteria of task.rewards.*.rubric, if there are any, and "
+            "otherwise must not",
+        )
 
     def _compile_rules(self) -> Iterator[Rule]:
         yield Rule(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Collection, Mapping
 
+from configs.rollout_schema import Criterion
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
 from rollout_pool.rewards.types import PartScore
 from rollout_pool.tasks.task import Prompt
 
-DEFAULT_PROMPT = """\
+_CASE = """\
 Judge an answer to a question.
 
 Question:
@@ -18,12 +21,18 @@ Question:
 Answer:
 {answer}
 
+"""
+DEFAULT_PROMPT = f"""\
+{_CASE}\
 How right and how helpful is the answer, from 0 (useless) to 1 (perfect)? Give your reasons in a \
 few sentences, then end with a line "Score: x"."""
-_PLACES = re.compile(r"\{(prompt|answer|solution)\}")
+RUBRIC_PROMPT = _CASE + "{rubric}"
+_PLACES = re.compile(r"\{(prompt|answer|solution|rubric)\}")
 _NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?:\s*/\s*\d+(?:\.\d+)?)?"
 _SCORE = re.compile(rf"score\W{{0,5}}(?:is\s+)?{_NUMBER}", re.IGNORECASE)
 _LAST = re.compile(_NUMBER)
+_THOUGHT = "</think>"
+_OBJECT = re.compile(r"(?s)\s*(?:```(?:json)?\s*)?(\{.*\})\s*(?:```\s*)?")
 _LONGEST = 100_000
 """Characters at the end of a judgement in which its score is looked for."""
 
@@ -32,9 +41,11 @@ class Judge(RemoteService):
     path = "/chat/completions"
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
-        """The score in the judge's text."""
-        template = self.config.prompt or DEFAULT_PROMPT
-        texts = {"prompt": prompt.text, "answer": episode.answer}
+        """The score in the judge's text, or the mean of those by the criteria of a rubric, which
+        are further parts."""
+        rubric = self.config.rubric
+        template = self.config.prompt or (RUBRIC_PROMPT if rubric else DEFAULT_PROMPT)
+        texts = {"prompt": prompt.text, "answer": episode.answer, "rubric": rubric_text(rubric)}
         if "{solution}" in template:
             texts["solution"] = self._solution(prompt)
         # In one pass: the completion may itself contain {solution}.
@@ -44,7 +55,13 @@ class Judge(RemoteService):
             "messages": [{"role": "user", "content": question}],
             "temperature": 0.0,
         }
-        return PartScore(value=parse_score(_content(await self.ask(body, key))))
+        judgement = _content(await self.ask(body, key))
+        if not rubric:
+            return PartScore(value=parse_score(judgement))
+        scores = parse_rubric(judgement, rubric)
+        weights = {name: one.weight for name, one in rubric.items()}
+        total = sum(weight * scores[name] for name, weight in weights.items())
+        return PartScore(value=total / sum(weights.values()), parts=scores)
 
     def _solution(self, prompt: Prompt) -> str:
         assert self.task is not None
@@ -53,6 +70,41 @@ class Judge(RemoteService):
         except Exception as error:  # a user's task, or a data set without solutions
             why = f"{type(error).__name__}: {error}"
             raise RemoteFailure(f"no solution for the judge: {why}"[:500]) from error
+
+
+def rubric_text(rubric: Mapping[str, Criterion]) -> str:
+    """The criteria and the form of the reply, in the place of {rubric}."""
+    criteria = "".join(f"- {name}: {one.text}\n" for name, one in rubric.items())
+    example = json.dumps(dict.fromkeys(rubric, 0.5), ensure_ascii=False)
+    return (
+        f"The answer is scored by each of these criteria:\n{criteria}\nReply with one JSON object "
+        "and nothing else: for each criterion, by its name, a number from 0 (not met at all) to 1 "
+        f"(fully met), as in {example}"
+    )
+
+
+def parse_rubric(text: str, criteria: Collection[str]) -> dict[str, float]:
+    """The score of each criterion.
+
+    Raises RemoteFailure unless the text, after any thoughts, is one JSON object that has each
+    criterion once, and nothing else, with a number from 0 to 1.
+    """
+    reply = text[-_LONGEST:].rpartition(_THOUGHT)[2]
+    found = _OBJECT.fullmatch(reply)
+    try:
+        pairs = json.loads(found[1] if found else "", object_pairs_hook=list)
+    except (ValueError, RecursionError) as error:
+        why = f"the judge's reply must be one JSON object: {reply.strip()[-200:]!r}"
+        raise RemoteFailure(why) from error
+    given, expected = [name for name, _ in pairs], ", ".join(criteria)
+    if sorted(given) != sorted(criteria):
+        raise RemoteFailure(f"the judge must score {expected}, each once, not {given!a:.200}")
+    for name, score in pairs:
+        is_number = isinstance(score, int | float) and not isinstance(score, bool)
+        if not is_number or not 0 <= score <= 1:
+            why = f"the judge's score of {name} must be from 0 to 1: {str(score)[:100]!r}"
+            raise RemoteFailure(why)
+    return {name: float(score) for name, score in pairs}
 
 
 def parse_score(text: str) -> float:

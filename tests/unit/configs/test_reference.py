@@ -43,7 +43,7 @@ def test_every_number_and_text_has_a_bound_beside_its_field() -> None:
     }
     assert bare == FREE_TEXT
     in_rewards = {field.name for field in fields(RewardConfig) if bound_of(field) is None}
-    assert in_rewards == {"kind", "of", "prompt", "all_or_nothing"}
+    assert in_rewards == {"kind", "of", "prompt", "rubric", "all_or_nothing"}
     in_streams = {field.name for field in fields(StreamConfig) if bound_of(field) is None}
     assert in_streams == {"loss", "tokens", "aggregation"}
 

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from configs.choices import RewardKind, TaskKind
-from configs.rollout_schema import RewardConfig, TaskConfig
+from configs.rollout_schema import Criterion, RewardConfig, TaskConfig
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.rewards.code_tests import CodeTests
@@ -359,6 +359,58 @@ async def test_judge_without_a_score_is_reported(service, judge, reply):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match="the judge"):
         await judge().score(PROMPT, EPISODE, "k")
+
+
+RUBRIC = {
+    "right": Criterion(text="Is the sum right?", weight=3.0),
+    "short": Criterion(text="No word too many."),
+}
+
+
+async def test_judge_scores_each_criterion_of_a_rubric_in_one_call(service, judge):
+    scores = '```json\n{"short": 0, "right": 1.0}\n```'
+    service.replies = [says(f'<think>Maybe {{"right": 0}}?</think>\n{scores}')]
+    score = await judge(rubric=RUBRIC).score(PROMPT, EPISODE, "k")
+    assert (score.value, score.parts) == (0.75, {"right": 1.0, "short": 0.0})
+    [body] = service.bodies
+    content = body["messages"][0]["content"]
+    assert "Question:\n3 + 4 =" in content and "Answer:\n7" in content
+    assert "- right: Is the sum right?\n- short: No word too many.\n" in content
+    assert content.endswith('as in {"right": 0.5, "short": 0.5}')
+
+
+async def test_criteria_stand_where_the_prompt_of_a_judge_says(service, judge):
+    service.replies = [says('{"right": 0.5, "short": 1}')]
+    score = await judge(rubric=RUBRIC, prompt="{rubric} {answer}").score(PROMPT, EPISODE, "k")
+    assert score.value == 0.625
+    content = service.bodies[0]["messages"][0]["content"]
+    assert "- right: Is the sum right?" in content and content.endswith(" 7")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("right: 1, short: 1", "must be one JSON object"),
+        ("[1, 1]", "must be one JSON object"),
+        ('{"right": 1, "short": 1} {"right": 0}', "must be one JSON object"),
+        ('{"right": 1' + 5000 * "0" + ', "short": 1}', "must be one JSON object"),
+        (10_000 * '{"right":' + "1" + 10_000 * "}", "must be one JSON object"),
+        ("{}", r"must score right, short, each once, not \[\]"),
+        ('{"right": 1}', r"must score right, short, each once, not \['right'\]"),
+        ('{"right": 1, "short": 1, "kind": 1}', "each once, not .*'kind'"),
+        ('{"right": 0, "short": 1, "right": 1}', "each once, not .*'short', 'right'"),
+        ('{"right": 1.01, "short": 1}', r"score of right must be from 0 to 1: '1\.01'"),
+        ('{"right": 1, "short": -1}', "score of short must be from 0 to 1"),
+        ('{"right": NaN, "short": 1}', "score of right must be from 0 to 1: 'nan'"),
+        ('{"right": true, "short": 1}', "score of right must be from 0 to 1: 'True'"),
+        ('{"right": "1", "short": 1}', "score of right must be from 0 to 1"),
+        ('{"right": {"x": 1}, "short": 1}', "score of right must be from 0 to 1"),
+    ],
+)
+async def test_reply_that_is_not_the_rubric_s_is_reported(service, judge, text, message):
+    service.replies = [says(text)]
+    with pytest.raises(RemoteFailure, match=f"the judge.*{message}"):
+        await judge(rubric=RUBRIC).score(PROMPT, EPISODE, "k")
 
 
 # Teacher -----------------------------------------------------------------------------------------
