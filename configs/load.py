@@ -550,6 +550,8 @@ def _anchor_paths(config: Config) -> None:
     algorithm.kl.estimator = _absolute_code(algorithm.kl.estimator)
     for function in algorithm.functions:
         function.kind = _absolute_code(function.kind)
+    command = config.rollout.eval.command
+    command[:] = [_absolute(word) if Path(word).is_file() else word for word in command]
     model.path = model.path and _absolute_or_hub(model.path)
     if model.lora is not None and model.lora.resume_from is not None:
         model.lora.resume_from = _absolute(model.lora.resume_from)

@@ -109,6 +109,13 @@ class EvalConfig(Section):
     pinned: bool = True
     """Reserve one of several engines for the evaluation and keep it at one version; with a single
     engine, answers come from the version or later ones, as recorded."""
+    command: list[str] = field(default_factory=list, metadata=ARGUMENTS)
+    """A program that evaluates exported checkpoints beside training, as [python, evals.py,
+    "{model}", "{out}"]: docs/watching.md#by-a-program-of-your-own."""
+    command_every: int | None = field(default=None, metadata=at_least(1))
+    """Steps between two checkpoints that `command` evaluates; it always does the last one."""
+    command_timeout_s: float = field(default=3600.0, metadata=SECONDS)
+    """Longest that one of its evaluations may take, with the export of the model."""
 
     def rules(self) -> Iterator[Rule]:
         yield Rule(
@@ -116,6 +123,12 @@ class EvalConfig(Section):
             "num_samples",
             "greedy answers are all the same: set rollout.eval.temperature above 0",
         )
+        fix = "says how often rollout.eval.command runs: set both or neither"
+        yield Rule(bool(self.command) == bool(self.command_every), "command_every", fix)
+        words = " ".join(self.command[1:])
+        has_both = "{model}" in words and "{out}" in words
+        fix = "its arguments must hold {model}, the exported model, and {out}, a file to write"
+        yield Rule(not self.command or has_both, "command", fix)
 
 
 @dataclass(kw_only=True, slots=True)

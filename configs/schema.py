@@ -541,6 +541,9 @@ class Config(Section):
             "idle programs that hold all credits must make way before the run gives up: set less "
             f"than buffer.wait_timeout_s={self.buffer.wait_timeout_s:g}",
         )
+        every, of = self.rollout.eval.command_every, self.trainer.checkpoint_every
+        fix = f"it evaluates checkpoints: must be a multiple of trainer.checkpoint_every={of}"
+        yield Rule(every is None or every % of == 0, "rollout.eval.command_every", fix)
         yield from self._best_rules()
         yield from self._task_rules()
         yield from self._algorithm_rules()

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 EXPERIMENT_FILE = "experiment.yaml"
+EVALUATED = "evaluated"
 _PRIVATE = "/tmp/leash-ray-"
 
 
@@ -388,6 +389,7 @@ class RunDir:
 
     def remove_temporary(self) -> None:
         """Remove what killed processes left; call it when the run's processes are gone."""
+        shutil.rmtree(self.path / EVALUATED, ignore_errors=True)
         if self.temporary is not None:
             shutil.rmtree(self.temporary, ignore_errors=True)
             (self.path / "ray").unlink()

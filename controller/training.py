@@ -40,6 +40,7 @@ from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
+from controller.watch.eval_command import CommandEvaluations
 from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import LOOK_AGAIN_S, Fleet
 from controller.watch.remarks import TRAINER, checkpoint_failed, eval_failed
@@ -159,6 +160,8 @@ class Training:
     async def _open(self, cleanup: AsyncExitStack) -> None:
         buffer = await cleanup.enter_async_context(opened(self.address))
         self._state = await cleanup.enter_async_context(opened_state(self.address))
+        settings, append = self.config.rollout.eval, self._state.append_metrics
+        self._by_command = CommandEvaluations(settings, self.run_dir, append, self.panel.say)
         started = self.run_dir.read_record().started
         view = RunView.of_run(self.run_dir.name, self.config, started, self.run_dir.named)
         history = read_metrics(self.run_dir.metrics)
@@ -199,6 +202,7 @@ class Training:
         if self._evaluation is not None:
             await self._evaluation
         await self._evaluate(report.version)
+        await self._by_command.end(report.num_steps)
         self._history.record("phase", {"phase": SAVING})
         try:
             await self._export()
@@ -334,6 +338,8 @@ class Training:
         else:
             if {"error", "groups_error"} & record.values.keys():
                 self.panel.say(checkpoint_failed(record).sentence)
+            if self._may_evaluate and record.count("step") < self.config.trainer.num_steps:
+                self._by_command.note_checkpoint(record.count("step"), self._tasks)
             written, self._unwritten = self._unwritten, []
             for one in written:
                 self._note_best(one)

@@ -78,5 +78,5 @@ SECTIONS: Mapping[str, Section] = msgspec.convert(
 METRICS = {source: section.metrics for source, section in SECTIONS.items()}
 """By the kind of the records that have them, and by where else they are read."""
 
-RECORDED = ("step", "lengths", "publish", "commit", "weights_event")
+RECORDED = ("step", "eval_command", "lengths", "publish", "commit", "weights_event")
 """Kinds of records whose metrics are added up record by record."""

@@ -6,7 +6,8 @@ A number that was not measured, or is not finite, is null.
 
 Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
 prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
-the controller), `engine` (an engine's load as a worker saw it), `publish`, `commit`
+the controller), `eval_command` (see watch/eval_command.py), `engine` (an engine's load as a worker
+saw it), `publish`, `commit`
 and `weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there
 is none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from
 `before` to `after`), `lengths` (of the answers trained and sampled), `stall` and `stall_ended` (see
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
+EVAL_COMMAND = "eval_command"
 RESUMED = "resumed"
 ATTACHED = "attached"
 TUNED = "tuned"

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from buffer.results import BufferStats
 from controller.metrics.counters import panel_line
-from controller.metrics.history import change_words, numbers, series
+from controller.metrics.history import below, change_words, numbers, series
 from controller.metrics.weights import median
 from controller.units import format_count, format_duration, format_number_of
 from controller.watch.finding import MUCH, Level
@@ -215,6 +215,10 @@ def _learning(view: RunView, bar_width: int) -> Group:
         ("reward", _trend(numbers(view.steps, "reward_mean"), "{:.2f}", bar_width)),
         ("held-out", _trend(numbers(view.evals, "accuracy"), "{:.0%}", bar_width)),
     ]
+    if (own := view.command_eval) is not None:
+        found = [f"{name} {own.number(full):.3g}" for full, name in below(own.values, "metric/")]
+        words = ", ".join(found) or own.values.get("why")
+        rows.append(("program", printable(f"{words} (step {own.count('step')})")))
     if (last := view.last_step) is not None:
         mean, largest = last.number("staleness_mean"), last.number("staleness_max")
         loss = last.number("loss")

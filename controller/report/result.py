@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from configs.schema import Config
 from controller.metrics.history import (
+    EVAL_COMMAND,
     EVAL_FAILED,
     RESUMED,
     TUNED,
@@ -65,6 +66,8 @@ class RunResult:
     """Last evaluation, by k."""
     eval_sets: Mapping[str, tuple[float, float]]
     """Accuracy on each further held-out set: the first and the last one."""
+    eval_command: Mapping[str, tuple[float, float]]
+    """The first and the last number by each name that rollout.eval.command wrote."""
     reward_first: float | None
     """Mean reward of the first steps (a tenth of them, at most ten), with rollout sampling."""
     reward_last: float | None
@@ -139,6 +142,7 @@ def summarize(
 ) -> RunResult:
     """The result of a run from its metrics (pure)."""
     steps, evals, failed = (of_kind(records, kind) for kind in ("step", "eval", EVAL_FAILED))
+    by_command = of_kind(records, EVAL_COMMAND)
     last_version = steps[-1].count("version") if steps else 0
     is_last_missing = (
         state == "finished" and bool(failed) and failed[-1].count("version") > last_version
@@ -170,7 +174,8 @@ def summarize(
         eval_size=evals[-1].count("num_prompts") if evals else 0,
         eval_samples=config.rollout.eval.num_samples,
         pass_at_k=_pass_at_k(known),
-        eval_sets=_by_set(config.task.eval_sets, evals),
+        eval_sets=_ends(evals, (f"accuracy/{name}" for name in config.task.eval_sets)),
+        eval_command=_ends(by_command, (n for one in by_command for n in one.values if "/" in n)),
         reward_first=reward_first,
         reward_last=reward_last,
         by_task=_by_task(steps, evals),
@@ -230,8 +235,8 @@ def _pass_at_k(evaluated: Record) -> dict[int, float]:
     return {int(k): evaluated.number(name) for name, k in found if k.isdecimal()}
 
 
-def _by_set(names: Iterable[str], evals: Sequence[Record]) -> dict[str, tuple[float, float]]:
-    found = {name: series(evals, f"accuracy/{name}") for name in names}
+def _ends(records: Sequence[Record], names: Iterable[str]) -> dict[str, tuple[float, float]]:
+    found = {name.partition("/")[2]: series(records, name) for name in dict.fromkeys(names)}
     return {name: (values[0], values[-1]) for name, values in found.items() if values}
 
 

@@ -167,6 +167,8 @@ def _learning_rows(result: RunResult) -> Iterator[tuple[str, str]]:
         yield f"of {task}: before, after", f"{_percent(of.eval_before)}, {_percent(of.eval_after)}"
     for name, both in result.eval_sets.items():
         yield f"on {name}: first, last", ", ".join(map(_percent, both))
+    for name, ends in result.eval_command.items():
+        yield f"{name} by rollout.eval.command: first, last", ", ".join(map(_number, ends))
     if result.evals_failed:
         yield "evaluations that failed", f"{result.evals_failed:,}"
     for k, share in sorted(result.pass_at_k.items()):

@@ -156,6 +156,10 @@ def _check_here(config: Config, *, is_resumed: bool = False) -> Plan:
             f"cluster.host={cluster.host!r}: is neither an IP address nor a name that resolves "
             f"here ({error.strerror})"
         ) from error
+    if (command := config.rollout.eval.command) and shutil.which(command[0]) is None:
+        raise ValueError(
+            f"rollout.eval.command={command}: there is no program {command[0]!r} here; correct it"
+        )
     ca_file = config.buffer.tls_ca_file
     if ca_file is not None and not Path(ca_file).is_file():
         raise ValueError(f"buffer.tls_ca_file={ca_file!r}: there is no such file; correct the path")

@@ -76,5 +76,6 @@ def as_object(
             "paused": view.stats is not None and view.stats.paused,
             "changes": [{"t": one.t, **one.values} for one in view.changes],
             "last_step": None if view.last_step is None else view.last_step.values,
+            "eval_command": None if view.command_eval is None else view.command_eval.values,
         }
     return {**whole, "findings": listed}

@@ -16,6 +16,7 @@ from configs.rollout_schema import RolloutConfig
 from configs.schema import Config
 from controller.metrics.history import (
     ATTACHED,
+    EVAL_COMMAND,
     EVAL_FAILED,
     RESUMED,
     STALL,
@@ -85,6 +86,8 @@ class RunView:
     evals: list[Record] = field(default_factory=list)
     eval_failure: Record | None = None
     """Record of the last evaluation, if it failed."""
+    command_eval: Record | None = None
+    """Record of the last evaluation by rollout.eval.command."""
     checkpoint_failure: Record | None = None
     """Record of the last checkpoint, if it failed."""
     checkpoint: Record | None = None
@@ -147,6 +150,8 @@ class RunView:
             self.eval_failure = None
         elif record.kind == EVAL_FAILED:
             self.eval_failure = record
+        elif record.kind == EVAL_COMMAND:
+            self.command_eval = record
         elif record.kind == "checkpoint":
             self.checkpoint_failure = record if "error" in record.values else None
             self.checkpoint = record

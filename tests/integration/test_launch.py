@@ -17,6 +17,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = ["buffer.max_staleness=0", "buffer.on_stale=wait", "rollout.log_rate=1"]
     settings += ["run.loggers=[tensorboard,wandb]", *own_loss(tmp_path)]
-    settings += ["algorithm.kl.weight=0.01"]
+    settings += ["algorithm.kl.weight=0.01", *own_evaluation(tmp_path)]
     build_scratch_model(ScratchModelConfig(), tmp_path / "teacher", seed=1)
     settings += [
         f"task.rewards={{turns: {{kind: env}}, t: {{kind: teacher, path: '{tmp_path}/teacher'}}}}",
@@ -110,6 +111,8 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     assert (run / "reference_model" / "model.safetensors").is_file()
     assert all(step.number("words/loss") > 0 for step in steps)
     assert all(step.number("t/kl") > 0 for step in steps)
+    assert result["eval_command"]["bytes"][1] > 0, output[-6000:]
+    assert not (run / "evaluated").exists()
     assert_turns(run, at_least=3)
     assert_read_by_benchmark(run, result)
     assert_engine_reported(run, result)
@@ -148,6 +151,18 @@ def own_loss(folder: Path) -> tuple[str, ...]:
         "    return LossOutputs(loss_N=loss_N, diagnostics={'fresh': inputs.staleness_N == 0})\n"
     )
     return (f"algorithm.loss={folder / 'my_loss.py'}:mine", "algorithm.correction=[]")
+
+
+def own_evaluation(folder: Path) -> tuple[str, ...]:
+    """The settings for a program that looks at the files of the last model."""
+    (folder / "evals.py").write_text(
+        "import json, os, sys\n"
+        "model, out = sys.argv[1:]\n"
+        "with open(out, 'w') as file:\n"
+        "    json.dump({'bytes': os.path.getsize(f'{model}/model.safetensors')}, file)\n"
+    )
+    words = [sys.executable, str(folder / "evals.py"), "{model}", "{out}"]
+    return f"rollout.eval.command={json.dumps(words)}", "rollout.eval.command_every=4"
 
 
 def _check_page(output: str) -> None:

@@ -163,6 +163,10 @@ def test_unknown_setting_without_a_near_match_is_refused_with_its_section() -> N
             "rollout.engine.max_total_tokens='x': expected an integer, at least 1, or null",
         ),
         ("task.params=3", "task.params=3: expected a mapping"),
+        (
+            "task.rewards={a: {rubric: {brief: {weight: much}}}}",
+            "task.rewards.a.rubric.brief.weight='much': expected a number, above 0",
+        ),
         ("trainer.warm_start=3", "trainer.warm_start=3: is a section; set its settings one by one"),
     ],
 )
@@ -340,6 +344,27 @@ task=code ; task.rewards.tests.wall_time_s=30
 task.curriculum=0.1 -> task.curriculum=0.1: it chooses between the tasks
 task=mixed ; task.curriculum=0.1 ; task.pools={} -> task.curriculum=0.1: it chooses between tasks,
 task.pools.hard_below=2 -> task.pools.hard_below=2.0: must be at most task.pools.easy_from
+task.rewards={a: {kind: task, rubric: {brief: {text: t}}}}
+    -> task.rewards.*.rubric=['brief']: task.rewards.*.kind=task asks no judge; leave it out
+task.rewards={a: {kind: judge, url: 'http://j', model: m, rubric: {so so: {text: t}}}}
+    -> task.rewards.*.rubric=['so so']: the name of a criterion
+task.rewards={a: {kind: judge, url: 'http://j', model: m, rubric: {brief: {weight: 2}}}}
+    -> task.rewards.*.rubric.*.text='': must be not empty
+task.rewards={a: {kind: judge, url: 'http://j', model: m, rubric: {brief: {text: t, weight: 0}}}}
+    -> task.rewards.*.rubric.*.weight=0.0: must be above 0
+task.rewards={a: {kind: judge, url: 'http://j', model: m, rubric: {brief: {text: t, wight: 1}}}}
+    -> task.rewards.a.rubric.brief.wight: there is no such setting
+task.rewards={a: {kind: judge, url: 'http://j', model: m, prompt: p, rubric: {brief: {text: t}}}}
+    -> task.rewards.*.prompt='p': must hold {rubric}
+task.rewards={a: {kind: judge, url: 'http://j', model: m, prompt: '{rubric}'}}
+    -> task.rewards.*.prompt='{rubric}': must hold {rubric}
+rollout.eval.command=[e, '{model}', '{out}']
+    -> rollout.eval.command_every=None: says how often rollout.eval.command runs: set both
+rollout.eval.command_every=50 -> rollout.eval.command_every=50: says how often
+rollout.eval.command=[e, '{model}'] ; rollout.eval.command_every=50
+    -> rollout.eval.command=['e', '{model}']: its arguments must hold {model}, the exported
+rollout.eval.command=[e, '{model}', '--to={out}'] ; rollout.eval.command_every=40
+    -> rollout.eval.command_every=40: it evaluates checkpoints: must be a multiple of trainer.check
 task.renderer=qwen3 -> task.renderer='qwen3'
 task.renderer=qwen3 ; task.chat_template=true ; task.tool_parser=llama3_json
     -> task.tool_parser='llama3_json'

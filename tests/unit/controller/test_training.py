@@ -350,6 +350,44 @@ async def test_checkpoint_of_the_best_evaluation_is_named(
     assert (words in said) == (metric != "pass_at_1")
 
 
+async def test_program_evaluates_due_checkpoints_and_the_last_one_and_its_failure_ends_nothing(
+    ended_run: RunDir,
+    config: Config,
+    open_run: OpenRun,
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = ["python", "{model}", "{out}"]
+    own = replace(config.rollout.eval, command=command, command_every=7, command_timeout_s=0.001)
+    config = replace(
+        config,
+        rollout=replace(config.rollout, eval=own),
+        trainer=replace(config.trainer, checkpoint_every=7),
+    )
+
+    async def write() -> TrainReport:
+        for step in (7, 8):
+            await open_run[2].append_metrics({"step": step}, "checkpoint")
+        return REPORT
+
+    ranks, loop = Ranks(REPORT), asyncio.get_running_loop()
+    ranks.training = Result()
+    monkeypatch.setattr(
+        ranks.training,
+        "future",
+        lambda: asyncio.run_coroutine_threadsafe(write(), loop),
+        raising=False,
+    )
+    _, said = await train(ranks, config=config)
+    records = read_metrics(ended_run.metrics, "eval_command")
+    assert [(one.count("step"), one.values["result"]) for one in records] == [
+        (7, "failed"),
+        (8, "failed"),
+    ]
+    for step in (7, 8):
+        assert f"has not evaluated step {step}: rollout.eval.command_timeout_s=0.001 is" in said
+
+
 async def test_evaluations_are_due_by_the_live_setting(
     config: Config, open_run: OpenRun, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -260,6 +260,25 @@ def test_port_in_use_is_named_by_its_setting(address: BufferAddress) -> None:
             MetricsServer(address, "127.0.0.1", port)
 
 
+def test_evaluations_by_a_program_leave_its_last_numbers_and_are_counted_by_result() -> None:
+    totals = RecordTotals("night")
+    ended = {"result": "ok", "skipped": 2, "metric/gsm8k": 0.5}
+    totals.add(MetricsEntry("5-0", "eval_command", ended))
+    totals.add(MetricsEntry("6-0", "eval_command", {"result": "failed", "skipped": 1, "why": "?"}))
+    found = {
+        (sample.name, *(v for k, v in sample.labels.items() if k != "run")): sample.value
+        for family in totals.registry.collect()
+        for sample in family.samples
+        if sample.name.startswith("eval_command_") and not sample.name.endswith("_created")
+    }
+    assert found == {
+        ("eval_command_metric", "gsm8k"): 0.5,
+        ("eval_command_ended_total", "ok"): 1,
+        ("eval_command_ended_total", "failed"): 1,
+        ("eval_command_skipped_total",): 3,
+    }
+
+
 def test_lengths_of_which_none_is_given_up_any_more_are_gone() -> None:
     totals = RecordTotals("night")
     totals.add(

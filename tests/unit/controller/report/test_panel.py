@@ -67,6 +67,15 @@ def test_failed_evaluation_is_shown_until_the_next_one() -> None:
     assert message not in text_of(view)
 
 
+def test_numbers_of_the_user_s_program_are_shown_until_it_fails() -> None:
+    view = trained_view()
+    numbers = {"step": 20, "metric/gsm8k": 0.625, "metric/mmlu": 41}
+    view.apply(Record(t=1011.0, kind="eval_command", values=numbers))
+    assert "gsm8k 0.625, mmlu 41 (step 20)" in text_of(view)
+    view.apply(Record(t=1012.0, kind="eval_command", values={"step": 30, "why": "exit code 1"}))
+    assert "gsm8k" not in text_of(view) and "exit code 1 (step 30)" in text_of(view)
+
+
 def test_panel_shows_progress_buffer_and_waits() -> None:
     text = text_of(trained_view())
     words = "night|training|step 20 of 40|about 10 s left|from 0.30|74%|from 31%|9 ready|15 ready"

@@ -79,6 +79,17 @@ def test_result_of_a_mixture_has_each_task() -> None:
     assert result_of(run_records()).by_task == {}
 
 
+def test_result_has_the_first_and_the_last_numbers_of_the_user_s_program() -> None:
+    own = [
+        Record(t=1000.0, kind="eval_command", values={"step": 5, "metric/gsm8k": 0.25}),
+        Record(t=1005.0, kind="eval_command", values={"step": 10, "metric/gsm8k": 0.5}),
+        Record(t=1010.0, kind="eval_command", values={"step": 15, "result": "failed"}),
+    ]
+    result = result_of([*run_records(), *own])
+    assert result.eval_command == {"gsm8k": (0.25, 0.5)}
+    assert "| gsm8k by rollout.eval.command: first, last | 0.25, 0.5 |" in summary_of(result)
+
+
 def test_result_line_is_json_with_every_field() -> None:
     line = result_line(result_of(run_records()))
     assert "\n" not in line
