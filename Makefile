@@ -22,7 +22,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-verifiers lock check-lock launch resume attach dry-run doctor simulate try sandbox runs compare status page stop report export groups tune scale pause unpause timeline stacks depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
+	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts soak-healthy chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -68,8 +68,8 @@ try: install ## run a few episodes of a task without training: make try TASK=cap
 sandbox: install ## run programs for code rewards of other machines: make sandbox [TASK=code] [PORT=8080] [HOST=0.0.0.0 KEY_ENV=...] [ARGS=...]
 	@$(LEASH) sandbox $(if $(call said,HOST),--host '$(HOST)') $(if $(call said,PORT),--port '$(PORT)') $(if $(call said,KEY_ENV),--key-env $(KEY_ENV)) task=$(or $(call said,TASK),code) $(call said,ARGS)
 
-status: install ## the verdict on a run, and what it is doing [JSON=1: as one object] [FIX=1: run the verdict's command after a yes] [RUN=name] (default: the newest)
-	@$(LEASH) status $(RUN_FLAG) $(if $(call said,JSON),--json) $(if $(call said,FIX),--fix)
+status: install ## the verdict on a run, and what it is doing [JSON=1: as one object] [FIX=1: run the verdict's command after a yes] [WAITS=1: with the shares of all stages] [RUN=name] (default: the newest)
+	@$(LEASH) status $(RUN_FLAG) $(if $(call said,JSON),--json) $(if $(call said,FIX),--fix) $(if $(call said,WAITS),--waits)
 
 runs: install ## all runs of a folder, the newest first, with verdicts and last figures [DIR=runs] [JSON=1]
 	@$(LEASH) runs $(if $(call said,DIR),--dir $(DIR)) $(if $(call said,JSON),--json)
@@ -189,6 +189,9 @@ HOST_SIZES := CUT_S=60
 
 soak-hosts: install ## a run over three machines (network namespaces, needs root): one is cut off for a minute, slow, then dead; and by the launchers of CLUSTER=ssh and slurm (15 minutes)
 	@env $(addprefix LEASH_SOAK_,$(HOST_SIZES) $(SOAK)) $(PYTHON_BIN) -m pytest tests/soak/test_three_hosts.py tests/soak/test_cluster_launchers.py --timeout 0 -s
+
+soak-healthy: install ## a quickstart with two engines, in which `make status` may give no alarm (MINUTES=30)
+	@env LEASH_SOAK_HEALTHY_MINUTES=$(or $(call said,MINUTES),30) $(PYTHON_BIN) -m pytest tests/soak/test_chaos.py --timeout 0 -s -k healthy
 
 # CHAOS_SEED repeats a schedule, CHAOS_STEPS sets the length of the run, CHAOS_ONLY="SIGKILL,disk" leaves kinds out.
 

@@ -159,6 +159,7 @@ def _add_commands_on_runs(add: Add) -> None:
     status = add("status", words, "commands.status:print_status")
     status.add_argument("--json", action="store_true", dest="as_json", help="print one object")
     status.add_argument("--fix", action="store_true", help="run the verdict's command after a yes")
+    status.add_argument("--waits", action="store_true", help="print the shares of all stages, too")
     page = add("page", "serve a page of a run for a browser", "page.app:serve_page")
     words = "to listen at (default: %(default)s)"
     page.add_argument("--host", default="127.0.0.1", help=words)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.table import Table
 
 from configs.run_files import read_text
 from controller.commands.tune import tune
@@ -17,18 +19,23 @@ from controller.run_dir import RunDir, RunRecord
 from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
 from controller.watch.run_view import RunView
+from controller.watch.stages import RECENT_S, stages
 from controller.watch.verdict import findings, findings_of_ended
 from host.printable import printable
 
 
 def print_status(
-    run_dir: RunDir, as_json: bool = False, fix: bool = False, console: Console | None = None
+    run_dir: RunDir,
+    as_json: bool = False,
+    fix: bool = False,
+    waits: bool = False,
+    console: Console | None = None,
 ) -> None:
     """Print the verdict on a run, and the panel of a running one or the summary of one that ended.
 
-    `as_json`: print one object instead. `fix`: run the verdict's command after a yes. Raises
-    ValueError if the folder is not a run's or there is nothing to run, and ConnectionError or
-    TimeoutError if the Redis of a running run does not answer.
+    `as_json`: print one object instead. `fix`: run the verdict's command after a yes. `waits`: add
+    the shares of all stages. Raises ValueError if the folder is not a run's or there is nothing to
+    run, and ConnectionError or TimeoutError if the Redis of a running run does not answer.
     """
     if as_json and fix:
         raise ValueError("JSON=1 FIX=1: one prints an object, the other asks; choose one of them")
@@ -37,12 +44,14 @@ def print_status(
     is_over = record.state != "running" or not record.is_alive
     is_gone = is_over and record.state == "running"
     view = None if is_over or url is None else live_view(run_dir, record, url)
-    history = read_metrics(run_dir.metrics) if is_over else []
+    history = read_metrics(run_dir.metrics) if is_over or as_json or waits else []
     seconds = training_seconds(of_kind(history, "step"))
     found = findings_of_ended(history, seconds) if view is None else findings(view)
+    shares = stages(history, RECENT_S if view else math.inf) if as_json or waits else []
     if as_json:
         state = "gone" if is_gone else record.state
-        print(msgspec.json.encode(as_object(run_dir, state, view, found)).decode())
+        whole = {**as_object(run_dir, state, view, found), "stages": shares}
+        print(msgspec.json.encode(whole).decode())
         return
     if view is not None or found:
         verdict = found[0].line(run_dir.named) if found else "Nothing is measured so far."
@@ -55,6 +64,11 @@ def print_status(
         how = run_dir.gone_words if is_gone else record.state
         console.print(f"{run_dir.name}: {how}", highlight=False, soft_wrap=True)
         _print_history(run_dir, history, found, console)
+    if waits:
+        table = Table("of", "stage", "share", "waits for", box=None, pad_edge=False)
+        for one in shares:
+            table.add_row(one.of, one.name, f"{one.share:.1%}", one.waits_for)
+        console.print(table)
     if fix:
         _fix(run_dir, found, is_live=view is not None)
 

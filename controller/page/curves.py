@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.metrics.catalogue import METRICS, Kind
+from controller.metrics.catalogue import METRICS
 from controller.metrics.history import READY_BY_STALENESS, Record, numbers, of_kind
 
 MAX_POINTS = 2000
@@ -19,7 +19,7 @@ MAX_AREA_POINTS = 400
 MAX_CURVES = 16
 """Lines of one metric: it may have one for each engine."""
 MAX_STALENESS_LAYERS = 8
-TIME_PARTS = {m.field: m.help for m in METRICS["step"] if m.unit == "s" and m.kind is Kind.counter}
+TIME_PARTS = {m.field: m.help for m in METRICS["step"] if m.help.startswith("Time ")}
 """The fields of a step record that add up to its time."""
 
 

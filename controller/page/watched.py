@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from controller.run_dir import RunDir, RunRecord
 from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
 from controller.watch.run_view import UNSEEN_S, RunView
+from controller.watch.stages import RECENT_S, stages
 from controller.watch.verdict import findings, findings_of_ended
 from rollout_pool.episodes.tokenizer import load_tokenizer
 
@@ -80,6 +82,7 @@ class WatchedRun:
         state = "gone" if run.state == "running" and not run.is_alive else run.state
         told = {
             **as_object(self.dir, state, view, found),
+            "stages": stages(self._tail.records, RECENT_S if view else math.inf),
             "is_live": is_live,
             "problem": problem,
             "error": run.error,

@@ -24,6 +24,11 @@ from controller.watch.finding import MUCH, Finding, enough, hint
 
 K = TypeVar("K")
 
+MOST = 0.5
+"""Fraction of the episodes' time above which engines are not what they wait for."""
+NOT_OWN = ("siblings", "held", "push")
+"""Stages in which an episode has ended, or gave way to others."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class WaitFractions:
@@ -125,6 +130,24 @@ def bottleneck(
         f"{rollout:.0%} for the trainer",
         "there is nothing to change",
     )
+
+
+_OUTSIDE = {"environment": "environments", "rewards": "rewards"}
+
+
+def outside_engines(
+    episodes: Mapping[str, float], trainer_waited: float, when: str, *changes: str
+) -> Finding | None:
+    """A hint if episodes spend most of their time in environments or rewards while the trainer
+    waits. `episodes`: their seconds by stage; `changes` let more of them run at a time."""
+    own_s = sum(taken for stage, taken in episodes.items() if stage not in NOT_OWN)
+    stage = max(_OUTSIDE, key=lambda name: episodes.get(name, 0.0))
+    if trainer_waited < MUCH or episodes.get(stage, 0.0) <= MOST * own_s:
+        return None
+    words = f"{_OUTSIDE[stage]} are the bottleneck: episodes spent {episodes[stage] / own_s:.0%} "
+    words += f"of their time in them, and the trainer waited {trainer_waited:.0%} {when}"
+    advice = "make them faster, or have more groups at a time; more engines would not help"
+    return hint(stage, words, advice, *changes)
 
 
 def _more_ranks(sizes: Sizes, waited: float) -> Iterator[str]:

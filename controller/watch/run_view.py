@@ -101,6 +101,8 @@ class RunView:
     waits: Window[tuple[str, str]] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
     counted: Window[str] = field(default_factory=lambda: Window(RATE_HORIZON_S))
     """Recent counts of the rollout workers."""
+    recent: Window[str] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
+    """The same over the time in which waits are counted."""
     answers: Window[str] = field(default_factory=lambda: Window(LENGTHS_HORIZON_S))
     """The same over the time in which answers are counted by length."""
     weights: WeightsView = field(default_factory=WeightsView)
@@ -201,7 +203,7 @@ class RunView:
     def _measure_anew(self, t: float) -> None:
         self.changed_at = t
         self.stall = None
-        for window in (self.waits, self.counted, self.answers):
+        for window in (self.waits, self.counted, self.recent, self.answers):
             window.clear()
 
     def observe(
@@ -240,6 +242,7 @@ class RunView:
         self.counters = counters
         self.waits.add(t, waits)
         self.counted.add(t, counters)
+        self.recent.add(t, counters)
         self.answers.add(t, counters)
 
     @property

@@ -19,7 +19,7 @@ from configs.choices import Thoughts
 from controller.metrics.history import Record, of_kind
 from controller.metrics.weights import WeightsView
 from controller.units import format_duration
-from controller.watch.bottleneck import Sizes, bottleneck, wait_fractions
+from controller.watch.bottleneck import Sizes, bottleneck, outside_engines, wait_fractions
 from controller.watch.faults import (
     failed_rewards,
     full_caches,
@@ -41,6 +41,7 @@ from controller.watch.remarks import (
     stall_finding,
 )
 from controller.watch.run_view import PUSHES, RunView
+from controller.watch.stages import episode_seconds
 
 
 def findings(view: RunView) -> list[Finding]:
@@ -115,6 +116,14 @@ def _bottleneck(view: RunView, stats: BufferStats) -> Finding:
         sizes = replace(sizes, ranks=trainer.num_ranks, rank_step=step, most_ranks=most)
     pace, fractions = view.weights_pace, view.wait_fractions
     found = bottleneck(fractions, stats.max_staleness, _when(view), pace, sizes)
+    if found.part == "rollout":
+        most = view.rollout.max_groups_in_flight
+        is_full = stats.running + view.rollout.num_workers >= most * view.rollout.num_workers
+        more = f"buffer.max_staleness={stats.max_staleness + 1}"
+        more = f"rollout.max_groups_in_flight={2 * most}" if is_full else more
+        episodes = episode_seconds(view.recent.growth())
+        waited = fractions.trainer_for_rollout
+        found = outside_engines(episodes, waited, _when(view), more) or found
     # Those that are to serve already may be enough.
     is_short = serving < view.num_engines and found.part == "rollout"
     return replace(found, changes=()) if is_short else found

@@ -202,7 +202,7 @@ class EpisodeRunner:
         scope = asyncio.timeout(min(turn_s, left_s))
         try:
             async with scope:
-                with contained("the environment"):
+                with contained("the environment"), progress.request.samples.timing("environment"):
                     return await call()
         except Exception as error:
             if scope.expired():

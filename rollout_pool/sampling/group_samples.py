@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -66,12 +68,16 @@ class Activity:
     _num_requests: int = 0
     _since: float = field(default_factory=time.monotonic)
     """Time of the last change."""
+    alone_s: float = 0.0
+    """Seconds in which an open session had no request, summed over them."""
 
     def note(self, *, sessions: int = 0, requests: int = 0) -> None:
         """Adds to the numbers of open sessions and running requests; negative when some end."""
+        now = time.monotonic()
+        self.alone_s += (now - self._since) * max(0, self._num_sessions - self._num_requests)
         self._num_sessions += sessions
         self._num_requests += requests
-        self._since = time.monotonic()
+        self._since = now
 
     @property
     def idle_s(self) -> float:
@@ -114,6 +120,8 @@ class GroupSamples:
     activity: Activity = field(default_factory=Activity)
     in_progress: set[Sample] = field(default_factory=set)
     """Samples in progress. Of an ended one only the sums are kept, because prompts are long."""
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Of its episodes, by what they did beside their requests."""
     num_resumed: int = 0
     """Interrupted samples that went on."""
     _ended: Spent = field(default_factory=Spent)
@@ -137,6 +145,15 @@ class GroupSamples:
             if self.keeper is not None:
                 self.keeper.end(sample)
 
+    @contextlib.contextmanager
+    def timing(self, what: str, num_episodes: int = 1) -> Iterator[None]:
+        """Adds the seconds of a block for each of so many episodes that wait for it."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] += num_episodes * (time.monotonic() - began)
+
     async def wait_released(self, sample: Sample) -> None:
         """Returns when an interrupted sample may go on."""
         # Dropped before the wait, so that its old tokens do not make the group too old meanwhile.
@@ -146,7 +163,7 @@ class GroupSamples:
         if self.is_held:
             released = self._waiting[sample] = asyncio.get_running_loop().create_future()
             try:
-                with contextlib.suppress(TimeoutError):
+                with self.timing("held"), contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._longest_wait_s):
                         await released
             finally:

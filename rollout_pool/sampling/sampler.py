@@ -54,7 +54,8 @@ class Sampler:
     """Needed for `Sample.constraint`."""
     counted: Counter[str] = field(default_factory=Counter, init=False)
     """Totals over all requests so far, as counters of the run: their number, the tokens that have
-    arrived, the time that they waited for a slot, and the time from there to their first token."""
+    arrived, the time that they waited for a slot, from there to their first token, and to the end.
+    """
     _running: dict[Sample, _Completion] = field(default_factory=dict, init=False)
 
     async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
@@ -154,6 +155,9 @@ class _Completion:
                     goes_on = slot.may_go_on and self._num_failures == num_failures and not is_over
             finally:
                 slot.release()
+                if (since := self._first_token_at) is not None:
+                    took_s = time.monotonic() - since
+                    self._sampler.counted[f"decode_s:{name}"] += took_s  # type: ignore[assignment]
                 times = (began, slot.begun, self._first_token_at)
                 _describe_request(span, sample, name, num_before, times)
         if sample.ends_at is not None:

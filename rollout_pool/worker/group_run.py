@@ -93,6 +93,8 @@ class GroupRun:
     """Pictures of its scored episodes, by digest."""
     messages: dict[int, tuple[Message, ...]] = field(default_factory=dict)
     """Conversations of its scored episodes, by their places."""
+    scored_at: list[float] = field(default_factory=list)
+    """When its episodes got their rewards."""
     given_up_because: str | None = field(default=None, init=False)
     """The first reason."""
 
@@ -188,7 +190,8 @@ class GroupRunner:
         if self._filter is not None:
             run.verdict = self._filter.judge(teaches=teaches)
         if run.verdict is not Verdict.leave_out:
-            run.pushed = await self.state.retry_while_run_moves(lambda: self.buffer.push(group))
+            with run.samples.timing("push", self._group_size):
+                run.pushed = await self.state.retry_while_run_moves(lambda: self.buffer.push(group))
 
     def _note_rewards(self, prompt: Prompt, group: TrajectoryGroup, *, teaches: bool) -> None:
         task, rewards = group.prompt.task, group.rewards_by_episode.values()
@@ -247,6 +250,9 @@ class GroupRunner:
         count("logprobs_refused", spent.num_refused)
         count("rewards_failed", run.num_unscored)
         count("episodes_left_out", run.num_left_open)
+        samples.seconds["environment"] += samples.activity.alone_s
+        for what, seconds in samples.seconds.items():
+            count(f"episode_s:{what}", seconds)
         if was_stopped and not is_done and run.stopped_for is None:  # by the end of the run
             count("groups_stopped")
             count("tokens_stopped", spent.num_tokens)
@@ -359,8 +365,11 @@ async def generate_group(
     ]
     try:
         ended = await asyncio.gather(*members)
+        now = time.monotonic()
+        run.samples.seconds["siblings"] += sum(now - since for since in run.scored_at)
         episodes, scores = [one for one, _ in ended], [score for _, score in ended]
-        scores = [*await scorer.score_group(run.prompt, episodes, scores)]
+        with run.samples.timing("rewards", group_size):
+            scores = [*await scorer.score_group(run.prompt, episodes, scores)]
         trajectories = [
             one
             for place, (episode, score) in enumerate(zip(episodes, scores, strict=True))
@@ -403,7 +412,9 @@ async def _member(
         span.set_attributes({"turns": episode.num_turns, "end": episode.end})
     run.num_turns += episode.num_turns
     run.ended.add(request.session)
-    score = await scorer.score(run.prompt, episode)
+    with run.samples.timing("rewards"):
+        score = await scorer.score(run.prompt, episode)
+    run.scored_at.append(time.monotonic())
     _check_scored(run, place, score)
     return episode, score
 

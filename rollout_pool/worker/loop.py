@@ -285,7 +285,10 @@ class RolloutWorker:
         try:
             admission = await self._credit(group_id)
             group_id = admission.group_id
+            began = time.monotonic()
             taken = await self._take_prompt(group_id, has_retries=admission.has_retries)
+            took_s = time.monotonic() - began
+            self.counters.add("episode_s:prompt", took_s * self._live.group_size)
             if taken is not None and taken.ref.is_suspect:
                 taken = await self._when_idle(group_id, taken)
         except BaseException:

@@ -36,6 +36,7 @@ from benchmarks.loops.launches import read_run
 from buffer.types import CANDIDATES_COLUMN, ROUTES_COLUMN, Trajectory, VersionSpan
 from configs.schema import LoraConfig, ScratchModelConfig
 from controller.metrics.history import read_metrics
+from controller.watch.stages import stages
 from rollout_pool.worker.record import read_recorded
 from tests.support.collector import Post, collecting
 from tests.support.event_files import drawn
@@ -117,6 +118,7 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     assert_read_by_benchmark(run, result)
     assert_engine_reported(run, result)
     assert_spans(posts)
+    assert_stages(run)
     for name in (
         "config.yaml",
         "experiment.yaml",
@@ -140,6 +142,22 @@ def test_launch_trains_holds_the_invariants_and_leaves_nothing(
     assert "core_worker.cc" not in (run / "logs" / "ray.log").read_text(), "Ray complained"
     assert [str(p) for p in (run, *run.rglob("*")) if p.stat().st_mode & 0o077] == []
     machine.assert_nothing_left(tmp_path)
+
+
+def assert_stages(run: Path) -> None:
+    """Every stage that this run has took time, and the shares are of all of it."""
+    records = read_metrics(run / "metrics.jsonl")
+    found = stages(records, math.inf)
+    assert {one.name for one in found if one.of == "episodes"} >= {
+        *("prompt", "queue", "prefill", "decode"),
+        *("environment", "rewards", "siblings", "push"),
+    }
+    assert {one.name for one in found} >= {
+        *("lease", "plan", "passes", "update", "snapshot", "checkpoint"),
+        *("wire", "commit", "gate", "pause"),
+    }
+    for of in ("episodes", "trainer", "versions"):
+        assert sum(one.share for one in found if one.of == of) == pytest.approx(1)
 
 
 def own_loss(folder: Path) -> tuple[str, ...]:
@@ -248,6 +266,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     }
     assert sum(counted[f"scored_groups:{task}"] for task in by_task) >= trained
     run = tmp_path / RUN
+    assert read_metrics(run / "metrics.jsonl", "stall") == []
     tuned = read_metrics(run / "metrics.jsonl", "tuned")
     assert len(tuned) == len(result["changes"]) == 4 + 8 + 1 + 1  # one by the page
     began, _ = [r.t for r in tuned if r.values["setting"] == "buffer.paused"]

@@ -1,23 +1,32 @@
-"""A quickstart that is hit by a fault every few seconds ends by itself and learns the same.
+"""A quickstart that is hit by a fault every few seconds ends by itself and learns the same; one
+that is left alone gives no alarm.
 
-`make chaos` runs it (LEASH_SOAK_CHAOS_FAULTS faults, by LEASH_SOAK_SEED), and then the same
+`make chaos` runs the first (LEASH_SOAK_CHAOS_FAULTS faults, by LEASH_SOAK_SEED), and then the same
 quickstart undisturbed, for the accuracy to be compared with. The short form, in every run of the
-tests, is part of test_rollout_faults.py.
+tests, is part of test_rollout_faults.py. `make soak-healthy` runs the other, for
+LEASH_SOAK_HEALTHY_MINUTES.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from controller.metrics.history import MetricsLog, read_metrics
+from controller.metrics.history import STALL, MetricsLog, of_kind, read_metrics
+from controller.page.watched import WatchedRun
+from controller.run_dir import RunDir
+from controller.watch.stages import stages
 from tests.soak.crash.size import size
 from tests.soak.rollouts import spelling
 from tests.soak.rollouts.chaos import (
@@ -67,6 +76,17 @@ SETTINGS = (
     "run.panel=false",
 )
 RUN_BYTES, STAGE_BYTES = 2**29, 2**26
+HEALTHY_MINUTES = size("HEALTHY_MINUTES", 0)
+LOOK_S = 5.0
+HEALTHY = (
+    f"trainer.num_steps={UNLIMITED}",
+    # Once every answer is right no group has variance, which is an alarm.
+    "trainer.learning_rate=1e-10",
+    "trainer.checkpoint_every=50",
+    "rollout.eval_every=50",
+    "rollout.num_engines=2",
+    "run.panel=false",
+)
 
 
 @pytest.mark.long
@@ -110,6 +130,36 @@ def test_run_survives_every_kind_of_fault_and_learns_the_same(tmp_path: Path) ->
     print(f"undisturbed: {undisturbed['eval_after']:.3f} in {undisturbed['train_s']:.0f} s")
     assert result["eval_after"] >= undisturbed["eval_after"] - POINTS
     machine.assert_nothing_left(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HEALTHY_MINUTES, reason="only by `make soak-healthy`: it takes that long")
+def test_healthy_run_gives_no_alarm(tmp_path: Path) -> None:
+    """As `make status` would see it every five seconds, however loaded the machine is."""
+    run = RunDir(path=tmp_path / RUN)
+    alarms, hints = Counter[str](), Counter[str]()
+    with (tmp_path / "output.txt").open("w") as output:
+        where = (f"run.dir={tmp_path}", f"run.name={RUN}")
+        words = ["launch", "--experiment", "quickstart", *HEALTHY, *where]
+        process = _start(words, output)
+        try:
+            while process.poll() is None and not read_metrics(run.metrics, "step"):
+                time.sleep(LOOK_S)
+            watched, ends_at = WatchedRun(run), time.monotonic() + 60 * HEALTHY_MINUTES
+            while process.poll() is None and time.monotonic() < ends_at:
+                for one in watched.state()["findings"]:
+                    (alarms if one["level"] == "alarm" else hints)[one["sentence"]] += 1
+                time.sleep(LOOK_S)
+            has_ended = process.poll() is not None
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=300)
+    records = read_metrics(run.metrics)
+    print(f"{len(of_kind(records, 'step'))} steps; hints: {hints}")
+    for stage in stages(records, math.inf):
+        print(f"{stage.of:<9} {stage.name:<16} {stage.share:6.1%} {stage.waits_for}")
+    assert not has_ended, (tmp_path / "output.txt").read_text()[-4000:]
+    assert not alarms and not of_kind(records, STALL)
 
 
 def _undisturbed(runs: Path) -> dict[str, Any]:

@@ -263,6 +263,8 @@ function showState() {
     return item;
   }));
   $("line").className = state.findings[0]?.level === "alarm" ? "alarm" : "";
+  $("stages").replaceChildren(...state.stages.map((one) => make("li",
+    `${one.of}: ${one.name} ${number(100 * one.share)}%${one.waits_for && `, waiting for ${one.waits_for}`}`)));
   $("tune").hidden = state.max_staleness === null;
   if (!$("wanted").value && state.max_staleness !== null) $("wanted").value = state.max_staleness;
   if (!state.is_live) $("tuned").textContent = "It can be changed while the run goes on.";

@@ -92,6 +92,15 @@ def test_status_as_json_has_the_verdict_and_its_command(going_run: RunDir, leash
     assert found["verdict"]["part"] == "rollout" and found["verdict"]["level"] == "hint"
     assert found["verdict"]["command"].startswith("make scale ROLLOUT=2 RUN=")
     assert 0.25 < found["waits"]["trainer_for_rollout"] < 0.9
+    [lease] = [one for one in found["stages"] if one["name"] == "lease"]
+    assert lease.pop("share") == pytest.approx(0.3125)
+    assert lease == {"of": "trainer", "name": "lease", "waits_for": "rollouts"}
+
+
+def test_shares_of_the_stages_are_shown_on_request(going_run: RunDir, leash: Command) -> None:
+    assert "waits for" not in leash("status")
+    [lease] = [line for line in leash("status", "--waits").splitlines() if " lease " in line]
+    assert lease.split() == ["trainer", "lease", "31.2%", "rollouts"]
 
 
 @pytest.mark.parametrize(("answer", "number"), [("y\n", ["2"]), ("n\n", []), ("", [])])

@@ -117,6 +117,7 @@ def test_state_has_the_words_of_status(page: TestClient, run_dir: RunDir, leash:
     state = page.get("/api/state").json()
     said = json.loads(leash("status", "--json"))
     assert state["findings"] == said["findings"] != []
+    assert state["stages"] == said["stages"] != []
     assert state["line"] in leash("status").replace("\n", " ")
     assert state["state"] == "finished" and not state["is_live"]
     assert "step/reward_mean" in state["metrics"] and state["titles"]["step/loss"]

@@ -98,6 +98,8 @@ def test_histories_that_are_no_longer_extended_are_told() -> None:
 
 
 MIB = 2**20
+SLOW = {"decode_s:engine-0": 3.0, "episode_s:siblings": 50.0}
+"""Seconds of episodes elsewhere than in an environment or a reward that takes long, each second."""
 FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "redis",
@@ -148,6 +150,30 @@ FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
         "rollout",
         "rollouts are the bottleneck",
         {"waited": {"trainer": 0.6}, "max_groups_in_flight": 12, "engine": {"queued": 3}},
+        "make scale ROLLOUT=4",
+    ),
+    (
+        "environment",
+        "environments are the bottleneck: episodes spent 75% of their time in them, and the "
+        "trainer waited 60% of the last 29 s",
+        {"waited": {"trainer": 0.6}, "counts": {**SLOW, "episode_s:environment": 9.0}},
+        "make tune MAX_STALENESS=3",
+    ),
+    (
+        "rewards",
+        "rewards are the bottleneck: episodes spent 75% of their time in them",
+        {
+            "waited": {"trainer": 0.6},
+            "counts": {**SLOW, "episode_s:rewards": 9.0},
+            "max_groups_in_flight": 12,
+            "engine": {"queued": 3},
+        },
+        'make tune ARGS="rollout.max_groups_in_flight=24"',
+    ),
+    (
+        "rollout",
+        "rollouts are the bottleneck",
+        {"waited": {"trainer": 0.6}, "counts": {**SLOW, "episode_s:environment": 2.0}},
         "make scale ROLLOUT=4",
     ),
     (

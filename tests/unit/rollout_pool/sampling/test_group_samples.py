@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_pool.sampling.group_samples import GroupSamples
+from rollout_pool.sampling.group_samples import Activity, GroupSamples
 from tests.support.rollout import make_sample, write
 
 
@@ -25,6 +25,19 @@ async def test_sample_that_waits_is_not_to_be_stopped_and_goes_on_when_its_group
     assert not samples.is_held and {sample.order for sample in (first, second)} == {8}
     await samples.wait_released(second)
     assert samples.num_resumed == 2
+    assert samples.seconds["held"] > 0
+
+
+def test_time_of_a_program_is_that_of_its_open_session_without_a_request() -> None:
+    activity = Activity()
+    activity.note(requests=1)
+    activity.note(sessions=1)
+    activity.note(requests=-1)
+    assert activity.alone_s == 0
+    activity.note(sessions=-1)
+    alone_s = activity.alone_s
+    activity.note()
+    assert activity.alone_s == alone_s > 0
 
 
 async def test_group_keeps_only_sums_of_ended_samples() -> None:

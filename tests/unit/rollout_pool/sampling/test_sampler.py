@@ -74,6 +74,7 @@ async def test_sample_whose_engine_dies_continues_elsewhere(fake, other_fake, sa
     for what in ("queue", "first_token"):
         assert sum(n for name, n in counted.items() if name.startswith(f"{what}_within:")) == 2
     assert counted["first_token_s:engine-0"] > 0 and counted["first_token_s:engine-1"] > 0
+    assert counted["decode_s:engine-0"] > 0 and counted["decode_s:engine-1"] > 0
     assert sample.num_wasted == 5  # at most as many as were left to it
     assert [engine.num_in_flight for engine in router.engines.values()] == [0, 0]
 

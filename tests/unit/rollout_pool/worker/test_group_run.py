@@ -346,6 +346,13 @@ async def test_answers_of_a_group_that_failed_are_not_counted_as_cut_off(model, 
     assert counts["rewards_failed"] == 1 and not counts.answers
 
 
+async def test_episodes_time_beside_their_requests_is_counted_by_what_they_did(model, scorer):
+    counts = await settled(new_run(), model, scorer)
+    stages = {name for name in counts if name.startswith("episode_s:") and counts[name] > 0}
+    ours = ("environment", "rewards", "siblings", "push")
+    assert stages == {f"episode_s:{stage}" for stage in ours}
+
+
 async def test_episode_between_two_turns_is_cut_off_when_its_group_is_too_old(model, scorer):
     asked = []
 
