@@ -31,6 +31,8 @@ TRAINER = {
     "checkpoint wait": "checkpoint_wait_s",
 }
 VERSION = {part: f"{part}_s" for part in ("snapshot", "encode", "wire", "verify")}
+AFTER = ("environment", "rewards", "siblings", "held", "push")
+"""Stages of an episode beside its requests, but for its prompt."""
 COMMIT = {"gate": "gate_wait_s", "drain": "drain_s", "pause": "pause_s"}
 WAITS_FOR = {
     "queue": "engines",
@@ -62,6 +64,8 @@ def stages(records: Sequence[Record], horizon_s: float = RECENT_S) -> list[Stage
     since = records[-1].t - horizon_s if records else 0.0
     recent = records[bisect_left(records, since, key=lambda record: record.t) :]
     counted = Window[str](horizon_s)
+    if recent and recent[0] is records[0]:
+        counted.add(recent[0].t, {})  # the run's first counts may be older than its first sample
     for record in of_kind(recent, "buffer"):
         counted.add(record.t, record.counters)
     trainer = _sums(of_kind(recent, "step"), TRAINER)
@@ -87,7 +91,8 @@ def episode_seconds(grown: Mapping[str, float]) -> dict[str, float]:
     in_engine = sum(grown[name] for name, _ in below(grown, "engine_queue_s:"))
     sums["queue"] += in_engine  # which is a part of the time to the first token
     sums["prefill"] = max(0.0, sums["prefill"] - in_engine)
-    return {**sums, **{stage: grown[name] for name, stage in below(grown, "episode_s:")}}
+    further = {stage: grown.get(f"episode_s:{stage}", 0.0) for stage in ("prompt", *AFTER)}
+    return {"prompt": further.pop("prompt"), **sums, **further}
 
 
 def _sums(records: Sequence[Record], fields: Mapping[str, str]) -> dict[str, float]:

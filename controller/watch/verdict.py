@@ -117,16 +117,22 @@ def _bottleneck(view: RunView, stats: BufferStats) -> Finding:
     pace, fractions = view.weights_pace, view.wait_fractions
     found = bottleneck(fractions, stats.max_staleness, _when(view), pace, sizes)
     if found.part == "rollout":
-        most = view.rollout.max_groups_in_flight
-        is_full = stats.running + view.rollout.num_workers >= most * view.rollout.num_workers
-        more = f"buffer.max_staleness={stats.max_staleness + 1}"
-        more = f"rollout.max_groups_in_flight={2 * most}" if is_full else more
         episodes = episode_seconds(view.recent.growth())
-        waited = fractions.trainer_for_rollout
-        found = outside_engines(episodes, waited, _when(view), more) or found
+        waited, more = fractions.trainer_for_rollout, _more_groups(view, stats)
+        found = outside_engines(episodes, waited, _when(view), *more) or found
     # Those that are to serve already may be enough.
     is_short = serving < view.num_engines and found.part == "rollout"
     return replace(found, changes=()) if is_short else found
+
+
+def _more_groups(view: RunView, stats: BufferStats) -> Iterator[str]:
+    """The limit at which the groups that run are, raised."""
+    most, workers = view.rollout.max_groups_in_flight, view.rollout.num_workers
+    # A group that has just ended is not replaced yet.
+    if stats.running + workers >= most * workers:
+        yield f"rollout.max_groups_in_flight={2 * most}"
+    elif stats.running + stats.ready + stats.leased + workers >= stats.limit():
+        yield f"buffer.max_staleness={stats.max_staleness + 1}"
 
 
 def _when(view: RunView) -> str:

@@ -157,7 +157,7 @@ class _Completion:
                 slot.release()
                 if (since := self._first_token_at) is not None:
                     took_s = time.monotonic() - since
-                    self._sampler.counted[f"decode_s:{name}"] += took_s  # type: ignore[assignment]
+                    self._sampler.counted[f"decode_s:{name}"] += took_s
                 times = (began, slot.begun, self._first_token_at)
                 _describe_request(span, sample, name, num_before, times)
         if sample.ends_at is not None:

@@ -25,7 +25,7 @@ COUNTED = {
 
 def counts_at(t: float, seconds: float) -> Record:
     sample = buffer_record(t)
-    counts = {f"count.{name}": 100 + seconds * number for name, number in COUNTED.items()}
+    counts = {f"count.{name}": seconds * number for name, number in COUNTED.items()}
     return replace(sample, values={**sample.values, **counts})
 
 

@@ -156,8 +156,18 @@ FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
         "environment",
         "environments are the bottleneck: episodes spent 75% of their time in them, and the "
         "trainer waited 60% of the last 29 s",
-        {"waited": {"trainer": 0.6}, "counts": {**SLOW, "episode_s:environment": 9.0}},
+        {
+            "waited": {"trainer": 0.6},
+            "counts": {**SLOW, "episode_s:environment": 9.0},
+            "stats": replace(HEALTHY, running=32),
+        },
         "make tune MAX_STALENESS=3",
+    ),
+    (
+        "environment",
+        "environments are the bottleneck",
+        {"waited": {"trainer": 0.6}, "counts": {**SLOW, "episode_s:environment": 9.0}},
+        "",
     ),
     (
         "rewards",
