@@ -60,7 +60,7 @@ class Stage:
 
 
 def stages(records: Sequence[Record], horizon_s: float = RECENT_S) -> list[Stage]:
-    """Those that took time in the last `horizon_s` of a run, of each kind in order."""
+    """The stages that took time in the last `horizon_s` of a run, of each kind in order."""
     since = records[-1].t - horizon_s if records else 0.0
     recent = records[bisect_left(records, since, key=lambda record: record.t) :]
     counted = Window[str](horizon_s)

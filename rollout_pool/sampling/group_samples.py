@@ -121,7 +121,7 @@ class GroupSamples:
     in_progress: set[Sample] = field(default_factory=set)
     """Samples in progress. Of an ended one only the sums are kept, because prompts are long."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of its episodes, by what they did beside their requests."""
+    """Seconds of its episodes by what they did beside their requests."""
     num_resumed: int = 0
     """Interrupted samples that went on."""
     _ended: Spent = field(default_factory=Spent)
