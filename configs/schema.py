@@ -318,6 +318,25 @@ class TrainerConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
+class AutotuneConfig(Section):
+    """The run moves buffer.max_staleness by itself, between these bounds
+    (docs/staleness.md#a-bound-that-moves-by-itself)."""
+
+    SECTION: ClassVar[str] = "buffer.autotune"
+
+    min_staleness: int = field(default=1, metadata=at_least(0))
+    max_staleness: int = field(default=8, metadata=at_least(0))
+    min_ess: float = field(default=0.5, metadata=within(0, below=1))
+    """Lower it while the effective sample size is less than this fraction of the tokens."""
+    steps: int = field(default=20, metadata=at_least(5))
+    """Trained steps that are measured between two changes, after the leash has filled."""
+
+    def rules(self) -> Iterator[Rule]:
+        fix = f"at most buffer.autotune.max_staleness={self.max_staleness}"
+        yield Rule(self.min_staleness <= self.max_staleness, "min_staleness", fix)
+
+
+@dataclass(kw_only=True, slots=True)
 class BufferConfig(Section):
     SECTION: ClassVar[str] = "buffer"
 
@@ -334,6 +353,8 @@ class BufferConfig(Section):
     """Complete buffers that the groups are spread over, on one server or on a Redis Cluster."""
     max_staleness: int = field(default=2, metadata=live(at_least(0)))
     """The most policy versions by which a trained token may lag."""
+    autotune: AutotuneConfig | None = None
+    """None: max_staleness changes by `make tune` alone."""
     on_stale: OnStale = field(default=OnStale.requeue, metadata=live())
     """A running job keeps mask_tokens, and does not change to it."""
     max_retries: int = field(default=2, metadata=at_least(0))
@@ -549,6 +570,7 @@ class Config(Section):
         yield from self._algorithm_rules()
         if self.cluster.gpus_per_rank == 0:
             yield from self.rules_without_gpus("cluster.gpus_per_rank=0")
+        yield from self._autotune_rules()
 
     def _model_rules(self) -> Iterator[Rule]:
         model = self.model
@@ -737,6 +759,18 @@ class Config(Section):
             "with algorithm.aggregation=token_sum the load balancing losses of all steps would add "
             "up; set 1, or algorithm.load_balancing_weight=0",
         )
+
+    def _autotune_rules(self) -> Iterator[Rule]:
+        """The run must be legal with all that it may set: rules on the bound hold up to a value, or
+        from one on."""
+        for name in ("min_staleness", "max_staleness") if self.buffer.autotune else ():
+            bound = getattr(self.buffer.autotune, name)
+            try:
+                buffer = replace(self.buffer, max_staleness=bound, autotune=None)
+                (moved := replace(self, buffer=buffer)).enforce(moved.starting_rules())
+            except ValueError as error:
+                fix = f"choose another bound, which the run would not take: {error}"
+                yield Rule(False, f"buffer.autotune.{name}", fix)
 
     def _tail_rules(self) -> Iterator[Rule]:
         rollout, buffer = self.rollout, self.buffer

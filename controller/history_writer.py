@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -66,6 +66,8 @@ class HistoryWriter:
     say: Callable[[str], None] = lambda words: None
     on_sample: Callable[[RunView], None] = lambda view: None
     """Sees the run after each look at its buffer."""
+    tune: Callable[[RunView], Awaitable[None]] | None = None
+    """May change settings of the run after each look of `sample_buffer`."""
 
     def __post_init__(self) -> None:
         for record in self.history:
@@ -130,6 +132,8 @@ class HistoryWriter:
                 await self._named(self.buffer.sweep())
                 next_sweep = now + SWEEP_S
             values = await self._named(self._observe(now))
+            if self.tune is not None:
+                await self.tune(self.view)
             if now >= next_sample:
                 self.log.append("buffer", values, now)
                 next_sample = now + SAMPLE_S

@@ -25,6 +25,7 @@ from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.checks import with_live
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state
+from controller.commands.tune import Autotuner
 from controller.history_writer import HistoryWriter
 from controller.metrics.history import (
     EVAL_FAILED,
@@ -172,8 +173,10 @@ class Training:
         ]
         log = cleanup.enter_context(MetricsLog(self.run_dir.metrics, hand_on))
         show, say = self.panel.show, self.panel.say
+        tuner = Autotuner(self.address, self.run_dir, say)
         self._history = HistoryWriter(
-            buffer, self._state, log, view, history, self._react, show, say, self.on_sample
+            *(buffer, self._state, log, view, history),
+            *(self._react, show, say, self.on_sample, tuner.look),
         )
         if self.resumed_step is not None:
             await self._history.resume(self.resumed_step)

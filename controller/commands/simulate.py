@@ -19,7 +19,6 @@ from configs.choices import OnStale, Selector, TailPolicy
 from configs.load import load_config
 from configs.schema import Config
 from controller.simulate.advice import (
-    Draw,
     Plan,
     colocated_s,
     fastest,
@@ -27,7 +26,7 @@ from controller.simulate.advice import (
     recommended,
     splits,
 )
-from controller.simulate.events import Setting
+from controller.simulate.events import Draw, Setting
 from controller.simulate.machine import BANDWIDTH, Machine
 from controller.start.model_size import model_size
 

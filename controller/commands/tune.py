@@ -1,11 +1,12 @@
-"""`make tune`: changes live settings of a running job through its Redis."""
+"""`make tune` and `buffer.autotune`: change live settings of a running job through its Redis."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pwd import getpwuid
 from socket import gethostname
@@ -16,10 +17,12 @@ from configs.choices import OnStale
 from configs.introspection import live_settings, setting_named
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, impatient, live_texts, opened, opened_state
-from controller.metrics.history import TUNED, read_metrics, series
+from controller.metrics.history import TUNED, Scalar, read_metrics, series
 from controller.run_dir import RunDir, RunDirError
 from controller.start.plan import FLOAT32_DIFF, max_logprob_diff
+from controller.watch.autotune import SETTING, WHO, find_move
 from controller.watch.remarks import bytes_in_use
+from controller.watch.run_view import RunView
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
 AT_THE_START = "the parts of the run read it once, when they start"
@@ -52,12 +55,15 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
         )
     settings = run_dir.read_config().buffer
     address = BufferAddress(url=url, run=run_dir.name, settings=impatient(settings))
-    asyncio.run(_tune(address, run_dir, overrides, dict.fromkeys(names)))
+    for one in asyncio.run(change(address, run_dir, overrides, {"who": _who()})):
+        print(f"{run_dir.name}: {one['setting']} {one['before']} -> {one['after']}")
 
 
-async def _tune(
-    address: BufferAddress, run_dir: RunDir, overrides: Sequence[str], names: Mapping[str, None]
-) -> None:
+async def change(
+    address: BufferAddress, run_dir: RunDir, overrides: Sequence[str], said: Mapping[str, Scalar]
+) -> list[dict[str, Scalar]]:
+    """Changes these settings, all or none, and returns their records, in which `said` is who did it
+    and why. Raises ValueError if the run would not be legal with them."""
     async with opened(address) as buffer:
         stats = await buffer.stats()
     held = await live_texts(address, stats)
@@ -65,15 +71,47 @@ async def _tune(
     now = [f"{LIVE[name]}={text}" for name, text in held.items()]
     before, after = run_dir.read_config(now), run_dir.read_config([*now, *overrides])
     after.enforce(_rules(run_dir, before, after, stats))
+    names = dict.fromkeys(override.partition("=")[0] for override in overrides)
     texts = {name: live_text(attrgetter(name)(after)) for name in names}
     async with opened(address) as buffer:
         await buffer.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
+    records = [
+        {"setting": name, "before": live_text(attrgetter(name)(before)), "after": text, **said}
+        for name, text in texts.items()
+    ]
     async with opened_state(address) as state:
-        for name, text in texts.items():
-            old = live_text(attrgetter(name)(before))
-            change = {"setting": name, "before": old, "after": text, "who": _who()}
-            await state.append_metrics(change, TUNED)
-            print(f"{run_dir.name}: {name} {old} -> {text}")
+        for record in records:
+            await state.append_metrics(record, TUNED)
+    return records
+
+
+@dataclass(eq=False)
+class Autotuner:
+    """Makes the changes of `buffer.autotune`; `look` is awaited after each sample of the buffer."""
+
+    address: BufferAddress
+    run_dir: RunDir
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._num_expected = 0
+        """Changes that the run's history has once it has the last one of this class."""
+        self._refused_at = -math.inf
+
+    async def look(self, view: RunView) -> None:
+        num_changes = len(view.changes)
+        if num_changes < self._num_expected or view.changed_at <= self._refused_at:
+            return
+        try:
+            if (move := find_move(view)) is None:
+                return
+            bound, said = move
+            override = f"{SETTING}={bound}"
+            await change(self.address, self.run_dir, [override], {"who": WHO, **said})
+            self._num_expected = num_changes + 1
+        except Exception as error:  # it must not end the run
+            self._refused_at = view.changed_at
+            self.say(f"buffer.autotune stops until something else changes, or `make tune`: {error}")
 
 
 def _rules(run_dir: RunDir, before: Config, after: Config, stats: BufferStats) -> Iterator[Rule]:

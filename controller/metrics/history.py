@@ -10,7 +10,8 @@ the controller), `eval_command` (see watch/eval_command.py), `engine` (an engine
 saw it), `publish`, `commit`
 and `weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there
 is none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from
-`before` to `after`), `lengths` (of the answers trained and sampled), `stall` and `stall_ended` (see
+`before` to `after`, with `why` and numbers if that was autotune), `lengths` (of the answers trained
+and sampled), `stall` and `stall_ended` (see
 watch/stalls.py), `worker_lost`, `redis_restarted`, `attached` and `resumed` (the run goes on after
 `step`, `away_s` after its end). Each is flat. `id` is the position of a record that came through
 Redis.
@@ -197,7 +198,8 @@ def _plain(value: Scalar) -> Scalar:
 def change_words(tuned: Record) -> str:
     """A `tuned` record in words."""
     setting, before, after, who = map(tuned.values.get, ("setting", "before", "after", "who"))
-    return f"{setting} {before} -> {after}, by {who}"
+    why = f": {tuned.values['why']}" if "why" in tuned.values else ""
+    return f"{setting} {before} -> {after}, by {who}{why}"
 
 
 def of_kind(records: Sequence[Record], kind: str) -> list[Record]:

@@ -149,6 +149,9 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         ago = format_duration(max(0.0, view.now - change.t))
         words = printable(f"  {change_words(change)}, {ago} ago")
         parts.append(Text.assemble(("Changed", "bold cyan"), words))
+    if view.config is not None and (auto := view.config.buffer.autotune) is not None:
+        words = f"  max_staleness between {auto.min_staleness} and {auto.max_staleness}"
+        parts.append(Text.assemble(("Autotune", "bold cyan"), words))
     parts += _findings(view)
     return Frame(
         Group(*parts),

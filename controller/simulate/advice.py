@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from controller.simulate.events import Outcome, Setting, simulate
+from controller.simulate.events import Draw, Outcome, Setting, simulate
 from controller.simulate.machine import MEMORY
 
 EIGHTHS = range(1, 8)
@@ -18,8 +18,6 @@ NEARLY = 1.03
 """Among settings so close to the fastest the one with the least staleness is recommended."""
 WORTH = 1.05
 """Gain that asynchrony must have against a synchronous run on all GPUs to be recommended."""
-
-Draw = Callable[[], tuple[int, ...]]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -23,7 +23,7 @@ import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from buffer.admission import admission_limit, engine_lag
@@ -140,6 +140,12 @@ class Outcome:
         drawn. The first steps train what is short, since nothing else has ended."""
         half = self.trained[len(self.trained) // 2 :]
         return sum(half) * len(self.drawn) / (sum(self.drawn) * len(half))
+
+
+Draw = Callable[[], tuple[int, ...]]
+"""The lengths of the answers to one prompt, in tokens; () when there is none left."""
+Tune = Callable[[Outcome], int]
+"""The max_staleness from a step on, which has just ended."""
 
 
 class Engine:
@@ -284,21 +290,21 @@ class Engine:
         self._next_end = self._at + left * self._token_s
 
 
-def simulate(setting: Setting, draw: Callable[[], tuple[int, ...]]) -> Outcome:
-    """`draw` gives the lengths of the answers to one prompt, in tokens; () when there is none left.
+def simulate(setting: Setting, draw: Draw, tune: Tune | None = None) -> Outcome:
+    """With `tune`, max_staleness is the one in `setting` in the first step only.
     Raises ValueError if a step can never come."""
     was_collecting = gc.isenabled()
     gc.disable()  # it would walk a hundred thousand requests again and again, and find no cycle
     try:
-        return _Run(setting, draw).run()
+        return _Run(setting, draw, tune).run()
     finally:
         if was_collecting:
             gc.enable()
 
 
 class _Run:
-    def __init__(self, setting: Setting, draw: Callable[[], tuple[int, ...]]) -> None:
-        self._setting, self._draw = setting, draw
+    def __init__(self, setting: Setting, draw: Draw, tune: Tune | None) -> None:
+        self._setting, self._draw, self._tune = setting, draw, tune
         engines = range(setting.num_engines)
         self._engines = [Engine(setting.machine, setting.prompt_tokens) for _ in engines]
         self._engine_of: dict[Group, Engine] = {}
@@ -514,6 +520,8 @@ class _Run:
         self._leased = 0
         self._version += 1
         self._limit = None
+        if self._tune is not None:
+            self._setting = replace(self._setting, max_staleness=self._tune(outcome))
         self._drop_stale(now)
         if self._on_wire is None:
             self._send(now)

@@ -108,6 +108,11 @@ MOST = "rollout.engine.max_running_requests"
 _CACHE_ADVICE = "give the engine more memory (rollout.engine.mem_fraction), or add engines"
 
 
+def is_busy(engine: Record) -> bool:
+    """Returns whether it has as many requests as it takes, by its record."""
+    return engine.number("queued") > 0 or engine.number("in_flight") >= engine.number("limit")
+
+
 def low_admission(
     stats: BufferStats,
     trainer_waited: float,
@@ -124,7 +129,7 @@ def low_admission(
         return None
     if trainer_waited < MUCH or rewards_waited >= MUCH:
         return None
-    if any(e.number("queued") > 0 or e.number("in_flight") >= e.number("limit") for e in engines):
+    if any(map(is_busy, engines)):
         return None
     in_all = f", with {workers} workers" if workers > 1 else ""
     return hint(

@@ -269,7 +269,7 @@ function showState() {
   if (!$("wanted").value && state.max_staleness !== null) $("wanted").value = state.max_staleness;
   if (!state.is_live) $("tuned").textContent = "It can be changed while the run goes on.";
   $("changes").replaceChildren(...state.changes.toReversed().map((one) => make("li",
-    `${new Date(one.t * 1000).toLocaleString()}: ${one.setting} ${one.before} to ${one.after}, by ${one.who}`)));
+    `${new Date(one.t * 1000).toLocaleString()}: ${one.setting} ${one.before} to ${one.after}, by ${one.who}${one.why ? `: ${one.why}` : ""}`)));
 }
 
 function showChoices() {
