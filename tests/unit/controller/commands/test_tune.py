@@ -15,12 +15,16 @@ import pytest
 from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from configs.load import load_config
+from controller.buffer_access import BufferAddress
+from controller.commands.tune import Autotuner
 from controller.main import EXIT_BAD_INPUT
-from controller.metrics.history import MetricsLog
+from controller.metrics.history import TUNED, MetricsLog, Record, change_words
 from controller.run_dir import RunDir
 from controller.start.plan import FLOAT32_DIFF
+from controller.watch.run_view import RunView
 from tests.support.buffer.groups import make_group
 from tests.support.controller.buffers import Command, opened
+from tests.support.controller.records import STATS, step_record
 
 
 @pytest.fixture
@@ -177,3 +181,34 @@ def test_run_that_is_over_is_not_tuned(open_run: RunDir, leash: Command) -> None
     open_run.write_record(replace(open_run.read_record(), state="finished", process_started=0.0))
     error = leash("tune", "rollout.tail=postpone", exit_code=EXIT_BAD_INPUT)
     assert "is not running, so there is nothing to tune" in error
+
+
+def test_autotune_makes_its_change_once_and_records_why(open_run: RunDir, redis_url: str) -> None:
+    config = load_config(["buffer.autotune={steps: 5}"])
+    open_run.write_config(config)
+    view = RunView.of_run(open_run.name, config, 0.0)
+    view.phase, view.stats = "training", STATS
+    for step in range(12):
+        view.apply(step_record(step, 1.0 + step, lease_wait_s=0.0, ess=0.9))
+    address = BufferAddress(url=redis_url, run=open_run.name, settings=config.buffer)
+    tuner = Autotuner(address, open_run, say=lambda words: pytest.fail(words))
+
+    async def look_twice() -> list[MetricsEntry]:
+        await tuner.look(view)
+        await tuner.look(view)  # before the history has the change
+        state = RunState(await connect(redis_url), open_run.name)
+        entries = await state.read_metrics(STREAM_START, block_s=0)
+        await state.close()
+        return entries
+
+    (entry,) = asyncio.run(look_twice())
+    assert entry.kind == TUNED and entry.record["ess"] == pytest.approx(0.9)
+    words = change_words(Record(t=0.0, kind=TUNED, values=entry.record))
+    assert words.startswith("buffer.max_staleness 2 -> 1, by autotune: the trainer waited 0% for")
+
+
+def test_bounds_of_autotune_must_be_possible_in_the_run() -> None:
+    with pytest.raises(ValueError, match=r"min_staleness=3: at most buffer\.autotune\."):
+        load_config(["buffer.autotune={min_staleness: 3, max_staleness: 2}"])
+    with pytest.raises(ValueError, match=r"autotune\.min_staleness=0: .*trainer\.publish_every=2"):
+        load_config(["trainer.publish_every=2", "buffer.autotune={min_staleness: 0}"])
