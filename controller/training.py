@@ -26,6 +26,8 @@ from configs.checks import with_live
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state
 from controller.commands.tune import Autotuner
+from controller.evaluation.held_out import evaluate, try_evaluate
+from controller.evaluation.outside import CommandEvaluations
 from controller.history_writer import HistoryWriter
 from controller.metrics.history import (
     EVAL_FAILED,
@@ -41,8 +43,6 @@ from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
-from controller.watch.eval_command import CommandEvaluations
-from controller.watch.evaluation import evaluate, try_evaluate
 from controller.watch.fleet import LOOK_AGAIN_S, Fleet
 from controller.watch.remarks import TRAINER, checkpoint_failed, eval_failed
 from controller.watch.run_view import RunView

@@ -6,7 +6,7 @@ A number that was not measured, or is not finite, is null.
 
 Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
 prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
-the controller), `eval_command` (see watch/eval_command.py), `engine` (an engine's load as a worker
+the controller), `eval_command` (see evaluation/outside.py), `engine` (an engine's load as a worker
 saw it), `publish`, `commit`
 and `weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there
 is none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from

@@ -94,7 +94,7 @@ FLOORS = {
     "controller": (
         "units signals run_dir ray_environment buffer_access simulate",
         "metrics",
-        "watch",
+        "watch evaluation",
         "report",
         "start commands cluster",
         "page",

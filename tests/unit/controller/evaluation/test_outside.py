@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from configs.rollout_schema import EvalConfig
+from controller.evaluation.outside import CommandEvaluations, read_numbers
 from controller.metrics.history import Scalar
 from controller.run_dir import EVALUATED, RunDir
-from controller.watch.eval_command import CommandEvaluations, read_numbers
 from processes.child import has_ended
 from tests.support.rollout import until
 

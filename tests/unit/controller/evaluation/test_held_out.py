@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.watch.evaluation import evaluate, try_evaluate
+from controller.evaluation.held_out import evaluate, try_evaluate
 from controller.watch.supervise import RunFailed
 from rollout_pool.pool import HasLeft
 from rollout_pool.types import EvalReport
