@@ -23,6 +23,7 @@ from dataclasses import asdict, fields
 from enum import Enum
 from functools import cache
 from io import StringIO
+from os.path import isfile
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
@@ -551,7 +552,7 @@ def _anchor_paths(config: Config) -> None:
     for function in algorithm.functions:
         function.kind = _absolute_code(function.kind)
     command = config.rollout.eval.command
-    command[:] = [_absolute(word) if Path(word).is_file() else word for word in command]
+    command[:] = [_absolute(word) if isfile(word) else word for word in command]
     model.path = model.path and _absolute_or_hub(model.path)
     if model.lora is not None and model.lora.resume_from is not None:
         model.lora.resume_from = _absolute(model.lora.resume_from)

@@ -341,7 +341,8 @@ class Training:
         else:
             if {"error", "groups_error"} & record.values.keys():
                 self.panel.say(checkpoint_failed(record).sentence)
-            if self._may_evaluate and record.count("step") < self.config.trainer.num_steps:
+            is_last = record.count("step") >= self.config.trainer.num_steps
+            if self._may_evaluate and not is_last and "error" not in record.values:
                 self._by_command.note_checkpoint(record.count("step"), self._tasks)
             written, self._unwritten = self._unwritten, []
             for one in written:

@@ -23,7 +23,7 @@ from controller.run_dir import EVALUATED, RunDir
 from processes.child import Child
 from processes.logs import last_lines
 
-END_S = 10.0  # which a program has to end when it is asked to, before its group is killed
+END_S = 3.0  # which a program has to end when it is asked to, before its group is killed
 # Here it would hold up other threads while it writes, and trainer ranks would seem not to answer.
 EXPORT = (sys.executable, "-m", "controller.main", "export")
 
@@ -39,18 +39,20 @@ class CommandEvaluations:
     export: Sequence[str] = EXPORT
     _task: asyncio.Task[None] | None = None
     _num_skipped: int = 0
+    _is_ending: bool = False
 
     def note_checkpoint(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Evaluate the checkpoint of `step`, if it is due and no other one is being evaluated."""
         if not (every := self.settings.command_every) or step % every or step == 0:
             return
-        if self._task is None or self._task.done():
+        if not self._is_ending and (self._task is None or self._task.done()):
             self._task = tasks.create_task(self._evaluate(step))
         else:
             self._num_skipped += 1
 
     async def end(self, step: int) -> None:
         """Wait for the evaluation at work, and evaluate the checkpoint of the last step."""
+        self._is_ending = True  # the record of a checkpoint may be read late
         if self._task is not None:
             await self._task
         if self.settings.command_every is not None:
@@ -65,7 +67,7 @@ class CommandEvaluations:
                 values |= {**await self._measure(step, folder, log), "result": "ok"}
         except TimeoutError:
             values["why"] = f"rollout.eval.command_timeout_s={limit_s:g} is over; raise it"
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is, the run goes on
             values["why"] = str(error)
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

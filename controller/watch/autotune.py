@@ -53,7 +53,9 @@ def find_move(view: RunView) -> tuple[int, dict[str, Scalar]] | None:
     config = None if view.config is None else view.config.buffer.autotune
     if config is None or view.stats is None or (now := _measured(view, config.steps)) is None:
         return None
-    move = next_move(view.stats.max_staleness, now, _left(view, config.steps), config)
+    move = next_move(
+        view.stats.max_staleness, now, _left(view, _memory(view, config.steps)), config
+    )
     ess = {} if math.isnan(now.ess) else {"ess": now.ess}
     return None if move is None else (move[0], {"why": move[1], **ess})
 
@@ -110,9 +112,16 @@ def _measured(view: RunView, num_steps: int) -> Measured | None:
     )
 
 
-def _left(view: RunView, num_steps: int) -> dict[int, float]:
+def _memory(view: RunView, num_steps: int) -> int:
+    """Steps of several changes, however long the leash takes to fill."""
+    assert view.stats is not None
+    filling = (view.stats.max_staleness + 1) * view.steps_per_version
+    return max(REMEMBERED * num_steps, 3 * (2 * filling + num_steps))
+
+
+def _left(view: RunView, memory: int) -> dict[int, float]:
     """Nothing from before a change by a person, who may have changed what it rests on."""
-    oldest, found = view.steps[-REMEMBERED * num_steps :][0].t, dict[int, float]()
+    oldest, found = view.steps[-memory:][0].t, dict[int, float]()
     for change in reversed(view.changes):
         if change.values.get("who") != WHO or change.t < oldest:
             break

@@ -222,7 +222,11 @@ class RunView:
         if self._observed_at and now - self._observed_at > UNSEEN_S:
             self._measure_anew(now)
         self._observed_at = now
-        if self.stats is not None and stats.paused != self.stats.paused:
+        # Before the record of the change, which may come a look later.
+        if self.stats is not None and (stats.paused, stats.max_staleness) != (
+            self.stats.paused,
+            self.stats.max_staleness,
+        ):
             self._measure_anew(now)
         if self.stats is None or _trainer_marks(stats) != _trainer_marks(self.stats):
             self.trainer_at = now

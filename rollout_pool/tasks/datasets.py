@@ -97,6 +97,11 @@ class ProblemTask(SingleTurnTask, Generic[P]):
         if not isinstance(self._shuffles, bool):
             raise ValueError(f"task.params.shuffle={self._shuffles!r}: must be true or false")
         weights = [problem.weight for problem in training]
+        if not training:
+            raise ValueError(
+                f"task.kind={self._kind}: no row is left to train on; give more data, or lower "
+                "task.eval_size"
+            )
         if not any(weights):
             raise ValueError(
                 f"task.params.weight={config.params.get('weight')!r}: no row to train on has a "

@@ -392,11 +392,12 @@ class RolloutWorker:
     async def _next_of_stream(self) -> tuple[PromptRef, Prompt]:
         """Raises ValueError if it skips too many prompts one after the other."""
         for _ in range(MAX_SKIPPED):
-            prompt = next(filter(self._takes, self.stream))
+            while not self._takes(prompt := next(self.stream)):
+                await asyncio.sleep(0)  # each may take milliseconds
             if self.prompt_filter.accepts(prompt):
                 return PromptRef(task=prompt.task or self.task.name, index=prompt.index), prompt
             self.counters.add("prompts_skipped")
-            await asyncio.sleep(0)  # each may take milliseconds
+            await asyncio.sleep(0)
         raise ValueError(
             f"rollout.max_prompt_tokens={self.spec.config.max_prompt_tokens}: {MAX_SKIPPED} "
             "prompts in a row are longer and were skipped; raise the limit"

@@ -39,7 +39,7 @@ BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["bufer.max_staleness=1"], "did you mean buffer.max_staleness?"),
+        (["bufer.max_staleness=1"], "did you mean buffer.max_staleness"),
         (["buffer.max_staleness=two"], "expected an integer"),
         (["cluster.gpus_per_rank=1"], "need 3 GPUs, and Ray has 0"),
         (["cluster.num_gpus=999"], "cluster.num_gpus=999: this machine has "),

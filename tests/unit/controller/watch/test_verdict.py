@@ -57,7 +57,8 @@ def view_of(
         view.apply(step_record(step, t))
         for record in (*weights_records(step, t - 1.0), engine_record(t, **(engine or {}))):
             view.apply(record)
-        _observe(view, t, HEALTHY, waited, rates)
+        healthy = replace(HEALTHY, max_staleness=stats.max_staleness)  # which is no change
+        _observe(view, t, healthy, waited, rates)
     _observe(view, num_steps + last, stats, waited, rates, room)
     return view
 
