@@ -48,7 +48,7 @@ from controller.buffer_access import (
     url_of,
 )
 from controller.cluster.survey import check_cluster
-from controller.metrics.history import TUNED, Record, read_metrics
+from controller.metrics.history import TUNED, Record
 from controller.metrics.prometheus import MetricsServer
 from controller.page.app import PageServer
 from controller.ray_environment import LOOPBACK
@@ -61,7 +61,7 @@ from controller.start.gpus import resolved
 from controller.start.placement import CPUS_PER_PROCESS, PlacementError, RayCluster, start_ray
 from controller.start.plan import UNKNOWN_DIFF, Plan, explained_diff, max_logprob_diff
 from controller.start.preflight import check_inputs, plan_on, probe_text
-from controller.start.resume import Resumption, find_resumption, settings_told_anew
+from controller.start.resume import Resumption, changes_by_resume, find_resumption
 from controller.start.teacher import with_url
 from controller.start.warm_start import supervised_examples
 from controller.training import REDIS_DIED, Pools, Training
@@ -343,7 +343,7 @@ class Run:
             if resumption is not None:
                 for worker in range(config.rollout.num_workers):
                     await buffer.reclaim(worker, counts_as_death=False)
-                await self._tell_live_settings(await buffer.stats())
+                await self._record_changes(await buffer.stats(), resumption)
         if resumption is not None:
             await self._take_over()
         return is_known
@@ -364,11 +364,10 @@ class Run:
             fix = "set a value that goes with the live settings, which the run keeps, or those too"
             raise ValueError(f"{error}; {fix}") from None
 
-    async def _tell_live_settings(self, stats: BufferStats) -> None:
-        history = read_metrics(self.dir.metrics, TUNED)
+    async def _record_changes(self, stats: BufferStats, resumption: Resumption) -> None:
         held = await live_texts(self._address, stats)
         async with opened_state(self._address) as state:
-            for change in settings_told_anew(self.config, held, history):
+            for change in changes_by_resume(self.config, held, resumption.tuned):
                 await state.append_metrics(change, TUNED)
 
     async def _restore_buffer(self, resumption: Resumption) -> int:

@@ -175,8 +175,16 @@ class Training:
         show, say = self.panel.show, self.panel.say
         tuner = Autotuner(self.address, self.run_dir, say)
         self._history = HistoryWriter(
-            *(buffer, self._state, log, view, history),
-            *(self._react, show, say, self.on_sample, tuner.look),
+            buffer,
+            self._state,
+            log,
+            view,
+            history,
+            self._react,
+            show,
+            say,
+            self.on_sample,
+            tuner.look,
         )
         if self.resumed_step is not None:
             await self._history.resume(self.resumed_step)

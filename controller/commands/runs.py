@@ -77,19 +77,19 @@ def row_of(run_dir: RunDir) -> Row:
         record, url = run_dir.read_record(), run_dir.read_redis_url()
         is_gone = record.state == "running" and not record.is_alive
         row = replace(row, state="gone" if is_gone else record.state, started=record.started)
-        row = _with_figures(row, run_dir)
+        records = read_metrics(run_dir.metrics)
+        row = _with_figures(row, run_dir, records)
         if is_gone or record.error:
             row = replace(row, verdict=record.error or run_dir.gone_words)
         elif record.is_running and url is not None:
-            found = findings(live_view(run_dir, record, url))
+            found = findings(live_view(run_dir, record, url, records))
             row = replace(row, verdict=found[0].sentence if found else "")
     except (ValueError, RuntimeError, OSError) as error:  # the others are to be seen
         row = replace(row, verdict=str(error))
     return replace(row, verdict=row.verdict.partition("\n")[0])
 
 
-def _with_figures(row: Row, run_dir: RunDir) -> Row:
-    records = read_metrics(run_dir.metrics)
+def _with_figures(row: Row, run_dir: RunDir, records: Sequence[Record]) -> Row:
     steps = of_kind(records, "step")
     seconds, found = training_seconds(steps), findings_of_ended(records, training_seconds(steps))
     tokens = _last(of_kind(records, "buffer"), "tokens_generated")

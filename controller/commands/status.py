@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from rich.console import Console
@@ -43,11 +43,12 @@ def print_status(
     record, url = run_dir.read_record(), run_dir.read_redis_url()
     is_over = record.state != "running" or not record.is_alive
     is_gone = is_over and record.state == "running"
-    view = None if is_over or url is None else live_view(run_dir, record, url)
-    history = read_metrics(run_dir.metrics) if is_over or as_json or waits else []
+    records = read_metrics(run_dir.metrics)
+    view = None if is_over or url is None else live_view(run_dir, record, url, records)
+    history = records if is_over else []
     seconds = training_seconds(of_kind(history, "step"))
     found = findings_of_ended(history, seconds) if view is None else findings(view)
-    shares = stages(history, RECENT_S if view else math.inf) if as_json or waits else []
+    shares = stages(records, RECENT_S if view else math.inf) if as_json or waits else []
     if as_json:
         state = "gone" if is_gone else record.state
         whole = {**as_object(run_dir, state, view, found), "stages": shares}
@@ -89,10 +90,10 @@ def _fix(run_dir: RunDir, found: Sequence[Finding], *, is_live: bool) -> None:
         tune(run_dir, verdict.changes)
 
 
-def live_view(run_dir: RunDir, run: RunRecord, url: str) -> RunView:
-    """The past from `metrics.jsonl`, the present from Redis."""
+def live_view(run_dir: RunDir, run: RunRecord, url: str, records: Iterable[Record]) -> RunView:
+    """The past from `records`, those of `metrics.jsonl`; the present from Redis."""
     view = RunView.of_run(run_dir.name, run_dir.read_config(), run.started, run_dir.named)
-    for record in read_metrics(run_dir.metrics):
+    for record in records:
         view.apply(record)
     observe(view, run_dir, run, url)
     return view

@@ -30,7 +30,7 @@ EXPORT = (sys.executable, "-m", "controller.main", "export")
 
 @dataclass(eq=False)
 class CommandEvaluations:
-    """One evaluation at a time; one that fails is told and ends nothing."""
+    """One evaluation at a time. The user hears of one that fails, and the run goes on."""
 
     settings: EvalConfig
     run_dir: RunDir
@@ -70,7 +70,7 @@ class CommandEvaluations:
         except Exception as error:  # whatever it is, the run goes on
             values["why"] = str(error)
         finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await _remove(folder)
         if why := values.get("why"):
             what = f"rollout.eval.command has not evaluated step {step}: {why}"
             self.say(f"{what}; the last lines of {log}:\n{last_lines(log)}")
@@ -79,7 +79,7 @@ class CommandEvaluations:
         await self.append(values, EVAL_COMMAND)
 
     async def _measure(self, step: int, folder: Path, log: Path) -> dict[str, float]:
-        shutil.rmtree(folder, ignore_errors=True)  # that of a controller that was killed
+        await _remove(folder)  # that of a controller that was killed
         folder.mkdir()
         model, out = str(folder / "model"), str(folder / "numbers.json")
         run = (f"--dir={self.run_dir.path.parent}", f"--run={self.run_dir.name}")
@@ -92,6 +92,10 @@ class CommandEvaluations:
             finally:  # also when the time is over, or the run
                 await asyncio.to_thread(child.stop, END_S)
         return {f"metric/{name}": number for name, number in read_numbers(Path(out)).items()}
+
+
+async def _remove(folder: Path) -> None:
+    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)  # a model is large
 
 
 def read_numbers(path: Path) -> dict[str, float]:

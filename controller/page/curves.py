@@ -10,8 +10,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.metrics.catalogue import METRICS
+from controller.metrics.catalogue import METRICS, Kind
 from controller.metrics.history import READY_BY_STALENESS, Record, numbers, of_kind
+from controller.watch.stages import STEP_PARTS
 
 MAX_POINTS = 2000
 """Most of one line: more than any screen has columns."""
@@ -19,7 +20,12 @@ MAX_AREA_POINTS = 400
 MAX_CURVES = 16
 """Lines of one metric: it may have one for each engine."""
 MAX_STALENESS_LAYERS = 8
-TIME_PARTS = {m.field: m.help for m in METRICS["step"] if m.help.startswith("Time ")}
+_OF_STEP = {f"step_{part}_s" for part in STEP_PARTS}
+TIME_PARTS = {
+    m.field: m.help
+    for m in METRICS["step"]
+    if m.unit == "s" and m.kind is Kind.counter and m.field not in _OF_STEP
+}
 """The fields of a step record that add up to its time."""
 
 

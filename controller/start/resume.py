@@ -11,7 +11,7 @@ from configs.checks import live_text
 from configs.introspection import live_settings
 from configs.load import ConfigError, differences
 from configs.schema import Config
-from controller.metrics.history import TUNED, Record, Scalar, read_metrics
+from controller.metrics.history import TUNED, Record, Scalar, of_kind, read_metrics
 from controller.run_dir import RunDir, RunDirError
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.types import KEPT_REFERENCE
@@ -43,6 +43,8 @@ class Resumption:
     """The newest that the run's history names."""
     overridden: frozenset[str]
     """Settings given on the command line."""
+    tuned: Sequence[Record]
+    """The changes of live settings in the run's history."""
 
 
 def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
@@ -93,16 +95,17 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
         state=state,
         newest_version=max((r.count("version") + (r.kind == "step") for r in history), default=0),
         overridden=overridden,
+        tuned=of_kind(history, TUNED),
     )
 
 
-def settings_told_anew(
-    config: Config, held: Mapping[str, str], history: Sequence[Record]
+def changes_by_resume(
+    config: Config, held: Mapping[str, str], before: Sequence[Record]
 ) -> Iterator[dict[str, Scalar]]:
-    """Fields of a `tuned` record for each setting that is not as `history` has it last: the command
-    line has replaced it, or its Redis is lost. `held`: the live settings that Redis has.
+    """Fields of a `tuned` record for each setting that is not as the last one `before` says: the
+    command line has replaced it, or its Redis is lost. `held`: the live settings that Redis has.
     """
-    tuned = {str(r.values.get("setting")): str(r.values.get("after")) for r in history}
+    tuned = {str(r.values.get("setting")): str(r.values.get("after")) for r in before}
     for name in set(live_settings().values()) & tuned.keys():
         now = held.get(name.rpartition(".")[2], live_text(attrgetter(name)(config)))
         if now != tuned[name]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from buffer.results import BufferStats
 from configs.schema import AutotuneConfig
 from controller.metrics.history import Scalar, series
 from controller.watch.faults import is_busy
@@ -53,9 +54,10 @@ def find_move(view: RunView) -> tuple[int, dict[str, Scalar]] | None:
     config = None if view.config is None else view.config.buffer.autotune
     if config is None or view.stats is None or (now := _measured(view, config.steps)) is None:
         return None
-    move = next_move(
-        view.stats.max_staleness, now, _left(view, _memory(view, config.steps)), config
-    )
+    # Several changes, however long the leash takes to fill.
+    memory = 3 * (2 * _filling(view, view.stats) + config.steps)
+    left = _left(view, max(REMEMBERED * config.steps, memory))
+    move = next_move(view.stats.max_staleness, now, left, config)
     ess = {} if math.isnan(now.ess) else {"ess": now.ess}
     return None if move is None else (move[0], {"why": move[1], **ess})
 
@@ -91,7 +93,7 @@ def _measured(view: RunView, num_steps: int) -> Measured | None:
     if stats is None or stats.paused or view.phase != "training" or view.stall is not None:
         return None
     away = view.workers_away or view.weights.lost_engines
-    filling = (stats.max_staleness + 1) * view.steps_per_version
+    filling = _filling(view, stats)
     num_steps += filling  # waits come and go with what is in flight
     steps = view.steps[-(filling + num_steps + 1) :]
     is_long = len(steps) > filling + num_steps and steps[0].t > view.changed_at
@@ -112,16 +114,14 @@ def _measured(view: RunView, num_steps: int) -> Measured | None:
     )
 
 
-def _memory(view: RunView, num_steps: int) -> int:
-    """Steps of several changes, however long the leash takes to fill."""
-    assert view.stats is not None
-    filling = (view.stats.max_staleness + 1) * view.steps_per_version
-    return max(REMEMBERED * num_steps, 3 * (2 * filling + num_steps))
+def _filling(view: RunView, stats: BufferStats) -> int:
+    """Steps in which the leash fills."""
+    return (stats.max_staleness + 1) * view.steps_per_version
 
 
-def _left(view: RunView, memory: int) -> dict[int, float]:
+def _left(view: RunView, num_steps: int) -> dict[int, float]:
     """Nothing from before a change by a person, who may have changed what it rests on."""
-    oldest, found = view.steps[-memory:][0].t, dict[int, float]()
+    oldest, found = view.steps[-num_steps:][0].t, dict[int, float]()
     for change in reversed(view.changes):
         if change.values.get("who") != WHO or change.t < oldest:
             break

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 
 from configs.rollout_schema import Criterion
 from rollout_pool.episodes.episode import Episode
+from rollout_pool.episodes.thoughts import split_thoughts
 from rollout_pool.rewards.service import MAX_SCORE, RemoteFailure, RemoteService
 from rollout_pool.rewards.types import PartScore
 from rollout_pool.tasks.task import Prompt
@@ -31,7 +32,6 @@ _PLACES = re.compile(r"\{(prompt|answer|solution|rubric)\}")
 _NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?:\s*/\s*\d+(?:\.\d+)?)?"
 _SCORE = re.compile(rf"score\W{{0,5}}(?:is\s+)?{_NUMBER}", re.IGNORECASE)
 _LAST = re.compile(_NUMBER)
-_THOUGHT = "</think>"
 _OBJECT = re.compile(r"(?s)\s*(?:```(?:json)?\s*)?(\{.*\})\s*(?:```\s*)?")
 _LONGEST = 100_000
 """Characters at the end of a judgement in which its score is looked for."""
@@ -89,7 +89,7 @@ def parse_rubric(text: str, criteria: Collection[str]) -> dict[str, float]:
     Raises RemoteFailure unless the text, after any thoughts, is one JSON object that has each
     criterion once, and nothing else, with a number from 0 to 1.
     """
-    reply = text[-_LONGEST:].rpartition(_THOUGHT)[2]
+    reply = split_thoughts(text[-_LONGEST:])[1]
     found = _OBJECT.fullmatch(reply)
     try:
         pairs = json.loads(found[1] if found else "", object_pairs_hook=list)

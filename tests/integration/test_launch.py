@@ -271,7 +271,10 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     began, _ = [r.t for r in tuned if r.values["setting"] == "buffer.paused"]
     steps = read_metrics(run / "metrics.jsonl", "step")
     assert sum(began < step.t < unpaused for step in steps) <= 1  # it had its batch
-    assert steps[8].number("lr") < 1e-10 and steps[-1].number("lr") == 2e-10  # it is warming up
+    warming_up = 1e-10 * 9 / 11  # in its ninth step
+    assert [steps[8].number("lr"), steps[-1].number("lr")] == pytest.approx(
+        [warming_up, 2e-10], abs=0
+    )
     admitted = [r.number("limit") for r in read_metrics(run / "metrics.jsonl", "buffer")]
     assert max(admitted) == 2 * (2 + 1) * 4
     publishes = read_metrics(run / "metrics.jsonl", "publish")

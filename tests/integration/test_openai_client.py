@@ -250,7 +250,7 @@ async def test_responses_are_recorded_token_by_token_and_rescore(policy, play):
     for episode, samples in played:
         assert episode.end == "done", episode.error
         check_recorded(episode, samples, 3)
-        assert episode.env_reward > 2  # tokens were streamed, not told at the end
+        assert episode.env_reward > 2  # tokens were streamed, not sent whole at the end
     assert worst_difference(policy.model, [s for _, own in played for s in own], 0.8) < 1e-4
 
 

@@ -72,6 +72,16 @@ def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
+SAYS = [
+    "<think>\nhm, hello\n</think>\n\nI'll look. "
+    + call("weather", city="Zürich")
+    + call("weather"),
+    "<think>\nso\n</think>\n\n" + call("weather", city="Bern"),
+    "It is warm in all of them: 21 °C 🌞, hell too.",
+]
+"""Answers to three turns: with thoughts and two calls, with a call, with neither."""
+
+
 class Author:
     """A Completer. Says the next of `says`, token by token; stops before each token in `gates`."""
 
@@ -325,3 +335,14 @@ def check_session(session, *turns):
     for branch, own in zip(branches, turns, strict=True):
         check_branch(branch, own)
     return branches
+
+
+async def events_of(http, path, asked):
+    """The events of a stream, each with the type that names it."""
+    async with http.stream("POST", path, json=asked) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line async for line in answer.aiter_lines() if line]
+    names = [line.removeprefix("event: ") for line in lines[::2]]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
+    assert names == [event["type"] for event in events]
+    return events

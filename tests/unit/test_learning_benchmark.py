@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,8 @@ def run_of(step_s: float, rewards: list[float]) -> dict[str, Any]:
     }
 
 
-def test_learning_goes_on_from_kept_runs_to_its_figures_and_plot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_learning_goes_on_from_kept_runs_to_its_figures_and_plot(tmp_path: Path) -> None:
     """All its cells are there, so nothing is launched."""
     climbs = [0.1] * 4 + [0.9] * 6  # the mean of five is 0.9 from the ninth step on
     kept = {
@@ -60,10 +59,15 @@ def test_learning_goes_on_from_kept_runs_to_its_figures_and_plot(
         path_of(tmp_path, ("quickstart", 10, policy, seed)).write_text(json.dumps(run))
     words = ["--steps", "10", "--seeds", "2", "--folder", str(tmp_path)]
     words += ["--policies", BASELINE, "ours 2"]
-    monkeypatch.setattr(sys, "path", [*sys.path])  # a script changes it
-    monkeypatch.setattr(sys, "argv", ["learning.py", *words])
-    import_module("benchmarks.learning").main()
-    result = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix("RESULT "))
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "learning.py"), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout.splitlines()[-1].removeprefix("RESULT "))
     assert result["quickstart_synchronous_goal_s"] == (2 * 9 + 4 * 9) / 2
     assert result["quickstart_synchronous_goal_tokens"] == 900
     assert "quickstart_ours_2_goal_s" not in result and "quickstart_speedup" not in result

@@ -122,12 +122,7 @@ class Comparison:
                 found.append(f"group {row.group_id} has {row.lengths} tokens, not {last}")
         policy = self.scene.policy
         draws_once = policy.tail is TailPolicy.continue_across_versions and not self.num_resumes
-        # Of what others give up, it depends on the machine's speed how much that is.
-        if (
-            policy.is_unbiased
-            and draws_once
-            and not abs(self.said_ratio - self.mean_ratio) < SAID_WITHIN
-        ):
+        if draws_once and not abs(self.said_ratio - self.mean_ratio) < SAID_WITHIN:
             found.append(f"it says {self.said_ratio:.2f} of a mean ratio of {self.mean_ratio:.2f}")
         if policy.is_unbiased:
             if self.num_lost:

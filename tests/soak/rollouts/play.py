@@ -81,8 +81,9 @@ class Play:
     """When the run was started, as `time.monotonic` says it."""
     kills: list[Kill] = field(default_factory=list)
     picture: Picture | None = None
-    looked_at: float = 0.0
     """The last one."""
+    looked_at: float = 0.0
+    """When it was taken, as `time.time` says it."""
     counted_at: float = 0.0
 
     # Looking --------------------------------------------------------------------------------------

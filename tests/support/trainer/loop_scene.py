@@ -27,7 +27,7 @@ from weight_sync.receiver.client import ReceiverClient
 RUN, LOOP_STEPS, GROUPS_PER_STEP, MAX_STALENESS = "trainer-rank-test", 3, 4, 1
 SHARDS = 2
 LATER_RATE = 5e-4
-"""The learning rate of the last step, told after the first."""
+"""The learning rate of the last step, set after the first."""
 TIMEOUT_S = 120.0
 PEAK_TFLOPS = 0.5
 WEIGHTS_KEY = "a-key"

@@ -31,7 +31,7 @@ open(out, "w").write('{"gsm8k": 0.5, "step": %s}' % open(f"{model}/step").read()
 """
 
 
-class Told:
+class Reports:
     """The records of evaluations and what was said of them."""
 
     def __init__(self) -> None:
@@ -47,8 +47,8 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def reports() -> Reports:
+    return Reports()
 
 
 Make = Callable[..., CommandEvaluations]
@@ -60,7 +60,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def make(run_dir: RunDir, told: Told, tmp_path: Path) -> Make:
+def make(run_dir: RunDir, reports: Reports, tmp_path: Path) -> Make:
     def make(
         program: str = PROGRAM, *more: str, export: str = EXPORT, limit_s: float = 600.0
     ) -> CommandEvaluations:
@@ -73,41 +73,41 @@ def make(run_dir: RunDir, told: Told, tmp_path: Path) -> Make:
             command_timeout_s=limit_s,
         )
         export_command = (*PYTHON, str(exporter))
-        return CommandEvaluations(settings, run_dir, told.append, told.say, export_command)
+        return CommandEvaluations(settings, run_dir, reports.append, reports.say, export_command)
 
     return make
 
 
 async def test_numbers_of_the_program_become_a_record_and_its_folder_is_removed(
-    make: Make, told: Told, run_dir: RunDir
+    make: Make, reports: Reports, run_dir: RunDir
 ) -> None:
     (run_dir.path / EVALUATED / "model").mkdir(parents=True)  # a killed controller left it
     await make().end(40)
-    (record,) = told.records
+    (record,) = reports.records
     assert record.items() >= {"step": 40, "result": "ok", "skipped": 0}.items()
     assert (record["metric/gsm8k"], record["metric/step"]) == (0.5, 40.0)
-    assert float(record["seconds"]) > 0 and told.words == ""
+    assert float(record["seconds"]) > 0 and reports.words == ""
     assert not (run_dir.path / EVALUATED).exists()
 
 
 async def test_checkpoint_that_comes_due_while_another_one_is_evaluated_is_counted(
-    make: Make, told: Told
+    make: Make, reports: Reports
 ) -> None:
     evaluations = make()
     async with asyncio.TaskGroup() as tasks:
         for step in (0, 10, 20, 40):  # the first two are not due
             evaluations.note_checkpoint(step, tasks)
         await evaluations.end(60)
-    seen = [(record["step"], record["result"], record["skipped"]) for record in told.records]
+    seen = [(record["step"], record["result"], record["skipped"]) for record in reports.records]
     assert seen == [(20, "ok", 1), (60, "ok", 0)]
 
 
-async def test_run_without_a_program_evaluates_nothing(run_dir: RunDir, told: Told) -> None:
-    evaluations = CommandEvaluations(EvalConfig(), run_dir, told.append, told.say)
+async def test_run_without_a_program_evaluates_nothing(run_dir: RunDir, reports: Reports) -> None:
+    evaluations = CommandEvaluations(EvalConfig(), run_dir, reports.append, reports.say)
     async with asyncio.TaskGroup() as tasks:
         evaluations.note_checkpoint(20, tasks)
         await evaluations.end(40)
-    assert told.records == []
+    assert reports.records == []
 
 
 @pytest.mark.parametrize(
@@ -121,17 +121,17 @@ async def test_run_without_a_program_evaluates_nothing(run_dir: RunDir, told: To
 )
 async def test_program_that_fails_is_told_with_the_end_of_its_output(
     make: Make,
-    told: Told,
+    reports: Reports,
     run_dir: RunDir,
     settings: dict[str, str | float],
     why: str,
     output: str,
 ) -> None:
     await make(**settings).end(40)
-    (record,) = told.records
+    (record,) = reports.records
     assert record["result"] == "failed" and why in str(record["why"])
-    assert told.words.startswith("rollout.eval.command has not evaluated step 40: ")
-    assert why in told.words and output in told.words.partition("the last lines of")[2]
+    assert reports.words.startswith("rollout.eval.command has not evaluated step 40: ")
+    assert why in reports.words and output in reports.words.partition("the last lines of")[2]
     assert not (run_dir.path / EVALUATED).exists()
 
 
@@ -145,7 +145,7 @@ time.sleep(600)
 
 
 async def test_processes_of_the_program_end_with_the_run(
-    make: Make, told: Told, run_dir: RunDir, tmp_path: Path
+    make: Make, reports: Reports, run_dir: RunDir, tmp_path: Path
 ) -> None:
     file = tmp_path / "pid"
     evaluating = asyncio.create_task(make(FORKS, str(file)).end(40))
@@ -154,7 +154,7 @@ async def test_processes_of_the_program_end_with_the_run(
     with pytest.raises(asyncio.CancelledError):
         await evaluating
     assert await asyncio.to_thread(has_ended, int(file.read_text()), 60.0)
-    assert told.records == [] and not (run_dir.path / EVALUATED).exists()
+    assert reports.records == [] and not (run_dir.path / EVALUATED).exists()
 
 
 def test_model_that_a_killed_controller_has_left_goes_with_its_other_leftovers(

@@ -27,7 +27,7 @@ from controller.report.result import summarize
 from controller.run import Run, launch, resume
 from controller.run_dir import RunDir, RunDirError
 from controller.signals import StopRequest
-from controller.start.resume import FIXED, find_resumption, settings_told_anew
+from controller.start.resume import FIXED, changes_by_resume, find_resumption
 from controller.watch.run_view import RunView
 from rollout_pool.tasks.registry import build_task, data_of
 from tests.support.controller.buffers import fill
@@ -247,15 +247,15 @@ def test_changed_settings_are_kept_once_redis_has_them_too(
     assert again.config.buffer.max_staleness == config.buffer.max_staleness
 
 
-def test_settings_that_are_no_longer_as_the_history_says_are_told_anew(config: Config) -> None:
+def test_settings_that_are_no_longer_as_the_history_says_are_recorded_anew(config: Config) -> None:
     def tuned(setting: str, after: str) -> Record:
         return Record(t=1.0, kind=TUNED, values={"setting": setting, "after": after})
 
     history = [tuned("buffer.max_staleness", "3"), tuned("trainer.learning_rate", "0.5")]
     history += [tuned("buffer.max_staleness", "4"), tuned("rollout.group_size", "6")]
     held = {"max_staleness": "1", "group_size": "6"}  # the first one is replaced, the rate is lost
-    told = {str(one.pop("setting")): one for one in settings_told_anew(config, held, history)}
-    assert told == {
+    changed = {str(one.pop("setting")): one for one in changes_by_resume(config, held, history)}
+    assert changed == {
         "buffer.max_staleness": {"before": "4", "after": "1", "who": "the resume"},
         "trainer.learning_rate": {
             "before": "0.5",

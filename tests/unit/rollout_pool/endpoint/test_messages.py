@@ -14,16 +14,18 @@ from configs.rollout_schema import OpenAIConfig, RolloutConfig
 from rollout_pool.sampling.sample import SampleFailed
 from tests.support.endpoint_scene import (
     MODEL,
+    SAYS,
     TOKENIZER,
     WEATHER,
     call,
     chat,
     check_session,
+    events_of,
     eventually,
 )
 
 MESSAGES = "/v1/messages"
-COUNT = f"{MESSAGES}/count_tokens"
+COUNT, BETA = f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"
 USER = {"role": "user", "content": "hello"}
 TOOL = {
     "name": "weather",
@@ -62,26 +64,6 @@ def user(*blocks):
 
 def result(call_id, content, **more):
     return {"type": "tool_result", "tool_use_id": call_id, "content": content, **more}
-
-
-async def events_of(http, asked, path=MESSAGES):
-    """The events of a stream, each with the type that names it."""
-    async with http.stream("POST", path, json=asked) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line]
-    names = [line.removeprefix("event: ") for line in lines[::2]]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert names == [event["type"] for event in events]
-    return events
-
-
-SAYS = [
-    "<think>\nhm, hello\n</think>\n\nI'll look. "
-    + call("weather", city="Zürich")
-    + call("weather"),
-    "<think>\nso\n</think>\n\n" + call("weather", city="Bern"),
-    "It is warm in all of them: 21 °C 🌞, hell too.",
-]
 
 
 @pytest.mark.parametrize("way", ["stream", "create", "beta"])
@@ -128,7 +110,7 @@ async def test_request_of_a_coding_agent_is_read_and_goes_on_with_its_tokens(sce
     http.headers["x-api-key"] = session.key
     http.headers["anthropic-beta"] = "interleaved-thinking-2025-05-14"
     opening = user({**REMINDER, **CACHED}, {"type": "text", "text": "What is it like in Bern?"})
-    [start, *_, last, stop] = await events_of(http, agent_body([opening]), MESSAGES + "?beta=true")
+    [start, *_, last, stop] = await events_of(http, BETA, agent_body([opening]))
     assert start["message"]["usage"]["output_tokens"] == 0 and stop == {"type": "message_stop"}
     assert last["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     own = [
@@ -144,7 +126,7 @@ async def test_request_of_a_coding_agent_is_read_and_goes_on_with_its_tokens(sce
     ]
     more = user({**result("toolu_1", "no such city", is_error=True), **CACHED}, REMINDER)
     messages = [opening, {"role": "assistant", "content": own}, more]
-    await events_of(http, agent_body(messages), MESSAGES + "?beta=true")
+    await events_of(http, BETA, agent_body(messages))
     check_session(session, scene.author.written)
     shown = TOKENIZER.decode(scene.author.samples[1].prompt)
     parts = [
@@ -208,7 +190,7 @@ async def test_numbers_come_back_as_javascript_writes_them(scene):
 async def test_stream_is_blocks_one_after_the_other(scene, piece):
     scene.author.says, scene.author.piece = iter(SAYS), piece
     http = scene.http(scene.session().key)
-    events = await events_of(http, body(stream=True, tools=[TOOL]))
+    events = await events_of(http, MESSAGES, body(stream=True, tools=[TOOL]))
     kinds = [event["type"] for event in events]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     blocks, deltas = [], {}

@@ -20,12 +20,14 @@ from tests.support.endpoint_scene import (
     END_TOKEN,
     MERGES,
     MODEL,
+    SAYS,
     SPECIALS,
     TOKENIZER,
     WEATHER,
     call,
     chat,
     check_session,
+    events_of,
     spell,
 )
 from tests.support.rollout import merging_tokenizer
@@ -33,13 +35,6 @@ from tests.support.rollout import merging_tokenizer
 RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "hello"}
 TOOL = {"type": "function", **WEATHER["function"]}
-SAYS = [
-    "<think>\nhm, hello\n</think>\n\nI'll look. "
-    + call("weather", city="Zürich")
-    + call("weather"),
-    "<think>\nso\n</think>\n\n" + call("weather", city="Bern"),
-    "It is warm in all of them: 21 °C 🌞, hell too.",
-]
 
 
 def body(given="hello", **more):
@@ -72,14 +67,9 @@ def agent_body(items, **more):
     )
 
 
-async def events_of(http, asked, path=RESPONSES):
-    """The events of a stream, each numbered, and with the type that names it."""
-    async with http.stream("POST", path, json=asked) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line async for line in answer.aiter_lines() if line]
-    names = [line.removeprefix("event: ") for line in lines[::2]]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[1::2]]
-    assert names == [event["type"] for event in events]
+async def numbered(http, asked, path=RESPONSES):
+    """The events of a stream."""
+    events = await events_of(http, path, asked)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
@@ -151,7 +141,7 @@ async def test_answer_has_what_the_clients_types_ask_for(scene):
 async def test_stream_is_items_one_after_the_other(scene, piece):
     scene.author.says, scene.author.piece = iter(SAYS), piece
     http = scene.http(scene.session().key)
-    events = await events_of(http, body(stream=True, tools=[TOOL]))
+    events = await numbered(http, body(stream=True, tools=[TOOL]))
     kinds = [event["type"].removeprefix("response.") for event in events]
     assert [kind for kind, _ in itertools.groupby(kinds)] == [
         "created",
@@ -198,7 +188,7 @@ async def test_request_of_a_coding_agent_is_read_and_goes_on_with_its_tokens(sce
         {**message("<environment_context/>"), "id": "m1", "status": "completed"},
         message("What is it like in Bern?"),
     ]
-    *_, last = await events_of(http, agent_body(opening), path)
+    *_, last = await numbered(http, agent_body(opening), path)
     thought, text, made = last["response"]["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert json.loads(made["arguments"]) == {"city": "Bern"}
@@ -214,7 +204,7 @@ async def test_request_of_a_coding_agent_is_read_and_goes_on_with_its_tokens(sce
         },
     ]
     results = [result("c1", [{"type": "input_text", "text": "no such city"}])]
-    await events_of(http, agent_body([*opening, *own, *results]), path)
+    await numbered(http, agent_body([*opening, *own, *results]), path)
     one_call, other = scene.author.samples
     assert TOKENIZER.decode(one_call.output_ids) == said and one_call.ends_at is not None
     check_session(session, [one_call.output_ids, other.output_ids])
@@ -290,7 +280,7 @@ async def test_retry_gets_the_answer_that_was_sampled_whole_or_streamed(scene):
     first = (await http.post(RESPONSES, json=body())).json()
     http.headers["x-stainless-retry-count"] = "1"
     assert (await http.post(RESPONSES, json=body())).json() == first
-    streams = [await events_of(http, body(stream=True)) for _ in range(2)]
+    streams = [await numbered(http, body(stream=True)) for _ in range(2)]
     last, again = (events[-1]["response"] for events in streams)
     assert last == again and last["id"] != first["id"]
     assert len(scene.author.samples) == session.num_turns == 2
