@@ -75,7 +75,7 @@ class BufferRedis(Redis):
 
     A command or pipeline is retried for `try_for_s` while the server is down or its reply is lost,
     so it must be idempotent; then it raises BufferConnectionError. So is a write that the server
-    refuses because its disk is full; then DiskFullError. The timeout of a blocking command is
+    refuses because its disk or memory is full; then DiskFullError or MemoryFullError. The timeout of a blocking command is
     extended by the time it blocks. `aclose` ends commands under way with BufferClosedError.
     """
 
@@ -168,7 +168,7 @@ class BufferRedis(Redis):
         """Called before a command is retried."""
 
     async def patiently(self, attempt: Callable[[], Awaitable[T]], command: tuple[Any, ...]) -> T:
-        """Retries `attempt`, which sends `command`, while the server is down or has no disk."""
+        """Retries `attempt`, which sends `command`, while the server is down or full."""
         try:
             return await self._retried(attempt, command)
         finally:
@@ -193,7 +193,7 @@ class BufferRedis(Redis):
                 if isinstance(error, exceptions.BusyLoadingError):
                     # It replies only between two parts of its data, so it advances: no limit.
                     failed_at, away_s = now, 0.0
-                if _is_disk_full(error):
+                if _is_full(error):
                     away_s = now - failed_at  # it answers, and refuses again
                     if away_s > self.try_for_s:
                         raise
@@ -268,13 +268,15 @@ class _PatientPipeline(Pipeline):
 def _passes(reply: Any) -> bool:
     """Returns whether a reply is an error that goes by itself.
 
-    Nothing was changed where a disk is full: a script is refused at its first write, or as a whole.
+    Nothing was changed where disk or memory is full: a script is refused at its first write, or as
+    a whole.
     """
-    return isinstance(reply, _AWAY) or _is_disk_full(reply)
+    return isinstance(reply, _AWAY) or _is_full(reply)
 
 
-def _is_disk_full(reply: Any) -> bool:
-    return isinstance(reply, exceptions.ResponseError) and str(reply).startswith(_DISK_FULL)
+def _is_full(reply: Any) -> bool:
+    has_no_disk = isinstance(reply, exceptions.ResponseError) and str(reply).startswith(_DISK_FULL)
+    return has_no_disk or isinstance(reply, exceptions.OutOfMemoryError)
 
 
 def explained(error: exceptions.ResponseError, where: str) -> exceptions.ResponseError:

@@ -47,8 +47,8 @@ def full_memory(room: Room) -> Finding | None:
     return alarm(
         "redis",
         f"Redis holds {format_bytes(used)} of its maxmemory of {format_bytes(limit)}",
-        "pushes stop when it is full: raise maxmemory (CONFIG SET maxmemory), or set "
-        "buffer.capacity_bytes below it",
+        "all of the run wait for it when it is full: raise maxmemory (CONFIG SET maxmemory), or "
+        "set buffer.capacity_bytes below it",
     )
 
 

@@ -417,8 +417,8 @@ async def test_close_leaves_no_connection_at_whatever_turn_of_the_loop_it_comes(
 # A server without room ------------------------------------------------------------------------
 
 
-async def test_server_without_memory_says_so_with_the_fix(server: EmbeddedServer) -> None:
-    client = await connect(server.url)
+async def test_server_without_memory_says_so_and_is_waited_for(server: EmbeddedServer) -> None:
+    client, patient = await connect(server.url, try_for_s=0.3), await connect(server.url)
     await client.set("key", b"x" * 5_000_000)
     with _client(server.url) as admin:
         admin.config_set("maxmemory", "4mb")
@@ -433,9 +433,14 @@ async def test_server_without_memory_says_so_with_the_fix(server: EmbeddedServer
         pipe.evalsha(digest, 1, "more", "value")
         with pytest.raises(MemoryFullError, match="nothing was lost"):
             await pipe.execute()
-    with _client(server.url) as admin:
-        admin.config_set("maxmemory", "0")
-    assert await client.set("more", "value")
+    async with asyncio.TaskGroup() as waiting:
+        writing = waiting.create_task(patient.evalsha(digest, 1, "scripted", "value"))
+        done, _ = await asyncio.wait([writing], timeout=0.5)
+        assert not done, "a client waits for memory as it waits for a server that is down"
+        with _client(server.url) as admin:
+            admin.config_set("maxmemory", "0")
+    assert await client.get("scripted") == b"value"
+    await patient.aclose()
     await client.aclose()
 
 
