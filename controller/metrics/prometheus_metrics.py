@@ -28,7 +28,7 @@ ENGINE = "engine"
 KEPT_MS = 60_000
 """A record that is older than the newest one by more belongs to an engine or a worker that is gone.
 """
-PER_WORKER = ("limit", "in_flight")
+PER_WORKER = ("limit", "in_flight", "scoring")
 """Each worker has its own; the other values are the engine's, as the worker saw them last."""
 
 STALENESS_BOUNDS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)

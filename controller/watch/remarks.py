@@ -14,9 +14,14 @@ from controller.watch.finding import Finding, Level, alarm, hint
 
 TRAINER = "trainer"
 """The part of a stall that is the trainer's."""
+REWARDS = "rewards"
+"""The part of a stall in which all wait for rewards."""
+REWARDS_LOGS = "logs/rewards-*.log and logs/worker-*.log may say why"
 PAUSED = "buffer.paused"
 FACTOR, AT_LEAST_S = 3.0, 20.0
 """A step is late after so many times its usual duration, and not before so many seconds."""
+SILENT_S = 15.0
+"""A worker is silent that has not reported for so long while others have."""
 FEWEST_EPISODES = 32
 MANY_BRANCHES, MANY_OF_ANSWERS = 1.5, 0.5
 """Trajectories for each episode and for each of its answers from which they are many."""
@@ -66,6 +71,24 @@ def engine_findings(stats: BufferStats, weights: WeightsView) -> list[Finding]:
     return found
 
 
+def silent_workers(engines: Mapping[tuple[str, str], Record], since: float) -> Finding | None:
+    """The alarm of workers whose reports have stopped while those of others come. `engines`:
+    the last record of each engine by each worker; `since`: no silence began before."""
+    reported = dict[str, float]()
+    for (_, worker), record in engines.items():
+        reported[worker] = max(reported.get(worker, since), record.t)
+    newest = max(reported.values(), default=since)
+    limit_s = max(SILENT_S, len(engines) / 2)  # many report more rarely: ten records a second
+    silent_s = {f"worker-{name}": newest - t for name, t in sorted(reported.items())}
+    silent_s = {name: s for name, s in silent_s.items() if s > limit_s}
+    if not silent_s:
+        return None
+    first, verb = next(iter(silent_s)), "does" if len(silent_s) == 1 else "do"
+    words = f"{', '.join(silent_s)} {verb} not respond: no report for "
+    words += format_duration(min(silent_s.values()))
+    return alarm(first, words, f"its groups wait; logs/{first}.log may say why")
+
+
 def paused(stats: BufferStats, changes: Sequence[Record], now: float) -> Finding:
     """The alarm of a run that somebody has paused."""
     made = [one for one in changes if one.values.get("setting") == PAUSED]
@@ -87,14 +110,36 @@ def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
     return alarm(part, f"{head}: {stall.get('words')}", str(stall.get("advice")))
 
 
+def at_engines(engines: Sequence[Record]) -> bool:
+    """Returns whether requests are there. `engines`: the last record of each by each worker."""
+    return any(one.number("in_flight") > 0 for one in engines)
+
+
+def awaited_rewards(engines: Sequence[Record]) -> str:
+    """The episodes that wait for their rewards, in words; "" if requests are at engines too."""
+    scoring = {one.values.get("worker"): one.count("scoring") for one in engines}
+    if at_engines(engines) or not (number := sum(scoring.values())):
+        return ""
+    return (
+        f"{format_number_of(number, 'episode')} await their rewards, and nothing is being sampled"
+    )
+
+
 def late_step(
-    stats: BufferStats, last: Record, on_stale: OnStale, late_s: float, usual_s: float
+    stats: BufferStats,
+    last: Record,
+    on_stale: OnStale,
+    late_s: float,
+    usual_s: float,
+    engines: Sequence[Record],
 ) -> Finding | None:
     """A hint for a step that takes long although something moves; `late_s`: since `last`."""
     is_late = late_s > max(FACTOR * usual_s, AT_LEAST_S)
     if not is_late or not stats.running or trainer_words(stats, last, on_stale):
         return None
     head = f"no step for {format_duration(late_s)}, where one takes {format_duration(usual_s)}"
+    if awaited := awaited_rewards(engines):
+        return hint(REWARDS, f"{head}: {ready_words(stats)}, {awaited}", REWARDS_LOGS)
     words = f"{head}: {ready_words(stats)}, and {stats.running} are being sampled"
     return hint("rollout", words, "long answers may be at their end soon")
 

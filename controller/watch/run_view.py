@@ -198,6 +198,7 @@ class RunView:
         self.resumed_at, self.workers_away = t, 0
         self.eval_failure = self.checkpoint_failure = None
         self.weights = WeightsView(publish_every=self.weights.publish_every)
+        self.engines.clear()
         self._measure_anew(t)
 
     def _measure_anew(self, t: float) -> None:
@@ -336,6 +337,14 @@ class RunView:
         """The last record of each engine by each worker, if it is recent."""
         since = max(self.changed_at, self.now - ENGINES_HORIZON_S)
         return [record for record in self.engines.values() if record.t >= since]
+
+    @property
+    def serving_engines(self) -> list[Record]:
+        """The last record of each engine that serves by each worker, however old, since the run's
+        conditions changed."""
+        served = self.stats.engine_versions if self.stats else {}
+        found = self.engines.items()
+        return [one for (name, _), one in found if name in served and one.t >= self.changed_at]
 
     @property
     def lengths(self) -> Lengths | None:

@@ -30,7 +30,7 @@ from controller.metrics.history import STALL, STALL_ENDED, Scalar
 from controller.run_dir import RunDir
 from controller.units import format_duration
 from controller.watch.finding import Finding, log_once
-from controller.watch.remarks import TRAINER
+from controller.watch.remarks import REWARDS, TRAINER
 from controller.watch.run_view import RunView
 from controller.watch.stalls import ENGINES, WORKERS, Stall, find_stall
 from controller.watch.supervise import RunFailed
@@ -94,7 +94,8 @@ class StallWatch:
 
     async def _look(self) -> Stalled | None:
         """Sees a stall through, if there is one; returns what ends the run."""
-        if (found := self._find()) is None:
+        # A process that does not answer is asked until the time is up.
+        if (found := self._find(ANSWER_S - 2 * LOOK_S)) is None:
             return None
         stall, silent = await self._with_silent(found)
         if self._find() is None:  # also if its ranks start again anyway
@@ -106,8 +107,8 @@ class StallWatch:
         self._end(stall)
         return None
 
-    def _find(self) -> Stall | None:
-        return find_stall(self.view, self.config.factor)
+    def _find(self, sooner_s: float = 0.0) -> Stall | None:
+        return find_stall(self.view, self.config.factor, sooner_s)
 
     async def _with_silent(self, stall: Stall) -> tuple[Stall, list[str]]:
         """The stall with the processes that do not answer as its cause, if there are any."""
@@ -129,7 +130,7 @@ class StallWatch:
         failed = Stalled(f"the run stalled: {found.words}{at}")
         if self.config.policy is OnStall.end:
             return failed
-        if silent or stall.part not in (ENGINES, WORKERS):
+        if silent or stall.part not in (ENGINES, WORKERS, REWARDS):
             self.restart(failed, silent or [stall.part])
         else:  # their groups may wait for rewards or tools, which no restart of these would bring
             self.say("Nothing starts again: all processes answer, and no engine is far behind.")

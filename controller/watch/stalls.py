@@ -22,7 +22,11 @@ from controller.watch.finding import Finding
 from controller.watch.remarks import (
     AT_LEAST_S,
     FACTOR,
+    REWARDS,
+    REWARDS_LOGS,
     TRAINER,
+    at_engines,
+    awaited_rewards,
     ready_words,
     stall_finding,
     trainer_words,
@@ -56,8 +60,9 @@ class Stall:
         return stall_finding(self.values(), now)
 
 
-def find_stall(view: RunView, factor: float = FACTOR) -> Stall | None:
-    """The stall of a run that trains, if there is one; None before four steps were trained."""
+def find_stall(view: RunView, factor: float = FACTOR, sooner_s: float = 0.0) -> Stall | None:
+    """The stall of a run that trains, if there is one, or will be in `sooner_s`; None before four
+    steps were trained."""
     stats, steps = view.stats, view.recent_steps
     if stats is None or not steps or view.phase != "training" or view.step >= view.num_steps:
         return None
@@ -66,10 +71,12 @@ def find_stall(view: RunView, factor: float = FACTOR) -> Stall | None:
     found, at_least_s = _of_trainer(view, stats, steps), AT_LEAST_S
     if found is None:
         found = _of_rollouts(view, stats, view.usual_publish_s or 0.0)
-        at_least_s += view.rollout.reward_timeout_s  # groups may be complete but for their rewards
+        if not at_engines(view.serving_engines):  # groups may be complete but for their rewards
+            at_least_s += view.rollout.reward_timeout_s
         if stats.engines_gone or view.workers_away:
             at_least_s += view.config.cluster.start_timeout_s if view.config else _UNKNOWN_START_S
-    return found if view.now - found.since > max(factor * found.usual_s, at_least_s) else None
+    limit_s = max(factor * found.usual_s, at_least_s) - sooner_s
+    return found if view.now - found.since > limit_s else None
 
 
 def _of_trainer(view: RunView, stats: BufferStats, steps: Sequence[Record]) -> Stall | None:
@@ -116,10 +123,13 @@ def _of_rollouts(view: RunView, stats: BufferStats, usual_s: float) -> Stall:
         who = f"rollouts may not begin, as {behind_words(behind)}"
     elif not stats.running:
         part, who = WORKERS, f"{ready_words(stats)}, and none is being sampled"
+    elif awaited := awaited_rewards(view.serving_engines):
+        part, who = REWARDS, f"{ready_words(stats)}, {awaited}"
+    logs = f"logs/{part.rstrip('s')}{'-*' * part.endswith('s')}.log may say why"
     return Stall(
         part=part,
         since=max(view.steps[-1].t, view.moved_at, view.changed_at),
         usual_s=usual_s,
         words=f"the trainer waits for rollouts: {who}",
-        advice=f"logs/{part.rstrip('s')}{'-*' * part.endswith('s')}.log may say why",
+        advice=REWARDS_LOGS if part == REWARDS else logs,
     )

@@ -38,6 +38,7 @@ from controller.watch.remarks import (
     late_step,
     paused,
     rewritten_histories,
+    silent_workers,
     stall_finding,
 )
 from controller.watch.run_view import PUSHES, RunView
@@ -81,16 +82,19 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     if view.stall is not None:
         yield stall_finding(view.stall.values, view.now)
     if stats is not None:
+        # Before what bounded the run so far.
+        is_moving = view.phase == "training" and view.stall is None and not stats.paused
+        if usual_s is not None and is_moving:
+            late_s = view.now - max(view.steps[-1].t, view.changed_at)
+            now = view.serving_engines
+            yield late_step(stats, view.steps[-1], view.on_stale, late_s, usual_s, now)
         if view.is_measured:
             for_rewards = view.wait_fractions.rollout_for_rewards
             engines = view.recent_engines
             yield low_admission(stats, waited, for_rewards, engines, view.rollout)
             yield _bottleneck(view, stats)
         yield from engine_findings(stats, view.weights)
-        is_moving = view.phase == "training" and view.stall is None and not stats.paused
-        if usual_s is not None and is_moving:
-            late_s = view.now - max(view.steps[-1].t, view.changed_at)
-            yield late_step(stats, view.steps[-1], view.on_stale, late_s, usual_s)
+        yield silent_workers(view.engines, view.changed_at)
         yield from buffer_findings(stats, view.waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms
     if view.eval_failure is not None:

@@ -39,6 +39,8 @@ class EpisodeScorer:
         """`pool` is not closed by `close`. Raises ValueError naming the setting at fault."""
         self._task = task
         self._queue = WaitMeter()
+        self.num_open = 0
+        """Episodes whose rewards are awaited."""
         self._members = for_each_member(
             config, task, lambda *member: _MemberScorer(*member, pool=pool, queue=self._queue)
         )
@@ -50,7 +52,11 @@ class EpisodeScorer:
 
     async def score(self, prompt: Prompt, episode: Episode) -> Score:
         name, own = member_of(self._task, prompt)
-        return await self._members[name].score(own, episode)
+        self.num_open += 1
+        try:
+            return await self._members[name].score(own, episode)
+        finally:
+            self.num_open -= 1
 
     async def score_group(
         self, prompt: Prompt, episodes: Sequence[Episode], scores: Sequence[Score]

@@ -182,6 +182,7 @@ class WorkerParts:
             num_workers=config.num_workers,
             state=self._state,
             waited_for_rewards_s=lambda: scorer.waited_s,
+            scoring=lambda: scorer.num_open,
             clients=watch.connections,
             router=router,
             sampler=sampler,

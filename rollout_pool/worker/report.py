@@ -32,6 +32,8 @@ class WorkerReporter:
     state: RunState
     waited_for_rewards_s: Callable[[], float]
     """Total time that episodes waited for a scoring process."""
+    scoring: Callable[[], int]
+    """Number of episodes whose rewards are awaited."""
     clients: Mapping[str, EngineClient]
     """The connections to the engines that there are now, by name."""
     router: Router
@@ -92,6 +94,7 @@ class WorkerReporter:
             "kv_usage": load.kv_usage if load else math.nan,
             "limit": engine.limit if engine else math.nan,
             "in_flight": engine.num_in_flight if engine else 0,
+            "scoring": self.scoring(),
             "prefix_hit_rate": 1 - new["prefilled_tokens"] / prompts if prompts else math.nan,
             "preemptions": new["preemptions"],
             "logprobs": json.dumps(logprobs),

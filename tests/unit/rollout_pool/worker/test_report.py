@@ -30,6 +30,7 @@ async def sampler(client, router, state):
         num_workers=1,
         state=state,
         waited_for_rewards_s=lambda: 0.5,
+        scoring=lambda: 12,
         clients={"engine-0": client},
         router=router,
         sampler=sampler,
