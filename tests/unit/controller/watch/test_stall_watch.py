@@ -45,12 +45,12 @@ class Answer(Future[Any]):
 class Run:
     """A run whose trainer has held its groups for a minute."""
 
-    def __init__(self, run_dir: RunDir, *hung: str, **settings: Any) -> None:
+    def __init__(self, run_dir: RunDir, *hung: str, looks_until: int = 67, **settings: Any) -> None:
         self.view = RunView(run="night", num_steps=90, started=0.0)
         self.view.apply(Record(t=0.0, kind="phase", values={"phase": "training"}))
         for step in range(6):
             self.view.apply(step_record(step, float(step)))
-        for t in range(6, 67):
+        for t in range(6, looks_until):
             self.view.observe(float(t), HUNG, {}, {})
         self.hung, self.said = hung, list[str]()
         self.recorded = list[tuple[str, Mapping[str, Any]]]()
@@ -124,6 +124,26 @@ async def test_process_that_does_not_answer_is_named_and_alone_starts_again(
     assert "which has its 16 groups; trainer-1 does not answer; stacks are in /" in str(why)
     assert len(run.restarted) == 1
     assert [values["part"] for _, values in run.recorded] == ["trainer-1", "trainer-1"]
+
+
+async def test_processes_are_asked_before_the_time_is_up_and_named_then(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = Run(run_dir, "trainer-1", looks_until=25), asyncio.Event()
+    processes = run.watch.processes
+
+    def ask(part: str) -> Mapping[str, Answer]:
+        run.view.observe(27.0, HUNG, {}, {})  # while it is asked
+        asked.set()
+        return processes(part)
+
+    run.watch.processes = ask
+    await asyncio.sleep(0.1)  # nothing tells that something was not done
+    assert not asked.is_set()
+    run.view.observe(25.5, HUNG, {}, {})
+    await run.until_said("trainer-1 does not answer")
+    await run.close()
+    assert run.recorded[0][1]["part"] == "trainer-1"
 
 
 async def test_stall_does_not_end_before_its_ranks_train_again(run_dir: RunDir) -> None:

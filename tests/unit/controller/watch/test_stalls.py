@@ -324,6 +324,31 @@ def test_step_that_is_late_while_tokens_come_is_a_hint() -> None:
     )
 
 
+def test_rewards_that_do_not_come_are_named_and_no_engine_is() -> None:
+    clock = Clock(usual_s=0.5)
+    clock.apply("engine", engine="engine-0", worker=0, in_flight=0, scoring=180)
+    clock.apply("engine", engine="engine-1", worker=0, in_flight=3, scoring=180)  # has left
+    clock.apply("engine", engine="engine-0", worker=1, in_flight=0, scoring=180)
+    clock.go_on(22.0, WAITING, tokens=False)
+    first = findings(clock.view)[0]
+    assert (first.part, first.level) == ("rewards", Level.hint)
+    assert first.words.endswith("360 episodes await their rewards, and nothing is being sampled")
+    clock.go_on(35.0, WAITING, tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None and (found.part, found.advice) == ("rewards", first.advice)
+
+
+def test_requests_that_stay_at_engines_are_a_stall_without_the_time_of_rewards() -> None:
+    clock = Clock(usual_s=0.5)
+    clock.apply("engine", engine="engine-0", worker=0, in_flight=24, scoring=8)
+    clock.go_on(40.0, WAITING, tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None and found.part == "engines"
+    assert clock.alarms[0] - found.since == pytest.approx(AT_LEAST_S, abs=3.0)
+    since = clock.alarms[0]
+    assert clock.alarms == [since + n for n in range(len(clock.alarms))], "it never ends meanwhile"
+
+
 def test_pause_counts_neither_as_a_late_step_nor_in_the_pace() -> None:
     clock = Clock()
     clock.apply(TUNED, setting="buffer.paused", before="False", after="True", who="a@b")

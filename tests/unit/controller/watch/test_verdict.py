@@ -280,6 +280,17 @@ def test_receiver_without_an_answer_is_named_until_it_is_back() -> None:
     assert verdict(view).words.startswith("well balanced")
 
 
+def test_worker_whose_reports_have_stopped_is_named_until_they_come() -> None:
+    view = view_of()
+    for t in range(30, 50):
+        other = {**engine_record(0.0).values, "worker": 1}
+        view.apply(replace(engine_record(float(t)), values=other))
+    assert verdict(view).words == "worker-0 does not respond: no report for 19 s"
+    assert verdict(view).level is Level.alarm
+    view.apply(engine_record(50.0))
+    assert verdict(view).level is Level.hint
+
+
 @pytest.mark.parametrize(
     "record",
     [

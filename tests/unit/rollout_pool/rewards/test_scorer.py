@@ -199,7 +199,11 @@ def test_processes_are_needed_where_the_task_or_code_scores():
 
 async def test_episodes_that_wait_together_count_once(scorer_of):
     scorer = scorer_of(Pool(task=1.0))
-    await asyncio.gather(*(scorer.score(PROMPT, episode()) for _ in range(10)))
+    scoring = [asyncio.create_task(scorer.score(PROMPT, episode())) for _ in range(10)]
+    await asyncio.sleep(0)
+    assert scorer.num_open == 10
+    await asyncio.gather(*scoring)
+    assert scorer.num_open == 0
     assert 0.5 <= scorer.waited_s < 2.5  # and not 5
     meter = WaitMeter()
     for start, end in ((0.0, 1.0), (0.5, 2.0), (1.0, 1.5), (5.0, 6.0)):
