@@ -22,7 +22,7 @@ BUFFER_FLAG := $(RUN_FLAG) $(if $(call said,URL),--url '$(URL)')
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-verifiers lock check-lock launch resume attach dry-run doctor simulate try sandbox runs compare status page stop report export groups tune scale pause unpause timeline stacks depth trace show quarantine buffer-dump buffer-load \
-	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts soak-healthy chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
+	test test-unit test-machine test-servers test-long test-fast test-times soak soak-lengths soak-hosts soak-healthy soak-faults chaos bench bench-weights bench-rollout bench-checkpoint bench-long-rows bench-packing bench-head bench-models bench-routing bench-e2e bench-learning bench-parity bench-staleness lint format typecheck docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' Makefile
@@ -192,6 +192,10 @@ soak-hosts: install ## a run over three machines (network namespaces, needs root
 
 soak-healthy: install ## a quickstart with two engines, in which `make status` may give no alarm (MINUTES=30)
 	@env LEASH_SOAK_HEALTHY_MINUTES=$(or $(call said,MINUTES),30) $(PYTHON_BIN) -m pytest tests/soak/test_chaos.py --timeout 0 -s -k healthy
+
+soak-faults: install ## twelve faults planted into real runs, one after the other: when does `make status` name each? (FAULTS="Redis,disk": these; HEALTHY_S=130 seconds without one before each; half an hour)
+	@env LEASH_SOAK_HEALTHY_S=$(or $(call said,HEALTHY_S),130) LEASH_SOAK_FAULTS_ONLY='$(call said,FAULTS)' \
+		$(PYTHON_BIN) -m pytest tests/soak/test_planted_faults.py --timeout 0 -s
 
 # CHAOS_SEED repeats a schedule, CHAOS_STEPS sets the length of the run, CHAOS_ONLY="SIGKILL,disk" leaves kinds out.
 

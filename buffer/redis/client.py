@@ -75,8 +75,9 @@ class BufferRedis(Redis):
 
     A command or pipeline is retried for `try_for_s` while the server is down or its reply is lost,
     so it must be idempotent; then it raises BufferConnectionError. So is a write that the server
-    refuses because its disk or memory is full; then DiskFullError or MemoryFullError. The timeout of a blocking command is
-    extended by the time it blocks. `aclose` ends commands under way with BufferClosedError.
+    refuses because its disk or memory is full; then DiskFullError or MemoryFullError. The timeout
+    of a blocking command is extended by the time it blocks. `aclose` ends commands under way with
+    BufferClosedError.
     """
 
     where = ""
@@ -193,7 +194,7 @@ class BufferRedis(Redis):
                 if isinstance(error, exceptions.BusyLoadingError):
                     # It replies only between two parts of its data, so it advances: no limit.
                     failed_at, away_s = now, 0.0
-                if _is_full(error):
+                if is_full(error):
                     away_s = now - failed_at  # it answers, and refuses again
                     if away_s > self.try_for_s:
                         raise
@@ -271,10 +272,11 @@ def _passes(reply: Any) -> bool:
     Nothing was changed where disk or memory is full: a script is refused at its first write, or as
     a whole.
     """
-    return isinstance(reply, _AWAY) or _is_full(reply)
+    return isinstance(reply, _AWAY) or is_full(reply)
 
 
-def _is_full(reply: Any) -> bool:
+def is_full(reply: Any) -> bool:
+    """Returns whether a server refuses writes for lack of disk or memory."""
     has_no_disk = isinstance(reply, exceptions.ResponseError) and str(reply).startswith(_DISK_FULL)
     return has_no_disk or isinstance(reply, exceptions.OutOfMemoryError)
 

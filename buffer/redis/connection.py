@@ -29,7 +29,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 
 from buffer.redis.address import PASSWORD_VARIABLE, address
-from buffer.redis.client import SOCKET_TIMEOUT_S, TRY_FOR_S, BufferConnectionError, BufferRedis
+from buffer.redis.client import (
+    SOCKET_TIMEOUT_S,
+    TRY_FOR_S,
+    BufferConnectionError,
+    BufferRedis,
+    is_full,
+)
 from buffer.redis.cluster import ClusterRedis
 from buffer.redis.payloads import enlarge
 from configs.schema import BufferConfig
@@ -260,7 +266,13 @@ async def _check(options: dict[str, Any], where: str) -> dict[str, Any]:
         ConnectionPool(**{**options, "socket_timeout": _CONNECT_TIMEOUT_S, "retry": patient})
     )
     try:
-        await probe.execute_command("PING")  # type: ignore[no-untyped-call]
+        try:
+            await probe.execute_command("PING")  # type: ignore[no-untyped-call]
+        except exceptions.ResponseError as error:
+            if not is_full(
+                error
+            ):  # without disk it refuses even this, and can be read all the same
+                raise
         info: dict[str, Any] = await probe.info("server", "memory", "cluster")
     except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
         raise BufferConnectionError(_refusal(where, error)) from None

@@ -116,7 +116,7 @@ class RunView:
     """Changes of live settings."""
     stall: Record | None = None
     """The stall that goes on, if there is one."""
-    _observed_at: float = 0.0
+    _sampled_at: float = 0.0
     _judged: tuple[Record, list[Finding]] | None = None
     """The last step, and the alarms after it."""
 
@@ -220,9 +220,6 @@ class RunView:
         Replaces `apply` for the `buffer` record of the same sample.
         """
         self.now = max(self.now, now)
-        if self._observed_at and now - self._observed_at > UNSEEN_S:
-            self._measure_anew(now)
-        self._observed_at = now
         # Before the record of the change, which may come a look later.
         if self.stats is not None and (stats.paused, stats.max_staleness) != (
             self.stats.paused,
@@ -240,6 +237,9 @@ class RunView:
         self._sample(now, {**waits, PUSHES: stats.push_blocked_s}, counters)
 
     def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
+        if self._sampled_at and t - self._sampled_at > UNSEEN_S:
+            self._measure_anew(t)
+        self._sampled_at = t
         restarts = "workers_restarted"
         if (back := counters.get(restarts, 0.0) - self.counters.get(restarts, 0.0)) > 0:
             self.workers_away = max(0, self.workers_away - int(back))

@@ -87,11 +87,11 @@ def verdict(run: Path) -> tuple[str, str, str]:
     return (found["level"], found["part"], found["sentence"]) if found else ("", "", "nothing")
 
 
-def _stopped(kind: Kind, name: str = "") -> Callable[[Path, ExitStack], None]:
-    """SIGSTOP, with all that it started."""
+def _stopped(kind: Kind, name: str) -> Callable[[Path, ExitStack], None]:
+    """SIGSTOP; of an engine's server, with all that it started."""
 
     def plant(run: Path, healing: ExitStack) -> None:
-        for pid in _family(run, kind, name):
+        for pid in _pids(run, kind, name):
             healing.callback(_signal, pid, signal.SIGCONT)
             _signal(pid, signal.SIGSTOP)
 
@@ -100,17 +100,17 @@ def _stopped(kind: Kind, name: str = "") -> Callable[[Path, ExitStack], None]:
 
 def _slowed(kind: Kind, name: str) -> Callable[[Path, ExitStack], None]:
     def plant(run: Path, healing: ExitStack) -> None:
-        family, over = _family(run, kind, name), threading.Event()
+        pids, over = _pids(run, kind, name), threading.Event()
 
         def hold() -> None:
             while not over.is_set():
                 for number, seconds in ((signal.SIGSTOP, HELD_S), (signal.SIGCONT, FREE_S)):
-                    for pid in family:
+                    for pid in pids:
                         _signal(pid, number)
                     over.wait(seconds)
 
         holder = threading.Thread(target=hold, daemon=True)
-        for pid in family:
+        for pid in pids:
             healing.callback(_signal, pid, signal.SIGCONT)
         healing.callback(holder.join)
         healing.callback(over.set)
@@ -119,10 +119,9 @@ def _slowed(kind: Kind, name: str) -> Callable[[Path, ExitStack], None]:
     return plant
 
 
-def _family(run: Path, kind: Kind, name: str) -> list[int]:
-    found = [one for one in members(run)[kind] if name in ("", one.name)]
-    assert found, f"there is no {kind} {name}"
-    return [process.pid for one in found for process in tree.family(one.pid)]
+def _pids(run: Path, kind: Kind, name: str) -> list[int]:
+    (pid,) = (one.pid for one in members(run)[kind] if one.name == name)
+    return [process.pid for process in tree.family(pid)] if kind is Kind.engine else [pid]
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
@@ -180,9 +179,9 @@ IN_A_HEALTHY_RUN = (
     ),
     Fault(
         name="slow receiver",
-        parts=("engine-1", "receiver-1", "weights"),
-        word="-1 ",
-        plant=_slowed(Kind.receiver, "receiver-1"),
+        parts=("engine-0", "engine-1", "receiver-0", "weights"),
+        word="",
+        plant=_slowed(Kind.receiver, "receiver-0"),
     ),
     Fault(
         name="admission limit too low",
@@ -198,10 +197,10 @@ IN_A_HEALTHY_RUN = (
         plant=_stopped(Kind.worker, "worker-0"),
     ),
     Fault(
-        name="engine at an old version (its receiver stands still)",
-        parts=("engine-1", "receiver-1"),
-        word="-1 ",
-        plant=_stopped(Kind.receiver, "receiver-1"),
+        name="engine at an old version (its actor stands still)",
+        parts=("engine-1", "weights"),
+        word="engine-1 is ",
+        plant=_stopped(Kind.engine_actor, "engine-1"),
     ),
     Fault(
         name="prompt set exhausted (all answers are right)",

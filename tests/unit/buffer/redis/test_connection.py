@@ -464,6 +464,9 @@ async def test_server_without_disk_says_so_and_recovers_by_itself(start: Start) 
         ]
         done, _ = await asyncio.wait(begun, timeout=0.5)
         assert not done, "a client waits for disk space as it waits for a server that is down"
+        late = await connect(server.url, try_for_s=0.3)
+        assert await late.get("large"), "one that comes now can read"
+        await late.aclose()
         resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert await patient.mget("scripted", "piped") == [b"value", b"value"]
     await patient.aclose()
