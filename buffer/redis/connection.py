@@ -269,9 +269,8 @@ async def _check(options: dict[str, Any], where: str) -> dict[str, Any]:
         try:
             await probe.execute_command("PING")  # type: ignore[no-untyped-call]
         except exceptions.ResponseError as error:
-            if not is_full(
-                error
-            ):  # without disk it refuses even this, and can be read all the same
+            # Without disk it refuses even this, and can be read all the same.
+            if not is_full(error):
                 raise
         info: dict[str, Any] = await probe.info("server", "memory", "cluster")
     except (exceptions.AuthenticationError, exceptions.ResponseError) as error:
