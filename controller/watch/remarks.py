@@ -125,6 +125,13 @@ def awaited_rewards(engines: Sequence[Record]) -> str:
     )
 
 
+def sampled_words(stats: BufferStats, engines: Sequence[Record]) -> str:
+    """With the engine that has all requests, if there are others without."""
+    there = {str(one.values.get("engine")) for one in engines if one.number("in_flight") > 0}
+    is_one = len(there) == 1 < len({one.values.get("engine") for one in engines})
+    return f"and {stats.running} are being sampled{f', all at {min(there)}' * is_one}"
+
+
 def late_step(
     stats: BufferStats,
     last: Record,
@@ -140,7 +147,7 @@ def late_step(
     head = f"no step for {format_duration(late_s)}, where one takes {format_duration(usual_s)}"
     if awaited := awaited_rewards(engines):
         return hint(REWARDS, f"{head}: {ready_words(stats)}, {awaited}", REWARDS_LOGS)
-    words = f"{head}: {ready_words(stats)}, and {stats.running} are being sampled"
+    words = f"{head}: {ready_words(stats)}, {sampled_words(stats, engines)}"
     return hint("rollout", words, "long answers may be at their end soon")
 
 

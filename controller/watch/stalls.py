@@ -28,6 +28,7 @@ from controller.watch.remarks import (
     at_engines,
     awaited_rewards,
     ready_words,
+    sampled_words,
     stall_finding,
     trainer_words,
 )
@@ -115,7 +116,7 @@ def _seconds(step: Record, names: Sequence[str]) -> float:
 
 def _of_rollouts(view: RunView, stats: BufferStats, usual_s: float) -> Stall:
     """A stall, if it has lasted for long enough."""
-    part, who = ENGINES, f"{ready_words(stats)}, and {stats.running} are being sampled"
+    part, who = ENGINES, f"{ready_words(stats)}, {sampled_words(stats, view.serving_engines)}"
     served, every = stats.engine_versions, view.weights.publish_every
     behind = engines_behind(stats.trainer_version, served, every)
     if behind and max(behind.values()) >= stats.max_staleness + every:

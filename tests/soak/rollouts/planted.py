@@ -31,6 +31,8 @@ SLOW_S = 0.3
 """A step has 128 episodes."""
 NEVER_S = 3600.0
 SLOW, NEVER, EQUAL = "slow", "never", "equal"
+QUIET_LOOKS = 10
+"""Without an alarm, one after the other: the run is healthy again."""
 HELD_S, FREE_S = 3.0, 0.3
 """A slow process is held for so long, then free for so long, in turn."""
 
@@ -199,7 +201,7 @@ IN_A_HEALTHY_RUN = (
     Fault(
         name="engine at an old version (its actor stands still)",
         parts=("engine-1", "weights"),
-        word="engine-1 is ",
+        word="behind",
         plant=_stopped(Kind.engine_actor, "engine-1"),
     ),
     Fault(
@@ -210,7 +212,7 @@ IN_A_HEALTHY_RUN = (
     ),
     Fault(
         name="wedged commit (an engine's server stands still)",
-        parts=("engine-1",),
+        parts=("engine-1", "engines", "rollout"),
         word="engine-1",
         plant=_stopped(Kind.engine, "engine-1"),
     ),
@@ -242,7 +244,9 @@ class Planter:
             fault.plant(self.run, healing)
             self.await_words(fault, told, began)
         began = time.monotonic()
-        while verdict(self.run)[0] in ("alarm", "error") and time.monotonic() < began + self.heal_s:
+        num_quiet = 0
+        while num_quiet < QUIET_LOOKS and time.monotonic() < began + self.heal_s:
+            num_quiet = 0 if verdict(self.run)[0] in ("alarm", "error") else num_quiet + 1
             self._pause(f"{fault.name} was healed")
         told.healed_s = time.monotonic() - began
 

@@ -138,7 +138,7 @@ def test_trainer_that_must_wait_for_running_groups_has_not_stalled() -> None:
     assert clock.alarms == []
     clock.go_on(90.0, ready, tokens=False)
     found = find_stall(clock.view)
-    assert found is not None and found.part == "engines"
+    assert found is not None and found.part == "engines" and "all at" not in found.words
     clock.go_on(90.0, replace(ready, running=0), tokens=False)
     found = find_stall(clock.view)
     assert found is not None and found.part == "trainer"
@@ -347,6 +347,17 @@ def test_requests_that_stay_at_engines_are_a_stall_without_the_time_of_rewards()
     assert clock.alarms[0] - found.since == pytest.approx(AT_LEAST_S, abs=3.0)
     since = clock.alarms[0]
     assert clock.alarms == [since + n for n in range(len(clock.alarms))], "it never ends meanwhile"
+
+
+def test_engine_that_has_all_requests_of_a_stall_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(usual_s=0.5)
+    served = dict.fromkeys(("engine-0", "engine-1"), 6)
+    monkeypatch.setattr(clock, "stats", lambda stats: replace(stats, engine_versions=served))
+    for name, worker, in_flight in (("engine-0", 0, 0), ("engine-1", 0, 9), ("engine-1", 1, 7)):
+        clock.apply("engine", engine=name, worker=worker, in_flight=in_flight, scoring=0)
+    clock.go_on(22.0, replace(WAITING, running=2), tokens=False)
+    found, words = find_stall(clock.view), "and 2 are being sampled, all at engine-1"
+    assert found is not None and words in found.words and words in findings(clock.view)[0].words
 
 
 def test_pause_counts_neither_as_a_late_step_nor_in_the_pace() -> None:
