@@ -129,7 +129,7 @@ def sampled_words(stats: BufferStats, engines: Sequence[Record]) -> str:
     """With the engine that has all requests, if there are others without."""
     there = {str(one.values.get("engine")) for one in engines if one.number("in_flight") > 0}
     is_one = len(there) == 1 < len({one.values.get("engine") for one in engines})
-    return f"and {stats.running} are being sampled{f', all at {min(there)}' * is_one}"
+    return f"and {stats.running} are being sampled" + f", all at {', '.join(there)}" * is_one
 
 
 def late_step(
