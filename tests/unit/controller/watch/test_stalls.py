@@ -352,7 +352,8 @@ def test_requests_that_stay_at_engines_are_a_stall_without_the_time_of_rewards()
 def test_engine_that_has_all_requests_of_a_stall_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(usual_s=0.5)
     served = dict.fromkeys(("engine-0", "engine-1"), 6)
-    monkeypatch.setattr(clock, "stats", lambda stats: replace(stats, engine_versions=served))
+    own = clock.stats
+    monkeypatch.setattr(clock, "stats", lambda stats: replace(own(stats), engine_versions=served))
     for name, worker, in_flight in (("engine-0", 0, 0), ("engine-1", 0, 9), ("engine-1", 1, 7)):
         clock.apply("engine", engine=name, worker=worker, in_flight=in_flight, scoring=0)
     clock.go_on(22.0, replace(WAITING, running=2), tokens=False)
