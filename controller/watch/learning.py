@@ -69,6 +69,7 @@ def _gradient(steps: Sequence[Record]) -> Finding | None:
     number = _trailing(steps, has_no_gradient)
     if not number:
         return None
+    part = "trainer"
     advice = "every token was clipped or rejected, or every group's rewards are equal"
     if (cut := steps[-1].number("truncated_fraction")) >= MANY_TRUNCATED:
         advice = (
@@ -76,8 +77,10 @@ def _gradient(steps: Sequence[Record]) -> Finding | None:
             "algorithm.advantage.mask_truncated=true trains none; raise "
             "rollout.max_response_tokens, or train them with mask_truncated=false"
         )
+    elif steps[-1].number("zero_variance_fraction") >= 1:
+        part, advice = "rewards", _equal_rewards(steps[-1])
     return alarm(
-        part="trainer",
+        part=part,
         words=f"no gradient, weights unchanged ({format_number_of(number, 'step')})",
         advice=advice,
     )
@@ -87,13 +90,15 @@ def _variance(steps: Sequence[Record]) -> Finding | None:
     number = _trailing(steps, lambda step: step.number("zero_variance_fraction") >= 1)
     if number < MIN_STEPS_WITHOUT_VARIANCE:
         return None
-    reward = steps[-1].number("reward_mean")
-    return alarm(
-        part="rewards",
-        words=f"all groups lack variance ({format_number_of(number, 'step')})",
-        advice="groups with equal rewards teach nothing; the mean reward "
-        f"is {reward:.2f}: the prompts are too hard, too easy, or scored wrongly (`make show` "
-        "shows answers with their rewards)",
+    words = f"all groups lack variance ({format_number_of(number, 'step')})"
+    return alarm("rewards", words, _equal_rewards(steps[-1]))
+
+
+def _equal_rewards(step: Record) -> str:
+    return (
+        "groups with equal rewards teach nothing; the mean reward "
+        f"is {step.number('reward_mean'):.2f}: the prompts are too hard, too easy, or scored "
+        "wrongly (`make show` shows answers with their rewards)"
     )
 
 

@@ -206,8 +206,8 @@ IN_A_HEALTHY_RUN = (
     ),
     Fault(
         name="prompt set exhausted (all answers are right)",
-        parts=("rewards", "trainer"),
-        word="equal",
+        parts=("rewards",),
+        word="equal rewards teach nothing",
         plant=_marked(EQUAL),
     ),
     Fault(

@@ -119,6 +119,16 @@ def test_run_whose_answers_are_all_cut_off_from_the_start_hears_of_the_limit() -
         assert "rollout.max_response_tokens" in alarm.advice and "mask_truncated" in alarm.advice
 
 
+def test_step_without_gradient_blames_rewards_that_are_all_equal_and_says_so() -> None:
+    steps = history(
+        9, num_empty_updates=[0.0] * 8 + [1.0], zero_variance_fraction=[0.2] * 8 + [1.0]
+    )
+    [found] = learning_alarms(steps)
+    assert found.part == "rewards" and found.advice.startswith("groups with equal rewards teach")
+    steps = history(9, num_empty_updates=[0.0] * 8 + [1.0], zero_variance_fraction=[0.2] * 9)
+    assert [one.part for one in learning_alarms(steps)] == ["trainer"]
+
+
 def test_step_line_and_summary_show_alarms(tmp_path: Path) -> None:
     steps = history(
         reward_mean=[0.6] * 20 + [0.0] * 20,
