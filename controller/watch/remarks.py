@@ -16,7 +16,10 @@ TRAINER = "trainer"
 """The part of a stall that is the trainer's."""
 REWARDS = "rewards"
 """The part of a stall in which all wait for rewards."""
-REWARDS_LOGS = "logs/rewards-*.log and logs/worker-*.log may say why"
+REWARDS_LOGS = (
+    "logs/rewards-*.log and logs/worker-*.log may say why; if they only come slowly, raise "
+    "rollout.reward_processes"
+)
 PAUSED = "buffer.paused"
 FACTOR, AT_LEAST_S = 3.0, 20.0
 """A step is late after so many times its usual duration, and not before so many seconds."""

@@ -58,14 +58,14 @@ class Fault:
     parts: tuple[str, ...]
     """A verdict on any of them is right."""
     word: str
-    """And has this in its sentence."""
+    """The sentence of a right verdict has it."""
     plant: Callable[[Path, ExitStack], None] = lambda run, healing: None
     """Into a run; `healing` gets what takes it out again."""
 
 
 @dataclass(slots=True)
 class Told:
-    """What the first line said of a fault, and when."""
+    """The first line about a fault, and when it came."""
 
     fault: str
     seconds: float | None = None
@@ -169,7 +169,7 @@ IN_A_HEALTHY_RUN = (
     Fault(
         name="reward pool too small",
         parts=("rewards",),
-        word="the reward pool is too small",
+        word="rollout.reward_processes",
         plant=_marked(SLOW),
     ),
     Fault(name="Redis full", parts=("redis",), word="maxmemory", plant=_full_redis),
