@@ -135,8 +135,8 @@ class ProblemTask(SingleTurnTask, Generic[P]):
         solution = self.problem(prompt).solution
         if solution is None:
             raise ValueError(
-                f"task.kind={self._kind}: problem {prompt.text[:60]!r} has no solution to learn "
-                "from; give each one, or set trainer.warm_start.num_steps=0"
+                f"task.kind={self._kind}: problem {prompt.text[:60]!r} has no solution; "
+                "give each one, or set trainer.warm_start.num_steps=0 and no reward that reads it"
             )
         return solution
 
@@ -242,14 +242,15 @@ LINE_FORM = 'each line must be {"question": "...", "answer": "..."}'
 LIST = "questions"
 SCORE = "score"
 COLUMNS = {"question": "question", "answer": "answer"}
-"""The columns of a file or a data set, with their defaults; task.params names others."""
+"""The columns of a file or a data set, with their defaults; task.params names others. Without
+answers (null) the rewards are the user's."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Question:
     question: str
     answers: tuple[str, ...]
-    """All that are right."""
+    """All that are right; none if the data have no answers."""
     pictures: tuple[str, ...] = ()
     """Shown by the question; see `Message`."""
     conversation: tuple[Message, ...] = ()
@@ -268,8 +269,8 @@ class Question:
         return (answers, *more) if any(more) else answers
 
     @property
-    def solution(self) -> str:
-        return self.answers[0]
+    def solution(self) -> str | None:
+        return self.answers[0] if self.answers else None
 
 
 class QuestionsTask(ProblemTask[Question]):
@@ -344,6 +345,13 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
             f"set task.params.{LIST}=null, or leave task.name out"
         )
     columns = {role: params[role] for role in COLUMNS}
+    kinds = {reward.kind for reward in config.rewards.values()}
+    is_scored = config.env or config.agent or kinds
+    if columns["answer"] is None and (not is_scored or RewardKind.task in kinds):
+        raise ValueError(
+            "task.params.answer=null: the task cannot score answers without right ones; name their "
+            "column, or give task.rewards of other kinds than task"
+        )
     path = Path(config.path or config.eval_path or "x").absolute()
     folder = path if path.is_dir() else path.parent
     read: Read[Question] = partial(read_question, columns=columns, config=config, folder=folder)
@@ -364,15 +372,15 @@ def _load(config: TaskConfig) -> tuple[list[Question], list[Question]]:
 def read_question(
     record: dict[str, Any],
     place: str,
-    columns: Mapping[str, str],
+    columns: Mapping[str, Any],
     config: TaskConfig,
     folder: Path = Path("/"),
 ) -> Question:
-    """`columns`: where question and answer stand. `folder`: where pictures of questions that are
-    conversations are."""
+    """`columns`: where question and answer stand; None for no answer. `folder`: where pictures of
+    questions that are conversations are."""
     of_question, of_answer = columns["question"], columns["answer"]
     question = _at(record, of_question, "question", place)
-    answer = _at(record, of_answer, "answer", place)
+    answer = [] if of_answer is None else _at(record, of_answer, "answer", place)
     what, episode = f'{place}: "{of_question}"', tuple[Message, ...]()
     conversation: tuple[Message, ...] = ()
     if isinstance(question, list) and of_question == of_answer:
@@ -381,7 +389,7 @@ def read_question(
     elif isinstance(question, list):
         conversation = read_messages(question, what, folder)
     texts = [_as_answer(one) for one in (answer if isinstance(answer, list) else [answer])]
-    if not texts or not all(texts):
+    if (not texts and of_answer is not None) or not all(texts):
         raise ValueError(
             f'{place}: "{of_answer}" must be text, a finite number or a list of these, not '
             f"{answer!r:.100}; leave the row out, or give it its answer"
@@ -435,10 +443,11 @@ def _at(record: dict[str, Any], column: str, role: str, place: str) -> Any:
         if not isinstance(found, dict) or part not in found:
             inner = {name: value for name, value in record.items() if isinstance(value, dict)}
             fields = [f"{name}.{field}" for name, value in inner.items() for field in value]
+            or_null = ", or to null if there are none" if role == "answer" else ""
             names = [*(str(name) for name in record if name not in inner), *fields]
             raise ValueError(
                 f"task.params.{role}={column!r}: {place} has no such column, only "
-                f"{', '.join(names)}; set it to the column of the {role}s"
+                f"{', '.join(names)}; set it to the column of the {role}s{or_null}"
             )
         found = found[part]
     return found

@@ -4,6 +4,7 @@ that docs/data.md shows."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -55,11 +56,7 @@ LAYOUTS = {
     ),
     "NeMo-RL": (
         "train.jsonl",
-        lambda question, answer: {
-            "problem": question,
-            "expected_answer": answer,
-            "generation_model": "none",
-        },
+        lambda question, answer: {"input": question, "output": answer, "generation_model": "none"},
     ),
     "prime-rl": (
         "train.parquet",
@@ -104,6 +101,85 @@ def test_layout_of_another_system_is_read_and_scored_with_the_line_on_the_page(t
 
 # Columns for reward functions ---------------------------------------------------------------------
 
+THEIRS = {
+    "verl_reward": """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = float(solution_str == ground_truth and data_source == "openai/gsm8k")
+    return {"score": right, "index": extra_info["index"]}
+""",
+    "slime_rm": """
+async def custom_rm(args, sample, **kwargs):
+    return float(sample.response == sample.label and sample.metadata["rm_type"] == "math")
+""",
+    "trl_reward": r"""
+def reward_func(prompts, completions, solution, **kwargs):
+    texts = [one[0]["content"] if isinstance(one, list) else one for one in completions]
+    if "What is" not in str(prompts):
+        return [None for _ in texts]
+    return [float(rf"\boxed{{{text}}}" in right) for text, right in zip(texts, solution)]
+""",
+}
+"""Reward functions in the forms of other systems, by the module that the page gives them."""
+
+
+def functions_on_the_page():
+    blocks = [one.split("```")[0] for one in PAGE.read_text().split("```python\n")[1:]]
+    return {name: next(text for text in blocks if name in text) for name in THEIRS}
+
+
+@pytest.mark.parametrize(
+    ("system", "module"), [("verl", "verl_reward"), ("slime", "slime_rm"), ("TRL", "trl_reward")]
+)
+def test_reward_function_of_another_system_scores_behind_the_one_on_the_page(
+    tmp_path, monkeypatch, system, module
+):
+    (tmp_path / f"{module}.py").write_text(THEIRS[module])
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    name, row_of = LAYOUTS[system]
+    path = written(tmp_path / name, [row_of(*one) for one in SUMS])
+    settings = {"kind": TaskKind.questions, "path": path, "params": params_on_the_page()[system]}
+    asked = [
+        scored(
+            tmp_path,
+            "score",
+            lambda task, question=question: next(
+                one for one in TaskStream(task, 0, 1) if one.text == question
+            ),
+            functions=functions_on_the_page()[module],
+            **settings,
+        )()
+        for question, _ in SUMS[:3]
+    ]
+    assert asked == [0.0, 0.0, 1.0]  # the answer is always 3
+
+
+def test_data_without_answers_need_rewards_of_the_users(tmp_path):
+    path = written(tmp_path / "a.jsonl", [{"prompt": f"The sky is {n}"} for n in range(3)])
+    settings = {"kind": TaskKind.questions, "path": path, "params": {"question": "prompt"}}
+    with pytest.raises(ValueError, match=r"answer='answer': .*answers, or to null if there are no"):
+        build_task(TaskConfig(eval_size=1, **settings))
+    settings["params"] = {"question": "prompt", "answer": None}
+    for rewards in ({}, {"right": RewardConfig(kind=RewardKind.task)}):
+        with pytest.raises(
+            ValueError, match=r"answer=null: .* name their column, or give task\.rew"
+        ):
+            build_task(TaskConfig(eval_size=1, rewards=rewards, **settings))
+    first = scored(
+        tmp_path,
+        "length",
+        lambda task: next(TaskStream(task, 0, 1)),
+        functions="def length(prompt, episode, row):\n    return len(row['prompt'])",
+        **settings,
+    )
+    assert first() == len("The sky is 0")
+    reward = RewardConfig(kind=RewardKind.function, function=f"{tmp_path}/mine.py:length")
+    task = build_task(TaskConfig(eval_size=1, rewards={"mine": reward}, **settings))
+    with pytest.raises(
+        ValueError, match=r"has no solution; give each one, or set trainer\.warm_st"
+    ):
+        task.demonstration(next(TaskStream(task, 0, 1)))
+
+
 FUNCTIONS = """
 def level(prompt, episode, row):
     row["extra_info"]["index"] *= 10  # its own copy
@@ -114,9 +190,9 @@ def both(prompt, episode, solution, row):
 """
 
 
-def scored(tmp_path, name, task_of, **settings):
+def scored(tmp_path, name, task_of, functions=FUNCTIONS, **settings):
     code = tmp_path / "mine.py"
-    code.write_text(FUNCTIONS)
+    code.write_text(functions)
     reward = RewardConfig(kind=RewardKind.function, function=f"{code}:{name}")
     config = TaskConfig(eval_size=1, rewards={"mine": reward}, **settings)
     task = build_task(config)
