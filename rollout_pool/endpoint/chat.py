@@ -314,7 +314,7 @@ class ResponsesTurn(ChatTurn):
         return iter(())  # the last choice says that it is the last
 
     def opening(self, completion: PendingCompletion) -> list[dict[str, Any]]:
-        self._items = ItemStream(completion.sample.sample_id)
+        self._items = ItemStream(completion.sample.sample_id, self._request.tools)
         body, names = self._body(completion, "in_progress"), ("created", "in_progress")
         return [{"type": f"response.{name}", "response": body} for name in names]
 

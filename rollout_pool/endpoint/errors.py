@@ -52,7 +52,8 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
         usual = "invalid_request_error" if self.status < 500 else "api_error"
         kind = ANTHROPIC_KINDS.get(self.status, usual)
-        error = {"type": kind, "message": self.message}
+        message = self.message.replace("response_format: ", "output_config.format: ")
+        error = {"type": kind, "message": message}
         return {"type": "error", "error": error, "request_id": request_id}
 
     def response(self, request: Request) -> JSONResponse:

@@ -17,7 +17,9 @@ from rollout_pool.endpoint.schema import (
     Bookkeeping,
     ChatRequest,
     ChosenFunction,
+    JsonSchema,
     Positive,
+    ResponseFormat,
     StopText,
     Text,
     ToolChoice,
@@ -86,6 +88,25 @@ class Thinking(Struct, kw_only=True, forbid_unknown_fields=True):
     display: Literal["summarized"] | None = None
 
 
+class OutputForm(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    effort: Literal["high"] | None = None
+    format: OutputForm | None = None
+
+
+class Edit(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    edits: tuple[Edit, ...] = ()
+
+
 class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     CHOICES: ClassVar = {
         "messages.role": "user, assistant or system",
@@ -96,6 +117,10 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         "tool_choice.type": "auto, any, tool or none",
         "thinking.type": "adaptive: how much the model thinks is the run's to say",
         "thinking.display": "summarized: thoughts are sent as they are",
+        "output_config.effort": "high, as without it: how much the model thinks is the run's",
+        "output_config.format.type": "json_schema",
+        "context_management.edits.type": "clear_thinking_20251015: nothing else is left out unseen",
+        "context_management.edits.keep": "all: which thoughts stay is the run's (task.thoughts)",
     }
 
     model: str
@@ -114,6 +139,8 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Bookkeeping = None
     cache_control: Bookkeeping = None
     inference_geo: Bookkeeping = None
+    output_config: OutputConfig = OutputConfig()
+    context_management: ContextManagement = ContextManagement()
 
     def as_chat(self) -> ChatRequest:
         """The rest of it, without messages and tools."""
@@ -126,10 +153,13 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         elif chosen.disable_parallel_tool_use and chosen.type != "any":
             why = "without a forced call the model chooses"
             raise refuse("tool_choice.disable_parallel_tool_use", why)
+        form = self.output_config.format
+        asked = form and ResponseFormat(type=form.type, json_schema=JsonSchema(schema=form.schema))
         same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
         return ChatRequest(
             **{name: getattr(self, name) for name in same},
             messages=[],
+            response_format=asked,
             stop=self.stop_sequences,
             tool_choice=choice,
             parallel_tool_calls=not chosen.disable_parallel_tool_use,

@@ -58,6 +58,7 @@ class CallItem(_Item, kw_only=True, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class ResultItem(_Item, kw_only=True, tag="function_call_output"):
@@ -71,6 +72,19 @@ Item = MessageItem | ReasoningItem | CallItem | ResultItem
 
 class FlatFunction(Function, kw_only=True, tag_field="type", tag="function"):
     """One whose fields stand beside its type."""
+
+
+class Namespace(Struct, kw_only=True, tag_field="type", tag="namespace"):
+    """Functions under one name, such as those of an MCP server; the model reads NAMESPACE.NAME."""
+
+    name: Text
+    description: str = ""
+    tools: tuple[FlatFunction, ...]
+
+
+class Reasoning(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    summary: Bookkeeping = None
+    """Thoughts are sent as they are."""
 
 
 class TextFormat(Struct, kw_only=True, frozen=True):
@@ -88,7 +102,9 @@ class ResponsesRequest(SharedRequest, kw_only=True):
         "input.role": "user, assistant, system or developer",
         "input.content.type": "input_text and output_text: the model reads nothing else",
         "input.output.type": "input_text: the model reads nothing else",
-        "tools.type": "function: no tool runs at the server, and all have arguments in JSON",
+        "tools.type": "function or a namespace of functions: no tool runs at the server, and all "
+        "have arguments in JSON",
+        "tools.tools.type": "function",
         "tool_choice.type": "function, or the text auto, none or required",
         "text.format.type": "text, json_object or json_schema",
         "truncation": "disabled: no part of a conversation is left out unseen",
@@ -98,7 +114,7 @@ class ResponsesRequest(SharedRequest, kw_only=True):
     input: Text | Annotated[list[Item], Meta(min_length=1)]
     instructions: str = ""
     previous_response_id: Text | None = None
-    tools: tuple[FlatFunction, ...] = ()
+    tools: tuple[FlatFunction | Namespace, ...] = ()
     tool_choice: str | FlatFunction = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: Positive | None = None
@@ -106,6 +122,19 @@ class ResponsesRequest(SharedRequest, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     include: tuple[Literal["reasoning.encrypted_content"], ...] = ()
     store: bool = True
+    reasoning: Reasoning = Reasoning()
+    client_metadata: Bookkeeping = None
+
+    @property
+    def functions(self) -> Iterator[Function]:
+        for tool in self.tools:
+            if isinstance(tool, FlatFunction):
+                yield tool
+                continue
+            for one in tool.tools:
+                about = f"{tool.description}\n{one.description or ''}".strip()
+                name = f"{tool.name}.{one.name}"
+                yield Function(name=name, description=about, parameters=one.parameters)
 
     def as_chat(self) -> ChatRequest:
         """The rest of it, without messages."""
@@ -116,7 +145,7 @@ class ResponsesRequest(SharedRequest, kw_only=True):
             messages=[],
             max_tokens=self.max_output_tokens,
             response_format=None if form.type == "text" else asked,
-            tools=[FunctionTool(function=tool) for tool in self.tools],
+            tools=[FunctionTool(function=one) for one in self.functions],
             tool_choice=choice if isinstance(choice, str) else ToolChoice(function=choice),
             parallel_tool_calls=self.parallel_tool_calls or choice in ("auto", "none"),
         )
@@ -125,7 +154,7 @@ class ResponsesRequest(SharedRequest, kw_only=True):
 def read_items(items: Sequence[Item], before: Sequence[Message] = ()) -> Iterator[Message]:
     """The messages behind those `before`. The items of an answer are one message."""
     names = {call.call_id: call.name for message in before for call in message.tool_calls}
-    names |= {item.call_id: item.name for item in items if isinstance(item, CallItem)}
+    names |= {item.call_id: _name_of(item) for item in items if isinstance(item, CallItem)}
     for role, group in itertools.groupby(enumerate(items), lambda one: one[1].role):
         if role == "assistant":
             yield _own_message(group)
@@ -147,12 +176,17 @@ def _own_message(items: Iterable[tuple[int, Item]]) -> Message:
             said += _text_of(item.content)
         elif isinstance(item, CallItem):
             arguments = read_arguments(item.arguments or "{}", f"input[{place}].arguments")
-            calls.append(ToolCall(call_id=item.call_id, name=item.name, arguments=arguments))
+            name = _name_of(item)
+            calls.append(ToolCall(call_id=item.call_id, name=name, arguments=arguments))
         elif isinstance(item, ReasoningItem):
             if said or calls:
                 raise refuse(f"input[{place}].type", "thoughts come before the rest of an answer")
             thoughts += _text_of(item.content or item.summary)
     return Message(role="assistant", content=join_thoughts(thoughts, said), tool_calls=tuple(calls))
+
+
+def _name_of(item: CallItem) -> str:
+    return item.name if item.namespace is None else f"{item.namespace}.{item.name}"
 
 
 def _text_of(content: str | Sequence[ItemPart]) -> str:
@@ -162,9 +196,10 @@ def _text_of(content: str | Sequence[ItemPart]) -> str:
 class ItemStream:
     """The events of a growing answer's items, one item after the other."""
 
-    def __init__(self, sample_id: str) -> None:
+    def __init__(self, sample_id: str, tools: Sequence[FlatFunction | Namespace]) -> None:
         self.done: list[dict[str, Any]] = []
         self._sample_id = sample_id
+        self._namespaces = {tool.name for tool in tools if isinstance(tool, Namespace)}
         self._item: dict[str, Any] = {}
         """The open one's fields beside its content, which is one part."""
         self._part: dict[str, Any] = {}
@@ -199,12 +234,16 @@ class ItemStream:
 
     def call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         name, said, own_id = call.name, json.dumps(call.arguments), f"fc_{call.call_id}"
-        head = {"type": "function_call", "id": own_id, "call_id": call.call_id, "name": name}
+        within, _, bare = name.rpartition(".")
+        named = (
+            {"namespace": within, "name": bare} if within in self._namespaces else {"name": name}
+        )
+        head = {"type": "function_call", "id": own_id, "call_id": call.call_id, **named}
         opened = {**head, "arguments": "", "status": "in_progress"}
         item = {**head, "arguments": said, "status": "completed"}
         yield self._event("output_item.added", item=opened)
         yield self._event("function_call_arguments.delta", item_id=own_id, delta=said)
-        yield self._event("function_call_arguments.done", item_id=own_id, name=name, arguments=said)
+        yield self._event("function_call_arguments.done", item_id=own_id, **named, arguments=said)
         yield self._event("output_item.done", item=item)
         self.done.append(item)
 

@@ -40,6 +40,9 @@ def body(**more):
     return {"model": MODEL, "max_tokens": 500, "messages": [USER], **more}
 
 
+KEEPS_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
 def agent_body(messages, **more):
     """A request as a coding agent sends it: cached blocks everywhere, bookkeeping, a stream."""
     asked = {
@@ -53,6 +56,8 @@ def agent_body(messages, **more):
         "stop_sequences": ["\n\nhello:"],
         "temperature": 1,
         "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [KEEPS_THOUGHTS]},
+        "output_config": {"effort": "high"},
         "stream": True,
     }
     return body(messages=messages, **asked, **more)
@@ -249,6 +254,7 @@ def block(role, **one):
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
 REFUSED = [
     (body(temperature=0.2), "temperature: 0.2 was requested"),
     (body(top_p=0.9), "top_p: 0.9 was requested"),
@@ -316,8 +322,20 @@ REFUSED = [
         "thinking.budget_tokens: is not supp",
     ),
     (body(thinking={"type": "adaptive", "display": "omitted"}), "thinking.display: 'omitted'"),
-    (body(output_config={"effort": "high"}), "output_config: is not supported"),
-    (body(context_management={"edits": []}), "context_management: is not supported"),
+    (
+        body(output_config={"effort": "low"}),
+        "output_config.effort: 'low' is not supported, only hi",
+    ),
+    (body(output_config={"verbosity": 1}), "output_config.verbosity: is not supported here"),
+    (body(output_config={"format": FORM}), "output_config.format: needs rollout.sampling.top_k"),
+    (
+        body(context_management={"edits": [{"type": "clear_tool_uses_20250919"}]}),
+        "context_management.edits[0].type: 'clear_tool_uses_20250919' is not supported, only clear",
+    ),
+    (
+        body(context_management={"edits": [{**KEEPS_THOUGHTS, "keep": "none"}]}),
+        "context_management.edits[0].keep: 'none' is not supported, only all: which thoughts stay",
+    ),
     (body(mcp_servers=[]), "mcp_servers: is not supported"),
     (body(container="c"), "container: is not supported"),
     (body(stream="yes"), "stream: must be true or false"),
@@ -354,11 +372,12 @@ async def test_fields_without_effect_and_the_models_own_thoughts_are_accepted(ma
         {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
         {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}},
         {"messages": [USER, {"role": "system", "content": "Be brief."}]},
+        {"output_config": {"format": FORM}},
     ):
         answer = await http.post(MESSAGES, json=body(**more))
         assert answer.status_code == 200, (more, answer.json())
     forms = [sample.constraint is not None for sample in scene.author.samples]
-    assert forms == [*[False] * 4, True, True, False]
+    assert forms == [*[False] * 4, True, True, False, True]
 
 
 async def test_errors_have_the_types_of_the_clients(make_scene):

@@ -52,19 +52,19 @@ def result(call_id, output):
 
 def agent_body(items, **more):
     """A request as a coding agent sends it: without memory at the server, one call at a time."""
-    return body(
-        items,
-        instructions="You are an agent.",
-        tools=[{**TOOL, "strict": False}],
-        tool_choice="auto",
-        parallel_tool_calls=False,
-        reasoning=None,
-        store=False,
-        stream=True,
-        include=["reasoning.encrypted_content"],
-        prompt_cache_key="0199-conversation",
-        **more,
-    )
+    usual = {
+        "instructions": "You are an agent.",
+        "tools": [{**TOOL, "strict": False}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"summary": "auto"},
+        "client_metadata": {"turn": "1"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0199-conversation",
+    }
+    return body(items, **usual | more)
 
 
 async def numbered(http, asked, path=RESPONSES):
@@ -222,6 +222,29 @@ async def test_request_of_a_coding_agent_is_read_and_goes_on_with_its_tokens(sce
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize("way", ["items", "named"])
+async def test_function_of_a_namespace_is_called_by_its_own_name_within_it(scene, way):
+    said = call("sky.weather", city="Bern") + call("weather.rain")
+    scene.author.says = iter([said, "hello"])
+    session = scene.session()
+    http = scene.http(session.key)
+    tools = [TOOL, {"type": "namespace", "name": "sky", "description": "Above.", "tools": [TOOL]}]
+    asked = agent_body([USER], tools=tools, parallel_tool_calls=True, store=way == "named")
+    events = await numbered(http, asked)
+    made, unknown = events[-1]["response"]["output"]
+    assert (made["namespace"], made["name"]) == ("sky", "weather")
+    assert "namespace" not in unknown and unknown["name"] == "weather.rain"
+    results = [result(made["call_id"], "warm"), result(unknown["call_id"], "no such tool")]
+    if way == "named":
+        more = {**asked, "input": results, "previous_response_id": events[-1]["response"]["id"]}
+    else:
+        more = {**asked, "input": [USER, made, unknown, *results]}
+    await numbered(http, more)
+    check_session(session, scene.author.written)
+    shown = TOKENIZER.decode(scene.author.samples[0].prompt)
+    assert '"sky.weather"' in shown and "Above.\\nTells the weather." in shown
+
+
 async def test_session_may_be_continued_through_the_chat_api(scene):
     scene.author.says = iter(SAYS)
     session = scene.session()
@@ -317,7 +340,16 @@ REFUSED = [
         (body(tools=[{"type": kind, "name": "x"}]), "tools[0].type", f"'{kind}' is not supported")
         for kind in ("web_search", "computer_use_preview", "file_search", "code_interpreter")
     ),
-    (body(tools=[{"server_label": "s", "type": "mcp"}]), "tools[0].type", "only function: no tool"),
+    (
+        body(tools=[{"server_label": "s", "type": "mcp"}]),
+        "tools[0].type",
+        "only function or a namespace",
+    ),
+    (
+        body(tools=[{"name": "x", "type": "namespace", "tools": [{"type": "custom"}]}]),
+        "tools[0].tools[0].type",
+        "'custom' is not supported, only function",
+    ),
     (body(tools=[{"name": "x", "type": "custom"}]), "tools[0].type", "arguments in JSON"),
     (body(tool_choice="all"), "tool_choice", "must be auto, none, required or a function"),
     (body(tool_choice="required"), "tool_choice", "'required' needs tools"),
@@ -335,7 +367,7 @@ REFUSED = [
     (body(include=["file_search_call.results"]), "include[0]", "only reasoning.encrypted_content"),
     (body(conversation="c"), "conversation", "is not supported here; leave it out"),
     (body(background=True), "background", "is not supported here; leave it out"),
-    (body(reasoning={"effort": "high"}), "reasoning", "is not supported here; leave it out"),
+    (body(reasoning={"effort": "high"}), "reasoning.effort", "is not supported here; leave it"),
     (body(prompt={"id": "p"}), "prompt", "is not supported here; leave it out"),
     (body(store="no"), "store", "must be true or false, not 'no'"),
     (body(previous_response_id="resp-x"), "previous_response_id", "this session stored no answer"),
