@@ -147,9 +147,7 @@ def test_code_without_a_file_or_a_solution_says_so(tmp_path):
         build_task(TaskConfig(kind=TaskKind.code))
     lines = [{"prompt": p, "tests": {"assert": "True"}} for p in "ab"]
     task = task_of(tmp_path, TaskKind.code, lines)
-    with pytest.raises(
-        ValueError, match=r"task.kind=code: problem 'a' has no solution; give each"
-    ):
+    with pytest.raises(ValueError, match=r"task.kind=code: problem 'a' has no solution; give each"):
         task.demonstration(next(TaskStream(task, 0, 1)))
 
 
