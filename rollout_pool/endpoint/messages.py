@@ -153,8 +153,9 @@ class CountRequest(Struct, kw_only=True, forbid_unknown_fields=True):
         elif chosen.disable_parallel_tool_use and chosen.type != "any":
             why = "without a forced call the model chooses"
             raise refuse("tool_choice.disable_parallel_tool_use", why)
-        form = self.output_config.format
-        asked = form and ResponseFormat(type=form.type, json_schema=JsonSchema(schema=form.schema))
+        asked = None
+        if form := self.output_config.format:
+            asked = ResponseFormat(type=form.type, json_schema=JsonSchema(schema=form.schema))
         same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k")
         return ChatRequest(
             **{name: getattr(self, name) for name in same},
