@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from buffer.results import BufferStats
@@ -244,8 +245,13 @@ class MetricsTail:
                 lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
             return []
-        first = self._num_lines + 1
-        new = [_parse(line, f"{self._path}:{n}") for n, line in enumerate(lines, start=first)]
+        new = list[Record]()
+        for line in lines:
+            try:
+                new.append(_parse(line))
+            except ValueError as error:
+                where = f"{self._path}:{self._num_lines + len(new) + 1}"
+                raise ValueError(f"{where} is {error}; remove the line") from error
         self._num_lines += len(lines)
         self._num_bytes += sum(map(len, lines)) + len(lines)
         for record in new:
@@ -258,16 +264,17 @@ class MetricsTail:
 
 
 _Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_Values = dict[str, bool | float | _Int64 | str | None]
+_LINE = msgspec.json.Decoder(dict[str, bool | float | _Int64 | str | None])
 
 
-def _parse(line: bytes, where: str) -> Record:
+def _parse(line: bytes) -> Record:
     try:
-        found = parse_json(line, _Values, where)
-    except ValueError as error:
-        raise ValueError(f"{error}; remove the line") from error
-    fields = {name: value for name, value in found.items() if value is not None}
-    t, kind, place = fields.pop("t", None), fields.pop("kind", None), fields.pop("id", "")
+        fields = _LINE.decode(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"damaged: {error}") from error
+    t, kind, place = fields.pop("t", None), fields.pop("kind", None), fields.pop("id", None) or ""
     if not isinstance(t, float | int) or not isinstance(kind, str) or not isinstance(place, str):
-        raise ValueError(f"{where} is not a metrics record, without time and kind; remove the line")
-    return Record(t=float(t), kind=kind, values=fields, id=place)
+        raise ValueError("not a metrics record, without time and kind")
+    if None in fields.values():
+        fields = {name: value for name, value in fields.items() if value is not None}
+    return Record(t=float(t), kind=kind, values=fields, id=place)  # type: ignore[arg-type]

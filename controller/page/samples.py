@@ -6,6 +6,7 @@ line is: a page of groups and one group are each a few reads, however many there
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -64,8 +65,9 @@ class Row(msgspec.Struct, gc=False):
 @dataclass(kw_only=True, slots=True)
 class _File:
     path: Path
+    begin: int = 0
     done: int = 0
-    """Bytes that were read."""
+    """Its bytes between them were read, the last ones first."""
     head: bytes = b""
     """Its first bytes: the number of a file that was removed is given to another one."""
     rows: list[Row] = field(default_factory=list)
@@ -101,19 +103,26 @@ class GroupIndex:
         self._decoder = msgspec.json.Decoder(_Line)
 
     def read(self, seconds: float) -> int:
-        """Read on for about `seconds`; returns how many bytes are left."""
+        """Read on for about `seconds`, the newest first; returns how many bytes are left."""
         until, left = time.monotonic() + seconds, 0
-        found = {}
-        for path in recorded_files(self._folder):
+        found = dict[int, _File]()
+        for path in sorted(recorded_files(self._folder), key=_changed, reverse=True):
             with suppress(FileNotFoundError), open_bytes(path) as opened:
                 status = os.fstat(opened.fileno())
                 file = self._files.get(status.st_ino)
                 head = opened.read(HEAD_BYTES)
                 if file is None or file.done > status.st_size or not head.startswith(file.head):
                     file, self._sorted = _File(path=path), None
+                    file.begin = file.done = _last_chunk(opened, status.st_size)
                 file.path, file.head = path, head
+                # However slow the machine, there is something of the newest to show.
+                left += self._read_on(file, opened, status, until if found else math.inf)
                 found[status.st_ino] = file
-                left += self._read_on(file, opened, status, until)
+        for inode, file in found.items():
+            with suppress(FileNotFoundError), open_bytes(file.path) as opened:
+                if os.fstat(opened.fileno()).st_ino == inode:  # or it has another name by now
+                    self._read_back(file, opened, inode, until)
+                left += file.begin
         if found.keys() != self._files.keys():
             self._sorted = None
         self._files = found
@@ -132,6 +141,20 @@ class GroupIndex:
             file.done += whole
             self._sorted = None
         return status.st_size - file.done
+
+    def _read_back(self, file: _File, opened: BinaryIO, inode: int, until: float) -> None:
+        size = CHUNK_BYTES
+        while file.begin and time.monotonic() < until:
+            start = max(0, file.begin - size)
+            opened.seek(start)
+            data = opened.read(file.begin - start)
+            cut = data.find(b"\n", 0, -1) + 1 if start else 0
+            if start and not cut:
+                size *= 2  # a line of more than this
+                continue
+            file.rows += self._rows(data[cut:], inode, start + cut)
+            file.begin = start + cut
+            self._sorted = None
 
     def _rows(self, data: bytes, inode: int, start: int) -> Iterator[Row]:
         for text in data.split(b"\n")[:-1]:
@@ -184,6 +207,20 @@ class GroupIndex:
         if recorded.group.group_id != group_id:
             raise KeyError(group_id)
         return recorded
+
+
+def _changed(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # it has just got another name
+        return 0.0
+
+
+def _last_chunk(file: BinaryIO, size: int) -> int:
+    """Where the first line begins of the last CHUNK_BYTES; 0 if none does."""
+    start = max(0, size - CHUNK_BYTES)
+    file.seek(start)
+    return start + file.read(CHUNK_BYTES).find(b"\n") + 1 if start else 0
 
 
 def describe(recorded: Recorded, place: int, start: int, decode: Decode | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class WatchedRun:
         self._tail = MetricsTail(run_dir.metrics)
         self._metrics = set[tuple[str, str]]()
         self._groups = GroupIndex(run_dir.path)
-        self._lock = threading.RLock()
+        self._lock, self._groups_lock = threading.RLock(), threading.Lock()
         self._looked_at = 0.0
         self._state: dict[str, Any] = {}
         self._view: RunView | None = None
@@ -117,7 +117,7 @@ class WatchedRun:
 
     def groups(self) -> tuple[GroupIndex, int]:
         """The recorded groups, and how many bytes of them are not read yet."""
-        with self._lock:
+        with self._groups_lock:
             return self._groups, self._groups.read(INDEX_S)
 
     @cached_property

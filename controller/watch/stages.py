@@ -11,15 +11,14 @@ from versions' snapshots until every engine served them; and of the clock's, for
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from controller.metrics.history import Record, below, of_kind
+from controller.metrics.history import Record, below, of_kind, series
 from controller.watch.bottleneck import Window
 
-RECENT_S = 600.0
+RECENT_S, MAX_SAMPLES = 600.0, 1000
 STEP_PARTS = ("plan", "score", "passes", "update", "critic")
 TRAINER = {
     "lease": "lease_wait_s",
@@ -66,7 +65,9 @@ def stages(records: Sequence[Record], horizon_s: float = RECENT_S) -> list[Stage
     counted = Window[str](horizon_s)
     if recent and recent[0] is records[0]:
         counted.add(recent[0].t, {})  # the run's first counts may be older than its first sample
-    for record in of_kind(recent, "buffer"):
+    samples = of_kind(recent, "buffer")[::-1]
+    # Of a whole run's samples, each of these and the last are enough to see a server begin anew.
+    for record in reversed(samples[:: len(samples) // MAX_SAMPLES + 1]):
         counted.add(record.t, record.counters)
     trainer = _sums(of_kind(recent, "step"), TRAINER)
     trainer["rest of step"] -= sum(trainer[part] for part in STEP_PARTS)
@@ -96,8 +97,7 @@ def episode_seconds(grown: Mapping[str, float]) -> dict[str, float]:
 
 
 def _sums(records: Sequence[Record], fields: Mapping[str, str]) -> dict[str, float]:
-    numbers = {name: [one.number(field) for one in records] for name, field in fields.items()}
-    return {name: sum(x for x in found if math.isfinite(x)) for name, found in numbers.items()}
+    return {name: sum(series(records, field)) for name, field in fields.items()}
 
 
 def _shares(of: str, seconds: Mapping[str, float], whole_s: float = 0.0) -> list[Stage]:

@@ -5,7 +5,7 @@ const $ = (id) => document.getElementById(id);
 const POLL_MS = 3000, DRAW_MS = 9000, DRAW_SHARE = 20;
 const FIRST = ["step/reward_mean", "eval/accuracy", "step/loss", "step/response_length_mean",
   "step/grad_norm", "step/train_tokens_per_s"];
-let state = null, drawn = -1, drawAfter = 0, charts = [], offset = 0, shown = null, titles = {};
+let state = null, drawn = -1, drawAfter = 0, charts = [], offset = 0, shown = null, titles = {}, reading = 0;
 
 const plotly = new Promise((ready) => {
   if (window.Plotly) ready(window.Plotly);
@@ -182,7 +182,8 @@ async function listGroups() {
       make("td", number(row.reward), "n"), make("td", number(row.length), "n"));
     return line;
   }));
-  if (found.left) setTimeout(() => listGroups().catch(say), 300);
+  clearTimeout(reading);
+  if (found.left) reading = setTimeout(() => listGroups().catch(say), 300);
 }
 
 async function showGroup(id, trajectory, start = 0) {
@@ -288,10 +289,7 @@ function showChoices() {
 async function drawAll() {
   const begun = Date.now();
   drawn = state.num_records;
-  for (const chart of charts) await drawChart(chart);
-  await drawAreas();
-  await drawWeights();
-  if (!offset) await listGroups();
+  await Promise.all([...charts.map(drawChart), drawAreas(), drawWeights(), offset || listGroups()]);
   drawAfter = Date.now() + Math.max(DRAW_MS, DRAW_SHARE * (Date.now() - begun));
 }
 

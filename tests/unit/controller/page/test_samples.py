@@ -7,6 +7,7 @@ from math import inf
 
 import pytest
 
+from controller.page import samples
 from controller.page.samples import MAX_TOKENS, PAGE_GROUPS, Filter, GroupIndex, describe
 from controller.run_dir import RunDir
 from tests.support.controller.records import record_groups, recorded_group
@@ -127,3 +128,28 @@ def test_description_of_a_long_trajectory_comes_in_parts(run_dir: RunDir) -> Non
     recorded = index.find("long")
     assert len(describe(recorded, 0, 0, None)["texts"]) == MAX_TOKENS
     assert len(describe(recorded, 0, MAX_TOKENS, None)["texts"]) == 3
+
+
+def test_newest_groups_are_read_first_and_the_others_backward(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "CHUNK_BYTES", 2000)
+    record_groups(run_dir, [recorded_group(f"{n:02}") for n in range(30)])
+    index = GroupIndex(run_dir.path)
+    left = index.read(0.0)
+    seen = ids(index, Filter())
+    assert 0 < len(seen) < 30 and seen == [f"{n:02}" for n in range(29, 29 - len(seen), -1)]
+    assert left > 0 and index.find("29").group.group_id == "29"
+    record_groups(run_dir, [recorded_group("new"), recorded_group("long", length=500)])
+    assert index.read(60.0) == 0
+    assert index.page(Filter(), 0)[0] == 32 and index.find("00").group.group_id == "00"
+
+
+def test_lines_longer_than_a_chunk_are_found_backward(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "CHUNK_BYTES", 100)
+    record_groups(run_dir, [recorded_group(f"{n}") for n in range(3)])
+    index = GroupIndex(run_dir.path)
+    assert index.read(60.0) == 0
+    assert ids(index, Filter()) == ["2", "1", "0"]
