@@ -509,6 +509,7 @@ class Run:
             serving_dtype=plan.serving_dtype,
             max_logprob_diff=max_logprob_diff(plan.config, plan.devices.rank_gpus > 0),
             probe_text=self.probe_text,
+            log_rate=config.rollout.log_rate,
             max_probe_diff=explained_diff(plan.config, plan.devices.rank_gpus > 0),
             weights_key=self._weights_key,
             resume_from=str(self.resumption.checkpoint) if self.resumption else None,

@@ -12,6 +12,7 @@ runs/<name>/
     checkpoints/    the trainer's
     stacks/         stacks of processes in a stall
     rollouts/       some of the groups as they were sampled, for `make show`
+    trained/        their advantages, and their log-probabilities by the trainer
     ray/            a link to Ray's private folder, while Ray runs
     leftovers/      one folder per host, one file per engine: what a killed server would leave
     redis/          the data of a server started for this run

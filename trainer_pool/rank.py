@@ -35,6 +35,7 @@ from trainer_pool.algorithms.registry import Algorithm
 from trainer_pool.collectives import Collectives, RankAddress, join_ranks, leave_ranks
 from trainer_pool.critic import Critic, CriticStep
 from trainer_pool.data.rows import StepBatch
+from trainer_pool.data.trained import TrainedLog
 from trainer_pool.guard import UpdateGuard
 from trainer_pool.learning_rate import learning_rate
 from trainer_pool.metrics import StepStats, check_engines_agree
@@ -142,6 +143,11 @@ class TrainerRank:
             )
         balance = spec.algorithm.load_balancing_weight
         check_gates(f"model.path={spec.model_path!r}", self._policy.gates, balance)
+        self._trained: TrainedLog | None = None
+        # Ranks of a sequence group train the same groups.
+        if spec.log_rate and self._ranks.rank % self._parts.width == 0:
+            folder = Path(spec.run_dir)
+            self._trained = TrainedLog(folder, self._parts.rank, spec.log_rate, spec.seed)
         cost = self._policy.cost
         self._pair_cost = cost.per_pair / cost.per_token
         self._loop = LoopThread("redis")
@@ -447,7 +453,10 @@ class TrainerRank:
             guard=self._guard,
             accumulation=self._accumulation,
             critic=self._critic_step(),
+            trained=self._trained,
         )
+        if self._trained is not None:
+            self._trained.write(step=self._step + 1, version=self._version)
         # A group that no rank had must not be counted as trained.
         assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
         check_engines_agree(
@@ -527,6 +536,8 @@ class TrainerRank:
     def close(self) -> None:
         """End all waits in the buffer and leave all process groups; the rank is unusable then."""
         self.stop()
+        if self._trained is not None:
+            self._trained.close()
         self._loop.stop(self._buffer.close(), self._run_state.close())
         if self._is_working:
             # It may be inside a collective, whose group must stay until the process ends.

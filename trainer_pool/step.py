@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.critic import CriticStep, update_critic
 from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
+from trainer_pool.data.trained import TrainedLog
 from trainer_pool.guard import SkipReason, Update, UpdateGuard
 from trainer_pool.metrics import StepAccumulator, StepStats
 from trainer_pool.model.routers import watching
@@ -52,6 +53,8 @@ class Minibatch:
     """The denominator of each stream's loss, over all ranks."""
     is_mean: bool
     """The policy's loss is divided by its denominator, which otherwise is 1."""
+    rows: list[Row] = field(default_factory=list)
+    """This rank's."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
@@ -90,12 +93,14 @@ def train_step(
     guard: UpdateGuard | None = None,
     accumulation: Accumulation | None = None,
     critic: CriticStep | None = None,
+    trained: TrainedLog | None = None,
 ) -> StepStats:
     """Update the weights on `batch`; every rank calls it with its own part of the same batch.
 
     `before_update` is called before each change of the weights. `guard` may skip updates.
     With `accumulation` the gradient is added to those of the steps before, and the weights change
     only if it `is_complete`. `critic` gives the values of `gae`, and learns from the batch.
+    `trained` is told what the loss had of each trajectory.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     speed = StepSpeed(device=policy.device)
@@ -117,7 +122,7 @@ def train_step(
         with speed.timing("passes"):
             statistics = _statistics(policy, minibatch, start, algorithm, ranks)
             for micro_batch, scored_N in zip(minibatch.micro_batches, start.scores, strict=True):
-                _accumulate(
+                trainer_N = _accumulate(
                     policy,
                     totals,
                     micro_batch.to(policy.device),
@@ -128,6 +133,8 @@ def train_step(
                     is_first=number == 0,
                     should_divide=accumulation is None,
                 )
+                if trained is not None and micro_batch.num_tokens:
+                    trained.note(batch.group_ids, minibatch.rows, micro_batch, trainer_N)
                 speed.multiply_adds += micro_batch.cost
         if accumulation is None:
             update()
@@ -194,8 +201,8 @@ def _accumulate(
     *,
     is_first: bool,
     should_divide: bool,
-) -> None:
-    """Add the gradient of one micro-batch.
+) -> Tensor:
+    """Add the gradient of one micro-batch; returns its log-probabilities [N].
 
     `scored_N`: log-probabilities at the start of the step; None if nothing has changed since, as in
     the first minibatch (`is_first`), or if the algorithm does not need them.
@@ -209,7 +216,7 @@ def _accumulate(
     if batch.num_tokens == 0:  # backward all the same: other ranks wait for this pass
         policy.backward(trainer_N.masked_fill(batch.mask_N == 0, 0.0).sum())
         totals.add_pass(batch)
-        return
+        return trainer_N
     if policy.is_replaying:
         totals.add_means({"routes_replayed": batch.row.known_routes})
     start_N = trainer_N.detach() if scored_N is None else scored_N
@@ -234,6 +241,7 @@ def _accumulate(
     totals.add_culprits(batch, policy.backward(loss))
     is_at_start = is_first or scored_N is not None
     totals.add(batch, inputs, result, start_N, is_at_start=is_at_start)
+    return trainer_N
 
 
 def loss_inputs(
@@ -413,8 +421,11 @@ def plan_minibatches(
                 for name, total in zip(names, of_streams, strict=True)
             },
             is_mean=not math.isnan(of_streams[0]),
+            rows=rows,
         )
-        for part, count, (num_tokens, *of_streams) in zip(mine, passes, totals, strict=True)
+        for part, (rows, _), count, (num_tokens, *of_streams) in zip(
+            mine, found, passes, totals, strict=True
+        )
         if num_tokens > 0
     ]
 

@@ -60,6 +60,9 @@ class TrainerSpec:
     probe_text: tuple[int, ...] = ()
     """Tokens of prompts, as many as the longest trajectory may have, which engines and trainer
     score alike; empty: they are not compared."""
+    log_rate: float = 0.0
+    """Share of the groups of which advantages and log-probabilities are recorded: those that the
+    workers record (rollout.log_rate)."""
     max_probe_diff: float = 1.0
     """The same as `max_logprob_diff` for that text."""
 

@@ -29,6 +29,7 @@ from controller.run_dir import RunDir, RunDirError
 from host.printable import printable
 from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
 from rollout_pool.worker.record import read_recorded
+from trainer_pool.data.trained import Trained, TrainedTrajectory, by_place, read_trained
 
 UNLIKELY, VERY_UNLIKELY = log(0.1), log(0.01)
 COLOURS = ("bright_blue", "bright_green", "yellow", "magenta", "cyan", "red")
@@ -59,22 +60,31 @@ def print_group(run_dir: RunDir, group_id: str | None, url: str | None = None) -
     path = model.path or str(run_dir.model)
     tokenizer = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     has_colours = console.is_terminal and not console.no_color
-    for line in group_lines(group, where, tokenizer, has_colours=has_colours):
+    trained = read_trained(run_dir.path, group.group_id)
+    for line in group_lines(group, where, tokenizer, trained, has_colours=has_colours):
         line.plain = printable(line.plain)
         console.print(line, soft_wrap=True, highlight=False)
 
 
 def group_lines(
-    group: TrajectoryGroup, where: str, tokenizer: Tokenizer, *, has_colours: bool
+    group: TrajectoryGroup,
+    where: str,
+    tokenizer: Tokenizer,
+    trained: Trained | None = None,
+    *,
+    has_colours: bool,
 ) -> Iterator[Text]:
     versions = list(group.tokens_by_version)
     sampling = f"temperature {group.sampling.temperature:g}"
     yield Text(f"{group.group_id}: prompt {group.prompt.index} of {group.prompt.task}, {sampling}")
-    yield Text(where)
+    yield Text(where + (f", trained in step {trained.step}" if trained else ""))
     yield _legend(versions) if has_colours else Text(MARKS)
-    for place, trajectory in enumerate(group.trajectories):
+    of_trainer = by_place(trained, len(group.trajectories))
+    for place, (trajectory, own) in enumerate(zip(group.trajectories, of_trainer, strict=True)):
         yield Text("")
         yield Text(headline(place, trajectory), style="bold")
+        if own is not None:
+            yield Text(trained_line(own, trajectory))
         for name in trajectory.columns:
             yield Text(column_line(name, trajectory))
         pieces = cut(trajectory, token_texts(tokenizer.decode, trajectory.tokens.tolist()))
@@ -93,6 +103,18 @@ def headline(place: int, trajectory: Trajectory) -> str:
         + (f" ({parts})" if parts else "")
         + f", {trajectory.finish_reason}, {trajectory.num_tokens} tokens of which {num_trained} "
         f"are trained ({by_version or 'none'}), mean log-probability {mean:.2f}"
+    )
+
+
+def trained_line(own: TrainedTrajectory, trajectory: Trajectory) -> str:
+    """The advantage, and how far the trainer's log-probabilities are from the engine's (pure)."""
+    gaps = np.array(own.logprobs, float) - trajectory.rollout_logprobs
+    apart = np.abs(gaps[np.isfinite(gaps)])
+    if not apart.size:
+        return f"  advantage {own.advantage:g}; no token is trained"
+    return (
+        f"  advantage {own.advantage:g}{' on average' if own.advantages else ''}; trainer's "
+        f"log-probabilities differ by {apart.mean():.2g} on average, at most {apart.max():.2g}"
     )
 
 

@@ -44,6 +44,7 @@ from controller.run_dir import RunDir
 from host.http_server import HttpLimits, ServerConfig, read_body
 from host.loop_thread import LoopThread
 from host.network import is_loopback, listen_for
+from trainer_pool.data.trained import read_trained
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
@@ -206,7 +207,8 @@ class _Page:
         index, _ = self._own.groups()
         try:
             recorded = index.find(given.get("id", ""))
-            return _json(describe(recorded, place, start, self._own.decode))
+            trained = read_trained(self._own.dir.path, recorded.group.group_id)
+            return _json(describe(recorded, place, start, self._own.decode, trained))
         except (KeyError, ValueError, FileNotFoundError):
             raise HTTPException(
                 404, "there is no such group (any more); choose one from the list"

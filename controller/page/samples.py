@@ -22,6 +22,7 @@ from configs.run_files import open_bytes
 from controller.commands.show import token_texts
 from host.printable import printable
 from rollout_pool.worker.record import Recorded, parse_line, recorded_files
+from trainer_pool.data.trained import Trained, by_place
 
 CHUNK_BYTES = 4 * 2**20
 HEAD_BYTES = 64
@@ -223,13 +224,17 @@ def _last_chunk(file: BinaryIO, size: int) -> int:
     return start + file.read(CHUNK_BYTES).find(b"\n") + 1 if start else 0
 
 
-def describe(recorded: Recorded, place: int, start: int, decode: Decode | None) -> dict[str, Any]:
+def describe(
+    recorded: Recorded, place: int, start: int, decode: Decode | None, trained: Trained | None = None
+) -> dict[str, Any]:
     """A group, and the tokens of its trajectory at `place` from `start` on. Raises KeyError if it
     has no such trajectory."""
     group = recorded.group
     if not 0 <= place < len(group.trajectories) or start < 0:
         raise KeyError(group.group_id)
     one = group.trajectories[place]
+    of_trainer = by_place(trained, len(group.trajectories))
+    own = of_trainer[place]
     part = slice(start, start + MAX_TOKENS)
     return {
         "group_id": group.group_id,
@@ -238,7 +243,11 @@ def describe(recorded: Recorded, place: int, start: int, decode: Decode | None) 
         "temperature": group.sampling.temperature,
         "at": recorded.at,
         "worker": recorded.worker,
-        "trajectories": [*map(_summary, group.trajectories)],
+        "trajectories": [
+            {**_summary(one), "advantage": found and found.advantage}
+            for one, found in zip(group.trajectories, of_trainer, strict=True)
+        ],
+        "trained_step": trained and trained.step,
         "place": place,
         "messages": recorded.messages.get(one.episode, []),
         "start": start,
@@ -246,6 +255,8 @@ def describe(recorded: Recorded, place: int, start: int, decode: Decode | None) 
         "versions": one.token_versions()[part].tolist(),
         "mask": one.loss_mask[part].tolist(),
         "logprobs": one.rollout_logprobs[part].tolist(),
+        "trainer_logprobs": own and own.logprobs[part],
+        "advantages": own and own.advantages and own.advantages[part],
     }
 
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from hashlib import sha256
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -33,14 +30,11 @@ from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup,
 from buffer.wire.codec import encode_group
 from buffer.wire.header import Count
 from configs.run_files import open_bytes, read_bytes
+from host.line_log import MAX_FILE_BYTES, NUM_FILES, LineLog, is_chosen, parts_of
 from rollout_pool.episodes.conversation import Conversations, Message
 from rollout_pool.episodes.template import as_openai_message
 
-log = logging.getLogger(__name__)
-
 FOLDER = "rollouts"
-MAX_FILE_BYTES = 64 * 2**20
-NUM_FILES = 4
 _PIECE = 4096
 """Numbers formatted at a time: other threads can run in between."""
 _START, _END = b'{"group_id":', b"}}]}"
@@ -58,7 +52,7 @@ class Recorded:
     """The conversations of its episodes in OpenAI's format; none in lines of older versions."""
 
 
-class RolloutLog:
+class RolloutLog(LineLog):
     """The log of one worker. `write` may be called concurrently."""
 
     def __init__(
@@ -72,19 +66,13 @@ class RolloutLog:
         num_files: int = NUM_FILES,
     ) -> None:
         """`folder`: the run's. `rate`: share of the groups to record (rollout.log_rate)."""
-        self.path = folder / FOLDER / f"{worker}.jsonl"
+        super().__init__(folder / FOLDER / f"{worker}.jsonl", max_file_bytes, num_files)
         self._worker = worker
         self._rate = rate
         self._seed = seed
-        self._max_file_bytes = max_file_bytes
-        self._num_files = num_files
-        self._lock = threading.Lock()
-        self.num_lost = 0
-        """Lines that could not be written."""
 
     def wants(self, group_id: str) -> bool:
-        digest = sha256(f"{self._seed}:{group_id}".encode()).digest()
-        return int.from_bytes(digest[:6], "big") < self._rate * 2**48
+        return is_chosen(group_id, self._rate, self._seed)
 
     async def write(
         self, group: TrajectoryGroup, prompt_text: str, messages: Conversations
@@ -94,41 +82,8 @@ class RolloutLog:
             await asyncio.to_thread(self._write, group, prompt_text, messages)
 
     def _write(self, group: TrajectoryGroup, text: str, messages: Conversations) -> None:
-        try:
-            line = _line(group, text, messages, time.time(), self._worker)
-            with self._lock:
-                self._append(line)
         # A conversation is the environment's too, and may hold what JSON does not.
-        except (OSError, ValueError, TypeError) as error:
-            self._lose(f"{self.path}: {error}")
-
-    def _append(self, line: bytes) -> None:
-        if len(line) > self._max_file_bytes:
-            self._lose(f"a group of {len(line)} bytes exceeds the size limit of {self.path}")
-            return
-        self.path.parent.mkdir(exist_ok=True)
-        with open(self.path, "ab+", buffering=0) as file:
-            size = file.seek(0, os.SEEK_END)
-            if size + 1 + len(line) > self._max_file_bytes:
-                self._rotate()
-            elif size:
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":  # a line was truncated, by a full disk or a kill
-                    line = b"\n" + line
-        with open(self.path, "ab") as file:
-            file.write(line)
-
-    def _rotate(self) -> None:
-        files = _files(self.path, self._num_files)
-        for newer, older in reversed([*pairwise(files)]):
-            if newer.exists():
-                newer.replace(older)
-        self.path.unlink(missing_ok=True)  # if there is only one file
-
-    def _lose(self, why: str) -> None:
-        self.num_lost += 1
-        if self.num_lost == 1:
-            log.warning("a group is not recorded, and perhaps others: %s", why)
+        self.append(lambda: _line(group, text, messages, time.time(), self._worker))
 
 
 def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
@@ -139,7 +94,7 @@ def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
     """
     newest: Recorded | None = None
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
-        for part in _files(path, NUM_FILES):
+        for part in parts_of(path):
             found = _read(part, group_id)
             if found is not None:
                 if newest is None or found.at > newest.at:
@@ -156,7 +111,7 @@ def all_recorded(folder: Path) -> Iterator[Recorded]:
             # All are open before the first is read, the newest first: a live run's rotation would
             # put others in their places.
             parts = dict[int, tuple[Path, BinaryIO]]()
-            for part in _files(path, NUM_FILES):
+            for part in parts_of(path):
                 with suppress(FileNotFoundError):
                     file = files.enter_context(open_bytes(part))
                     parts.setdefault(os.fstat(file.fileno()).st_ino, (part, file))
@@ -167,12 +122,7 @@ def all_recorded(folder: Path) -> Iterator[Recorded]:
 def recorded_files(folder: Path) -> list[Path]:
     """Files of a run that there are, of each worker the newest first."""
     workers = sorted((folder / FOLDER).glob("*.jsonl"))
-    return [part for path in workers for part in _files(path, NUM_FILES) if part.exists()]
-
-
-def _files(path: Path, number: int) -> list[Path]:
-    """Newest first."""
-    return [path, *(path.with_name(f"{path.name}.{i}") for i in range(1, number))]
+    return [part for path in workers for part in parts_of(path) if part.exists()]
 
 
 def _read(path: Path, group_id: str | None) -> Recorded | None:

@@ -55,6 +55,8 @@ class Row:
     """Sampled entirely by the version being trained: engine and trainer should agree."""
     group: int = -1
     """Index of its group in the batch; -1: it has none."""
+    trajectory: int = -1
+    """Index of its trajectory in the group."""
     pictures: tuple[bytes, ...] = ()
     """The files of its pictures, in the order of their places."""
 

@@ -153,8 +153,8 @@ def _rows(
     staleness = np.where(mask, np.maximum(version - versions, 0), 0)
     usual = np.full(len(mask), group.sampling.temperature, np.float32)
     rows: list[Row | None] = []
-    for t, mask, part, share, weights in zip(
-        trajectories, masks, parts, shares, streams, strict=True
+    for number, (t, mask, part, share, weights) in enumerate(
+        zip(trajectories, masks, parts, shares, streams, strict=True)
     ):
         if not np.count_nonzero(mask) and not any(values.any() for values in weights.values()):
             rows.append(None)
@@ -169,6 +169,7 @@ def _rows(
                 temperatures=_temperatures(t, group, usual[part]),
                 is_current=t.min_version == version,
                 group=place,
+                trajectory=number,
                 candidates=t.columns.get(CANDIDATES_COLUMN),
                 routes=t.columns.get(ROUTES_COLUMN),
                 streams=weights,

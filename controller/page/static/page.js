@@ -192,9 +192,11 @@ async function showGroup(id, trajectory, start = 0) {
   $("group").hidden = false;
   $("group-title").textContent = `Group ${id}`;
   $("group-facts").textContent = `Prompt ${found.prompt_index} of ${found.task}, temperature ` +
-    `${number(found.temperature)}, sampled by ${found.worker}`;
+    `${number(found.temperature)}, sampled by ${found.worker}` +
+    (found.trained_step === null ? "" : `, trained in step ${found.trained_step}`);
   $("trajectory").replaceChildren(...found.trajectories.map((other, n) =>
-    new Option(`${n}: reward ${number(other.reward)}, ${other.num_trained} tokens`, n, false, n === trajectory)));
+    new Option(`${n}: reward ${number(other.reward)}` + (other.advantage === null ? "" :
+      `, advantage ${number(other.advantage)}`) + `, ${other.num_trained} tokens`, n, false, n === trajectory)));
   const parts = Object.entries(one.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   $("facts").textContent = `Episode ${one.episode}: reward ${number(one.reward)}` + (parts ? ` (${parts})` : "") +
     `, ${one.finish_reason}, ${one.num_tokens} tokens of which ${one.num_trained} are trained`;
@@ -212,7 +214,8 @@ async function showGroup(id, trajectory, start = 0) {
   $("tokens").append(...spans);
   $("more").hidden = start + found.texts.length >= one.num_tokens;
   const before = start ? shown : { data: [], at: -1 };
-  const data = found.texts.map((_, n) => [found.versions[n], found.logprobs[n], found.mask[n]]);
+  const data = found.texts.map((_, n) => [found.versions[n], found.logprobs[n], found.mask[n],
+    found.trainer_logprobs?.[n] ?? null, found.advantages ? found.advantages[n] : one.advantage]);
   shown = { id, trajectory, data: [...before.data, ...data], at: before.at };
   if (!start) $("group").focus();
 }
@@ -222,10 +225,11 @@ function pointAt(n) {
   if (!shown || n < 0 || n >= spans.length) return;
   if (spans[shown.at]) spans[shown.at].classList.remove("here");
   spans[n].classList.add("here");
-  const [version, logprob, trained] = shown.data[n];
+  const [version, logprob, trained, own, advantage] = shown.data[n];
   shown.at = n;
   $("token").textContent = `Token ${n}: ` + (version < 0 ? "of no version" : `version ${version}`) +
-    `, log-probability ${number(logprob)}, ${trained ? "trained" : "not trained"}`;
+    `, log-probability ${number(logprob)}, ${trained ? "trained" : "not trained"}` + (own === null ? "" :
+    `; the trainer's ${number(own)}, ${number(Math.abs(own - logprob))} apart, advantage ${number(advantage)}`);
 }
 
 $("tokens").addEventListener("mouseover", (event) => {

@@ -80,6 +80,7 @@ def loop_spec(folder: Path, redis_url: str) -> TrainerSpec:
         uses_gpu=False,
         serving_dtype="float32",
         weights_key=WEIGHTS_KEY,
+        log_rate=1.0,
         max_logprob_diff=math.inf,  # those of the rollouts are made up
     )
 

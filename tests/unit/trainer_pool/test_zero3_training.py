@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import peft
 import pytest
@@ -67,6 +68,7 @@ from tests.support.zero3.critics import (
 from tests.support.zero3.ranks import Outcome, Ranks
 from tests.support.zero3.seeing import shown_rows, with_pictures
 from trainer_pool.data.packing import Row, pack
+from trainer_pool.data.trained import Trained
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore
 from trainer_pool.state.export import ADAPTER_FOLDER, export_checkpoint
@@ -1059,6 +1061,21 @@ def test_trained_groups_are_acked_and_within_max_staleness(loop: LoopOutcome) ->
     assert stats.engine_versions == {"engine-0": num_steps}
     assert stats.max_staleness_trained is not None
     assert stats.max_staleness_trained <= MAX_STALENESS
+
+
+def test_each_trained_group_is_recorded_with_its_advantages(loop: LoopOutcome) -> None:
+    lines = [
+        msgspec.json.decode(line, type=Trained)
+        for rank in range(2)
+        for line in (loop.run_dir / f"trained/rank-{rank}.jsonl").read_bytes().splitlines()
+    ]
+    steps = sorted(range(1, loop.num_steps + 1)) * GROUPS_PER_STEP
+    assert sorted(line.step for line in lines) == sorted(steps)
+    assert all(line.version == line.step - 1 for line in lines)
+    for line in lines:
+        sums = [one.advantage for one in line.trajectories]
+        assert sum(sums) == pytest.approx(0.0, abs=1e-4), "of a whole group"
+        assert all(any(p is not None for p in one.logprobs) for one in line.trajectories)
 
 
 def test_last_checkpoint_contains_the_last_step_and_the_weights_that_engines_serve(

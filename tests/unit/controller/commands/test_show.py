@@ -7,6 +7,7 @@ import io
 from math import log
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -146,7 +147,15 @@ def test_command_shows_a_recorded_group_and_without_an_id_the_last_one(
     log_of_worker = RolloutLog(shown_run.path, "worker-3", 1.0, 0)
     for group_id in ("first", "second"):
         asyncio.run(log_of_worker.write(make_group(group_id), "3 + 4 =", {}))
+    logprobs = [None] * 3 + [-0.5, -0.5, -0.25, -1.0, -0.5]
+    one = {"place": 1, "advantage": -1.5, "logprobs": logprobs}
+    line = {"group_id": "first", "step": 4, "version": 3, "at": 1.0, "trajectories": [one]}
+    (shown_run.path / "trained").mkdir()
+    (shown_run.path / "trained/rank-0.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
     printed = leash("show", "first")
+    apart = "advantage -1.5; trainer's log-probabilities differ by 0.15 on average, at most 0.5"
+    assert apart in printed and printed.count("advantage") == 1
+    printed = printed.replace(", trained in step 4", "")
     assert printed.startswith("first: prompt 0 of sums, temperature 1\nrecorded by worker-3\n")
     assert printed.count("reward 1, stop, 8 tokens of which 5 are trained (v0: 5)") == 2
     assert "trajectory 1, episode 1" in printed and "⟦v0⟧" in printed

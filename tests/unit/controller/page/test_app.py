@@ -264,3 +264,22 @@ def test_long_run_is_read_once_and_sent_in_few_points(
         found = client.get(path)
         assert found.status_code == 200 and len(found.content) < 500_000
     assert len(judged) == 1 and judged[0] > 10_000
+
+
+def test_group_shows_its_advantages_and_the_trainers_logprobs(
+    page: TestClient, run_dir: RunDir
+) -> None:
+    found = page.get("/api/group?id=a&trajectory=1").json()
+    assert found["trained_step"] is None and found["trainer_logprobs"] is None
+    one = {"place": 1, "advantage": 0.5, "logprobs": [None] * 3 + [-0.25] * 5}
+    line = {"group_id": "a", "step": 4, "version": 3, "at": 1.0, "trajectories": [one]}
+    folder = run_dir.path / "trained"
+    folder.mkdir()
+    cut = json.dumps({**line, "group_id": "b"}, separators=(",", ":"))[:50]
+    (folder / "rank-0.jsonl").write_text(json.dumps(line, separators=(",", ":")) + "\n" + cut)
+    found = page.get("/api/group?id=a&trajectory=1&start=2").json()
+    assert found["trained_step"] == 4 and found["advantages"] is None
+    assert [one["advantage"] for one in found["trajectories"]] == [None, 0.5]
+    assert found["trainer_logprobs"] == [None] + [-0.25] * 5
+    assert page.get("/api/group?id=a&trajectory=0").json()["trainer_logprobs"] is None
+    assert page.get("/api/group?id=b").json()["trained_step"] is None
