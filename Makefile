@@ -53,11 +53,11 @@ resume: $(HERE) ## go on with a run that has ended, from its last checkpoint (RU
 attach: install ## be the controller of a run whose own controller and guard were killed (RUN=name; default: the newest)
 	@$(LEASH) attach $(RUN_FLAG)
 
-dry-run: install ## print the resolved config and the plan, start nothing: make dry-run [EXPERIMENT=...] [ARGS=...] [RAY_ADDRESS=...] [GPU=H100] [LENGTHS=1000,8000]
-	@$(LEASH) dry-run $(EXPERIMENT_FLAG) $(foreach name,GPU LENGTHS,$(if $(call said,$(name)),--$(call option,$(name)) '$(call said,$(name))')) $(OVERRIDES)
+dry-run: $(HERE) ## print the resolved config and the plan, start nothing: make dry-run [EXPERIMENT=...] [ARGS=...] [RAY_ADDRESS=..., or CLUSTER as for launch] [GPU=H100] [LENGTHS=1000,8000]
+	@$(THERE) dry-run $(EXPERIMENT_FLAG) $(foreach name,GPU LENGTHS,$(if $(call said,$(name)),--$(call option,$(name)) '$(call said,$(name))')) $(OVERRIDES)
 
-doctor: install ## what a launch would find on each machine, and what to repair: make doctor [EXPERIMENT=...] [ARGS=...] [RAY_ADDRESS=...] [JSON=1]
-	@$(LEASH) doctor $(EXPERIMENT_FLAG) $(if $(call said,JSON),--json) $(OVERRIDES)
+doctor: $(HERE) ## what a launch would find on each machine, and what to repair: make doctor [EXPERIMENT=...] [ARGS=...] [RAY_ADDRESS=..., or CLUSTER as for launch] [JSON=1]
+	@$(THERE) doctor $(EXPERIMENT_FLAG) $(if $(call said,JSON),--json) $(OVERRIDES)
 
 simulate: install ## GPUs for each pool and max_staleness, simulated: make simulate GPUS=64 LENGTHS=1000,8000 ARGS="rollout.max_response_tokens=8000 ..." [GPU=H100] [LENGTHS_OF=runs/NAME] [MTBF_H=50000] [PRICE=2] [PLOT=file.png]
 	@$(LEASH) simulate $(EXPERIMENT_FLAG) $(foreach name,GPUS GPU LENGTHS LENGTHS_OF PROMPT PARAMETERS ACTIVE KV MFU WIRE SWITCH_S REWARD_S MTBF_H RESTART_S PRICE STEPS PLOT,$(if $(call said,$(name)),--$(call option,$(name)) '$(call said,$(name))')) $(OVERRIDES)

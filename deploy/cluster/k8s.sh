@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 for word in "$@"; do
     case $word in run.dir=* | --dir) refuse "$word: on Kubernetes runs are in /runs, the volume of CLAIM" ;; esac
 done
-if [ "$1" = resume ]; then set -- resume --dir /runs "${@:2}"; else set -- launch run.dir=/runs "${@:2}"; fi
+if [ "$1" = resume ]; then set -- resume --dir /runs "${@:2}"; else set -- "$1" run.dir=/runs "${@:2}"; fi
 read_words "$@"
 # shellcheck disable=SC2034 # by their names, below
 RUN=$run_name RAY_VERSION=$(sed -n 's/^ray==\([0-9.]*\).*/\1/p' deploy/requirements-gpu.lock) WORKERS=$((${NODES:-1} - 1)) CPUS=${CPUS:-8} MEMORY=${MEMORY:-32Gi} SHM=${SHM:-8Gi} GPUS=${GPUS:-0} CLAIM=${CLAIM:-leash-runs}

@@ -38,5 +38,6 @@ until [ -s "$code" ] || is_here; do sleep 1 || true; done
 if is_here; then echo "$JOB" >"$job"; fi
 until [ -s "$code" ]; do sleep 1 || true; done
 code=$(<"$code")
-if [ "$code" = 2 ]; then echo "$JOB" >"$refused"; fi # KubeRay would build three more clusters for the same error
+# KubeRay would build three more clusters for the same error.
+if [ "$code" = 2 ] || { [ "$code" != 0 ] && [[ ${words[0]} = doctor || ${words[0]} = dry-run ]]; }; then echo "$JOB" >"$refused"; fi
 exit "$code"

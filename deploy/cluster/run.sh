@@ -18,7 +18,7 @@ show() { # the words of a command, as a shell would read them
     echo
 }
 
-read_words() { # those of `leash launch` or `leash resume`: sets run_dir, run_name, and words that name both
+read_words() { # those of `leash launch`, `resume`, `doctor` or `dry-run`: sets run_dir, run_name, and words that name both
     local word before=
     run_dir=runs run_name=''
     for word in "$@"; do
@@ -27,7 +27,7 @@ read_words() { # those of `leash launch` or `leash resume`: sets run_dir, run_na
         before=$word
     done
     words=("$@")
-    if [ "$1" = launch ]; then
+    if [ "$1" != resume ]; then
         run_name=${run_name:-leash-${SLURM_JOB_ID:-$(date +%Y%m%d-%H%M%S)}}
         words+=(run.dir="$run_dir" run.name="$run_name")
     fi
@@ -110,6 +110,7 @@ end_run() {
         timeout $((deadline > SECONDS ? deadline - SECONDS : 1)) tail -f -s 0.2 --pid="$pid" /dev/null || kill -KILL "$pid" || true
     done
     rm -f -- "$RAY_AUTH_TOKEN_PATH"
+    case ${words[0]} in doctor | dry-run) rm -rf -- "$folder" ;; esac # they leave no run to keep the logs
     if [ -d "$run_dir/$run_name/logs" ] && [ -d "$LOGS" ]; then cp -rP -- "$LOGS/." "$run_dir/$run_name/logs/" && rm -rf -- "$folder"; fi
     if [ "$(type -t after_end)" = function ]; then after_end "$code"; fi
     exit "$code"

@@ -38,7 +38,7 @@ def test_cluster_leads_to_its_launcher_and_installs_nothing_here() -> None:
     """The shell's CLUSTER is of something else, and a machine that submits jobs may have no GPU."""
     of_others = {"CLUSTER": "slurm", "HOSTS": "others", "SBATCH": "others"}
     assert "-m controller.main launch" in would_run("launch", **of_others)
-    for target in ("launch", "resume"):
+    for target in ("launch", "resume", "doctor", "dry-run"):
         words = (target, "CLUSTER=ssh", "HOSTS=a b", "DRY=1", "ARGS=run.dir=/r", "RUN=night")
         line = shlex.split(would_run(*words, **of_others))
         assert {"HOSTS=a b", "DRY=1", "SBATCH="} <= {*line}

@@ -198,6 +198,22 @@ def test_job_in_the_pod_runs_the_words_as_they_were_typed_and_passes_the_exit_co
     assert needed_s < int(given["RAY_JOB_STOP_WAIT_TIME_S"]) < pod["terminationGracePeriodSeconds"]
 
 
+def test_look_at_the_machines_is_made_once_whatever_it_finds(checkout: Path) -> None:
+    told = submit("doctor", **VARIABLES)
+    (document,) = yaml.safe_load_all(told.stdout)
+    containers = document["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"][
+        "containers"
+    ]
+    (words,) = [pair["value"] for pair in containers[0]["env"] if pair["name"] == "WORDS"]
+    assert words.startswith("doctor run.dir=/runs ")
+    (checkout / "runs").mkdir()
+    (checkout / "exit-code").write_text("1")
+    assert start(checkout, "run", words).wait(LIMIT_S) == 1
+    assert (checkout / "calls").read_text().splitlines()[0] == "doctor"
+    assert start(checkout, "run", words).wait(LIMIT_S) == 2, "another attempt of the job"
+    assert (checkout / "calls").read_text().count("doctor") == 1
+
+
 @pytest.mark.parametrize("is_pod_ended", [False, True])
 def test_job_in_the_pod_lets_the_run_stop_in_order(checkout: Path, is_pod_ended: bool) -> None:
     """It is no descendant of the job: Ray would signal it, and its Redis, with the job."""

@@ -353,6 +353,30 @@ def test_slurm_submits_itself_outside_a_job(scene: Scene) -> None:
     assert re.findall(r"^#SBATCH --(requeue|exclusive|no-kill)$", header, re.M)
 
 
+@pytest.mark.parametrize("verb", ["doctor", "dry-run"])
+def test_slurm_job_may_only_look_at_its_machines(scene: Scene, verb: str) -> None:
+    scene.write("leash-exits", "1")
+    code, output = scene.run("slurm", verb, "run.dir=runs/looked", **in_a_job())
+    assert code == 1, output
+    assert len(scene.calls("srun")) == 3 and scene.calls("ray") == ["ray has ended"] * 3
+    (look,) = scene.calls("leash")
+    assert look.startswith(f"leash {verb} ") and look.endswith(f"ray_address={HEAD}:6379")
+    assert scene.calls("scontrol requeue") == []
+    assert [*(scene.path / "runs/looked").iterdir()] == [], "no run keeps the logs of its nodes"
+
+
+def test_ssh_may_only_look_at_its_machines(scene: Scene) -> None:
+    scene.write("leash-exits", "0")
+    code, output = scene.run("ssh", "doctor", "--json", HOSTS="b c")
+    assert code == 0, output
+    (look,) = scene.calls("leash")
+    assert re.fullmatch(
+        rf"leash doctor --json run.dir=runs run.name=\S+ cluster.ray_address={HEAD}:6379", look
+    )
+    assert len(scene.calls("mode")) == 3 and scene.calls("ray") == ["ray has ended"] * 3
+    assert {file.name for file in (scene.path / "runs").iterdir()} <= {"night"}
+
+
 def test_slurm_is_refused_where_it_is_not(scene: Scene) -> None:
     (scene.path / "bin/sbatch").unlink()
     code, output = scene.run("slurm", *WORDS)
