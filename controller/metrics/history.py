@@ -251,7 +251,7 @@ class MetricsTail:
                 new.append(_parse(line))
             except ValueError as error:
                 where = f"{self._path}:{self._num_lines + len(new) + 1}"
-                raise ValueError(f"{where} is {error}; remove the line") from error
+                raise ValueError(f"{where} {error}") from error
         self._num_lines += len(lines)
         self._num_bytes += sum(map(len, lines)) + len(lines)
         for record in new:
@@ -271,10 +271,10 @@ def _parse(line: bytes) -> Record:
     try:
         fields = _LINE.decode(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"damaged: {error}") from error
+        raise ValueError(f"is damaged: {error}; remove the line") from error
     t, kind, place = fields.pop("t", None), fields.pop("kind", None), fields.pop("id", None) or ""
     if not isinstance(t, float | int) or not isinstance(kind, str) or not isinstance(place, str):
-        raise ValueError("not a metrics record, without time and kind")
+        raise ValueError("is not a metrics record, without time and kind; remove the line")
     if None in fields.values():
         fields = {name: value for name, value in fields.items() if value is not None}
     return Record(t=float(t), kind=kind, values=fields, id=place)  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ class GroupIndex:
         """Read on for about `seconds`, the newest first; returns how many bytes are left."""
         until, left = time.monotonic() + seconds, 0
         found = dict[int, _File]()
-        for path in sorted(recorded_files(self._folder), key=_changed, reverse=True):
+        for path in sorted(recorded_files(self._folder), key=lambda of: of.suffix != ".jsonl"):
             with suppress(FileNotFoundError), open_bytes(path) as opened:
                 status = os.fstat(opened.fileno())
                 file = self._files.get(status.st_ino)
@@ -210,13 +210,6 @@ class GroupIndex:
         return recorded
 
 
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # it has just got another name
-        return 0.0
-
-
 def _last_chunk(file: BinaryIO, size: int) -> int:
     """Where the first line begins of the last CHUNK_BYTES; 0 if none does."""
     start = max(0, size - CHUNK_BYTES)
@@ -225,7 +218,11 @@ def _last_chunk(file: BinaryIO, size: int) -> int:
 
 
 def describe(
-    recorded: Recorded, place: int, start: int, decode: Decode | None, trained: Trained | None = None
+    recorded: Recorded,
+    place: int,
+    start: int,
+    decode: Decode | None,
+    trained: Trained | None = None,
 ) -> dict[str, Any]:
     """A group, and the tokens of its trajectory at `place` from `start` on. Raises KeyError if it
     has no such trajectory."""

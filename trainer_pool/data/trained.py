@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.run_files import read_bytes
-from host.line_log import LineLog, is_chosen, parts_of
+from host.line_log import LineLog, is_chosen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,8 +107,7 @@ class TrainedLog(LineLog):
 def _line(
     name: str, step: int, version: int, at: float, rows: Sequence[tuple[Row, NDArray[np.float32]]]
 ) -> bytes:
-    trajectories = [_trajectory(*of_row) for of_row in sorted(rows, key=lambda r: r[0].trajectory)]
-    line = Trained(group_id=name, step=step, version=version, at=at, trajectories=trajectories)
+    line = Trained(name, step, version, at, [_trajectory(*of_row) for of_row in rows])
     return msgspec.json.encode(line) + b"\n"
 
 
@@ -133,29 +133,19 @@ def _numbers(values: NDArray[Any]) -> list[float | None]:
 
 
 def read_trained(folder: Path, group_id: str) -> Trained | None:
-    """What was recorded of the group when it was last trained, in the run's `folder`. None for a
-    line that a full disk or a kill has cut off."""
-    begin, newest = b'{"group_id":' + msgspec.json.encode(group_id) + b",", None
-    for path in (folder / FOLDER).glob("*.jsonl"):
-        for part in parts_of(path):
-            try:
-                data = read_bytes(part)
-            except FileNotFoundError:
-                continue
-            start = data.rfind(begin)
-            if start < 0:
-                continue
-            try:
-                found = msgspec.json.decode(data[start:].partition(b"\n")[0], type=Trained)
-            except ValueError:
-                continue
-            if newest is None or found.at > newest.at:
-                newest = found
-            break  # earlier files are older
-    return newest
+    """The record of the group when it was last trained, in the run's `folder`; None if it has none,
+    or one that a full disk or a kill has cut off."""
+    begin, found = b'{"group_id":' + msgspec.json.encode(group_id) + b",", list[Trained]()
+    for path in (folder / FOLDER).glob("*.jsonl*"):
+        with suppress(FileNotFoundError, ValueError):
+            data = read_bytes(path)
+            if (start := data.rfind(begin)) >= 0:
+                line = data[start:].partition(b"\n")[0]
+                found.append(msgspec.json.decode(line, type=Trained))
+    return max(found, key=lambda line: line.at, default=None)
 
 
 def by_place(trained: Trained | None, number: int) -> list[TrainedTrajectory | None]:
-    """Of each of a group's trajectories; None for one that was not trained."""
+    """The record of each of a group's trajectories; None for one that was not trained."""
     found = {one.place: one for one in trained.trajectories} if trained else {}
     return [*map(found.get, range(number))]

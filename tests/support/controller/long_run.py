@@ -36,7 +36,7 @@ COUNTERS = {f"count.decode_s:engine-{n}": 1e6 + n / 3 for n in range(40)}
 
 
 def long_records(num_steps: int) -> Iterator[Record]:
-    """Of each step as many records, and as long ones, as a run with two engines writes."""
+    """As many records of each step, and as long ones, as a run with two engines writes."""
     for step in range(num_steps):
         t = 1e9 + step * STEP_S
         if step % 100 == 0:

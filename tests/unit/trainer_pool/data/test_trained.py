@@ -1,4 +1,4 @@
-"""What is recorded of the trained groups, against a group worked out by hand."""
+"""The record of the trained groups, against a group worked out by hand."""
 
 from __future__ import annotations
 
