@@ -32,6 +32,8 @@ ROUTES_COLUMN = "routes"
 """Column [T, layers * experts of a token] uint8 or uint16 of a trajectory of a mixture of experts:
 the experts to which the engine sent each token, by layer; all 0 where they are not known, as of the
 last token, since the experts of a token differ."""
+ADVANTAGE_COLUMN = "advantage"
+"""Column [T] float32 of a trajectory whose environment gave its role a finished advantage."""
 MAX_VERSION = 2**21 - 1
 """The highest policy version: the buffer's index orders groups by version * 2^32 + a sequence
 number, which Redis keeps as a double, exact below 2^53."""
@@ -104,8 +106,9 @@ class Trajectory:
     finish_reason: str
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     episode: int = 0
-    """Index of the episode in its group. Trajectories of one episode have the same reward, which
-    counts once in the group, and share the weight of one trajectory."""
+    """Index of the episode in its group."""
+    role: str = ""
+    """Which of the episode's roles wrote it; empty in an episode without roles."""
     columns: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
     """Further typed per-token columns, each [T] or [T, k]."""
     pictures: tuple[str, ...] = ()
@@ -118,8 +121,19 @@ class Trajectory:
         assert all(len(column) == length for column in self.columns.values())
 
     @property
+    def player(self) -> tuple[int, str]:
+        """Its episode and role. Trajectories of one player have the same reward, which counts once
+        among those of its role in the group, and share the weight of one trajectory."""
+        return self.episode, self.role
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        """It has a finished advantage, which no baseline changes."""
+        return ADVANTAGE_COLUMN in self.columns
 
     @property
     def num_trainable_tokens(self) -> int:
@@ -213,9 +227,22 @@ class TrajectoryGroup:
         return sum(t.num_trainable_tokens for t in self.trajectories)
 
     @property
-    def rewards_by_episode(self) -> Mapping[int, float]:
-        """Reward of each episode, in the order of their first trajectories."""
-        return {t.episode: t.reward for t in self.trajectories}
+    def rewards_by_player(self) -> Mapping[tuple[int, str], float]:
+        """Reward of each player, in the order of their first trajectories."""
+        return {t.player: t.reward for t in self.trajectories}
+
+    @property
+    def roles(self) -> list[str]:
+        """In alphabetical order; one, the empty one, without roles."""
+        return sorted({t.role for t in self.trajectories})
+
+    @property
+    def teaches(self) -> bool:
+        """Rewards of a role differ between its episodes, or there is a finished advantage."""
+        rewards = {(role, reward) for (_, role), reward in self.rewards_by_player.items()}
+        return len(rewards) > len(self.roles) or any(
+            t.columns[ADVANTAGE_COLUMN].any() for t in self.trajectories if t.is_finished
+        )
 
     @property
     def tokens_by_version(self) -> Mapping[int, int]:

@@ -373,7 +373,7 @@ def _group_table(
     place = {group_id: i for i, group_id in enumerate(group_ids)}
     table = [[0.0] * len(_GROUP_COLUMNS) for _ in group_ids]
     for group in groups:
-        rewards = [*group.rewards_by_episode.values()]
+        rewards = [*group.rewards_by_player.values()]
         # Only generated tokens: text of an environment or a tool may follow the prompt, too.
         lengths = [sum(s.end - s.start for s in t.version_spans) for t in group.trajectories]
         table[place[group.group_id]] = [
@@ -382,7 +382,7 @@ def _group_table(
             len(rewards),
             sum(rewards),
             sum(reward * reward for reward in rewards),
-            len({*rewards}) == 1,
+            not group.teaches,
             len(lengths),
             sum(lengths),
             max(lengths),
@@ -397,7 +397,7 @@ def _reward_parts(groups: Sequence[TrajectoryGroup], version: int) -> dict[str, 
     sums: dict[str, list[float]] = {}
     for group in groups:
         bucket = STALENESS_BUCKETS[bisect_right(_BUCKET_STARTS, version - group.min_version)]
-        for parts in {t.episode: t.reward_parts for t in group.trajectories}.values():
+        for parts in {t.player: t.reward_parts for t in group.trajectories}.values():
             for name, value in parts.items():
                 for key in (name, f"{name}/staleness_{bucket}"):
                     total = sums.setdefault(key, [0.0, 0.0])

@@ -282,6 +282,7 @@ def _cut(
                 finish_reason=head.finish_reason,
                 reward_parts=head.reward_parts,
                 episode=head.episode,
+                role=head.role,
                 columns=columns[number],
                 pictures=tuple(digests[place] for place in head.pictures),
             )

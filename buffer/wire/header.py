@@ -67,6 +67,8 @@ class Head(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     columns: Annotated[list[Column], Meta(max_length=MAX_COLUMNS)]
     pictures: Annotated[list[Count], Meta(max_length=MAX_PICTURES)] = []
     """Its pictures' places among those of the group; not written without any."""
+    role: Text = ""
+    """Not written if empty."""
 
     def check(self) -> None:
         """Raises ValueError for what the types leave open."""
@@ -107,21 +109,23 @@ class Description(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         """Raises ValueError for what the types leave open."""
         if not all(map(math.isfinite, _FLOATS(self.sampling))):
             raise ValueError(f"{self.sampling} holds NaN or infinity")
-        rewards: dict[int, float] = {}
+        rewards: dict[tuple[int, str], float] = {}
         for number, head in enumerate(self.trajectories):
             try:
                 head.check()
             except ValueError as error:
                 raise ValueError(f"trajectory {number}: {error}") from None
-            if rewards.setdefault(head.episode, head.reward) != head.reward:
+            player = (head.episode, head.role)
+            if rewards.setdefault(player, head.reward) != head.reward:
                 raise ValueError(
-                    f"trajectories of episode {head.episode} have rewards {rewards[head.episode]} "
-                    f"and {head.reward}: an episode has one (give each episode of a group its own "
-                    "number)"
+                    f"trajectories of episode {head.episode} have rewards {rewards[player]} "
+                    f"and {head.reward}: an episode has one, or one for each role (give each "
+                    "episode of a group its own number)"
                 )
-        if max(rewards) >= len(rewards):
+        episodes = {head.episode for head in self.trajectories}
+        if max(episodes) >= len(episodes):
             raise ValueError(
-                f"episode {max(rewards)} among {len(rewards)}: number them from 0 without gaps"
+                f"episode {max(episodes)} among {len(episodes)}: number them from 0 without gaps"
             )
         digests = [picture.digest for picture in self.pictures]
         if digests != sorted({*digests}):
@@ -164,6 +168,7 @@ def describe(group: TrajectoryGroup, flat: FlatGroup) -> tuple[bytes, list[Array
             {name: float(value) for name, value in t.reward_parts.items()},
             laid_out,
             [pictures.get(digest, len(pictures)) for digest in t.pictures],
+            t.role,
         )
         heads.append(head)
     prompt = group.prompt

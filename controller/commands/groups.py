@@ -82,6 +82,7 @@ def _row(recorded: Recorded, trajectories: Sequence[Trajectory], said: Row) -> R
     return {
         "group": group.group_id,
         "episode": last.episode,
+        "role": last.role,
         "task": group.prompt.task,
         "prompt_index": group.prompt.index,
         **said,

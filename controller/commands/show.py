@@ -99,7 +99,9 @@ def headline(place: int, trajectory: Trajectory) -> str:
     mean = trajectory.rollout_logprobs[trained].mean() if num_trained else 0.0
     by_version = ", ".join(f"v{v}: {n}" for v, n in trajectory.tokens_by_version.items())
     return (
-        f"trajectory {place}, episode {trajectory.episode}: reward {trajectory.reward:g}"
+        f"trajectory {place}, episode {trajectory.episode}"
+        + (f", role {trajectory.role}" if trajectory.role else "")
+        + f": reward {trajectory.reward:g}"
         + (f" ({parts})" if parts else "")
         + f", {trajectory.finish_reason}, {trajectory.num_tokens} tokens of which {num_trained} "
         f"are trained ({by_version or 'none'}), mean log-probability {mean:.2f}"

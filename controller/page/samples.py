@@ -260,6 +260,7 @@ def describe(
 def _summary(one: Trajectory) -> dict[str, Any]:
     return {
         "episode": one.episode,
+        "role": one.role,
         "reward": one.reward,
         "parts": dict(one.reward_parts),
         "finish_reason": one.finish_reason,

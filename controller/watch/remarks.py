@@ -179,8 +179,10 @@ def rewritten_histories(grown: Mapping[str, float]) -> Finding | None:
     """A hint if most answers of longer episodes begin another trajectory. `grown`: counters of a
     while."""
     num_episodes = sum(grown[name] for name, _ in below(grown, "episodes_ended:"))
-    branches, turns = (grown.get(name, 0.0) for name in ("branches", "turns"))
-    is_many = branches > MANY_BRANCHES * num_episodes and branches > MANY_OF_ANSWERS * turns
+    branches, turns, players = (grown.get(n, 0.0) for n in ("branches", "turns", "players"))
+    is_many = (
+        branches > MANY_BRANCHES * max(num_episodes, players) and branches > MANY_OF_ANSWERS * turns
+    )
     if num_episodes < FEWEST_EPISODES or not is_many:
         return None
     words = (

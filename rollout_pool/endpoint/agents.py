@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from rollout_pool.cancelling import BackgroundTasks, contained, end_tasks
 from rollout_pool.endpoint.sessions import Outcome, Session, Sessions
+from rollout_pool.episodes.environment import Step
 from rollout_pool.episodes.episode import Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.tasks.agent import Agent, SessionHandle
 from rollout_pool.tasks.source import EpisodeSource
@@ -77,12 +78,19 @@ class AgentRunner(EpisodeSource):
                 returned = await self._agent(handle, prompt)
         finally:
             await handle.close()
+        if isinstance(returned, Step) and returned.observation is None:
+            return Outcome(
+                reward=returned.reward,
+                parts=returned.info,
+                rewards=returned.rewards,
+                advantages=returned.advantages,
+            )
         reward, parts = returned if isinstance(returned, tuple) else (returned, {})
         if isinstance(reward, bool | int | float) and isinstance(parts, Mapping):
             return Outcome(
                 reward=float(reward), parts={name: float(part) for name, part in parts.items()}
             )
         raise TypeError(
-            f"the agent returned {returned!r}; it must return its reward, a number, or a pair of "
-            "the reward and its named parts"
+            f"the agent returned {returned!r}; it must return its reward, a number, a pair of "
+            "the reward and its named parts, or a Step without an observation"
         )

@@ -27,6 +27,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import uvicorn
+from msgspec import structs
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -55,7 +56,7 @@ from rollout_pool.endpoint.schema import (
 )
 from rollout_pool.endpoint.sessions import Outcome, Serving, Session, SessionOver, Sessions
 from rollout_pool.endpoint.stream import Stream, Turn, ended
-from rollout_pool.episodes.episode import check_parts
+from rollout_pool.episodes.episode import ROLE, check_parts
 
 log = logging.getLogger(__name__)
 
@@ -181,12 +182,16 @@ class _Api:
     ) -> Response:
         page = request.url.path.rpartition("/v1/")[2]
 
+        role = _role_of(self._key(request))
+
         def fingerprint_of() -> bytes:
-            return hashlib.sha256(page.encode() + b"\n" + body).digest()
+            return hashlib.sha256(f"{role} {page}\n".encode() + body).digest()
 
         def read() -> tuple[Turn, bytes]:
             self._limits.check_values(body)
-            return turn_of(session, body), fingerprint_of()
+            turn = turn_of(session, body)
+            turn.role = role
+            return turn, fingerprint_of()
 
         session.check_requests(fingerprint_of)
         with session.activity():
@@ -307,8 +312,12 @@ class _Api:
     # Keys -----------------------------------------------------------------------------------------
 
     def _session(self, request: Request) -> Session:
-        key = request.path_params.get("key")
-        return self._sessions.find(_bearer(request) if key is None else key)
+        return self._sessions.find(self._key(request))
+
+    @staticmethod
+    def _key(request: Request) -> str:
+        key: str | None = request.path_params.get("key")
+        return _bearer(request) if key is None else key
 
     def _session_named(self, request: Request, session_id: str) -> Session:
         if self._is_admin(request):
@@ -344,6 +353,15 @@ def _bearer(request: Request) -> str:
     return key.strip()
 
 
+def _role_of(key: str) -> str:
+    """The role whose key a session's is, with a dot and the role's name behind it."""
+    _, dot, role = key.partition(".")
+    if dot and not ROLE.fullmatch(role):
+        words = f"the role {role!r:.100} in the key must have the form {ROLE.pattern}"
+        raise ApiError(401, words, code="invalid_api_key")
+    return role
+
+
 def _is_retry(request: Request) -> bool:
     """Returns whether this is a retry of an official client."""
     name = "x-stainless-retry-count"
@@ -359,7 +377,9 @@ def _read_outcome(body: bytes) -> Outcome:
         check_parts(posted.parts)
     except ValueError as error:
         raise refuse("parts", str(error)) from error
-    return Outcome(reward=posted.reward, parts=posted.parts)
+    if posted.reward is None and not (posted.rewards or posted.advantages):
+        raise refuse("reward", "must be a number, or give rewards or advantages by role")
+    return Outcome(**structs.asdict(posted))
 
 
 BACKLOG = 4096

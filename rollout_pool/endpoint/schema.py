@@ -171,8 +171,10 @@ class GroupRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Reward(Struct, kw_only=True, forbid_unknown_fields=True):
-    reward: float
+    reward: float | None = None
     parts: dict[str, float] = {}
+    rewards: dict[str, float | None] = {}
+    advantages: dict[str, float] = {}
 
 
 # Reading ------------------------------------------------------------------------------------------

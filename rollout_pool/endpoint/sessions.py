@@ -68,12 +68,16 @@ class SessionLost(EpisodeFailed):
 class Outcome:
     """The reward of an episode, from the program that ran it."""
 
-    reward: float
+    reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """See Step, also for the advantages."""
+    advantages: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in (("reward", self.reward), *self.parts.items()):
-            if not math.isfinite(value):
+        of_roles = (*self.rewards.items(), *self.advantages.items())
+        for name, value in (("reward", self.reward), *self.parts.items(), *of_roles):
+            if value is not None and not math.isfinite(value):
                 raise ValueError(f"{name}={value}: a reward must be a finite number")
 
 
@@ -270,6 +274,7 @@ class Session:
         sampling: SamplingParams,
         stop: Sequence[str],
         constraint: Constraint | None,
+        role: str = "",
     ) -> list[PendingCompletion]:
         """Starts completions of at most `max_tokens`, each to the first text of `stop`; all or
         none. `fingerprints`: that of their request, each with its index as the last byte.
@@ -296,6 +301,7 @@ class Session:
                 stop=stop,
                 constraint=constraint,
                 branches=self._branches,
+                role=role,
             )
             self._num_begun += 1
             begun.append(
@@ -370,6 +376,8 @@ class Session:
             num_turns=self.num_turns,
             env_reward=None if outcome is None else outcome.reward,
             env_parts={} if outcome is None else outcome.parts,
+            rewards={} if outcome is None else outcome.rewards,
+            advantages={} if outcome is None else outcome.advantages,
             error=error,
         )
 
@@ -442,8 +450,8 @@ class Sessions:
         return session
 
     def find(self, key: str) -> Session:
-        """The session with this key. Raises ApiError, 401 or 410."""
-        digest = _digest(key)
+        """The session with this key, of any role. Raises ApiError, 401 or 410."""
+        digest = _digest(key.partition(".")[0])
         if (session := self._open.get(digest)) is not None:
             return session
         if (closed := self._closed.get(digest)) is not None:

@@ -152,6 +152,8 @@ class Turn(ABC):
     prefix: str
     """Prefix of its id."""
     max_tokens: int | None
+    role = ""
+    """The role of its episode that it is of, by the key of the request."""
     texts: TextStream | ContentStream
     """The stream of the completion that it writes; set by `each`."""
 
@@ -248,6 +250,7 @@ class Turn(ABC):
             sampling=self.sampling,
             stop=self.stop,
             constraint=self.constraint,
+            role=self.role,
         )
 
     def feed(self, completion: PendingCompletion, *, is_end: bool) -> str:

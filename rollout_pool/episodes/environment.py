@@ -28,14 +28,22 @@ class Observation:
     replaces_history: bool = False
     """`messages` replace the whole conversation (edited, summarised): the episode continues in a
     new trajectory."""
+    role: str | None = None
+    """The role that answers: each has a conversation and trajectories of its own, which `messages`
+    begin or extend. None is the one that answered last, at first the only one."""
 
     @classmethod
     def user(
-        cls, text: str, system_prompt: str | None = None, pictures: tuple[str, ...] = ()
+        cls,
+        text: str,
+        system_prompt: str | None = None,
+        pictures: tuple[str, ...] = (),
+        *,
+        role: str | None = None,
     ) -> Observation:
         """A user's message; with a `system_prompt` it opens a conversation. `pictures`: see
         `Message`."""
-        return cls(messages=opening(text, system_prompt, pictures))
+        return cls(messages=opening(text, system_prompt, pictures), role=role)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -48,6 +56,12 @@ class Step:
     """Reward of this completion, or None. An episode's rewards are summed."""
     info: Mapping[str, float] = field(default_factory=dict)
     """Named numbers, recorded as parts of the reward (the last value of each name)."""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """In place of `reward`, that of each role, summed over the episode; None for a role that cannot
+    be judged, whose trajectories are left out of the group."""
+    advantages: Mapping[str, float] = field(default_factory=dict)
+    """In place of `rewards`, the finished advantage of each role (the last one): no baseline is
+    subtracted. `reward` is then for the log alone."""
 
 
 class Env(Protocol):

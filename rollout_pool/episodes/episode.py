@@ -12,6 +12,7 @@ which it was sampled, so none is trained twice.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,10 +140,11 @@ class EpisodeRequest:
         constraint: Constraint | None = None,
         branches: Sequence[Branch] = (),
         pictures: Sequence[bytes] = (),
+        role: str = "",
     ) -> Sample:
         """Begins the episode's sample `number`. `sampling`: None is the episode's. `branches`: what
         the episode has so far. `pictures`: those of `prompt`."""
-        extended = _extended(branches, prompt, tuple(pictures))
+        extended = _extended(branches, prompt, tuple(pictures), role)
         sample = Sample(
             sample_id=f"{self.session}.{number}",
             prompt=prompt,
@@ -152,6 +154,7 @@ class EpisodeRequest:
             stop=tuple(stop),
             constraint=None if constraint == Constraint() else constraint,
             session=self.session,
+            role=role,
             group=self.samples.group,
             priority=self.priority,
             min_version=self.min_version,
@@ -186,6 +189,8 @@ class EpisodeRequest:
 MAX_PARTS = 100
 """Named parts of a reward that a program or a service gives; each becomes a metric."""
 MAX_PART_CHARS = 200
+ROLE = re.compile(r"[A-Za-z0-9_-]{1,32}")
+"""The form of a role's name."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -207,6 +212,8 @@ class Branch:
     prompt_length: int
     finish_reason: str
     """Why its last turn ended."""
+    role: str = ""
+    """See Observation.role."""
     temperatures: list[float] = field(default_factory=list)
     """Temperature of each of the model's tokens, 1 elsewhere; empty: all at the group's."""
     routes: list[Routes] = field(default_factory=list)
@@ -228,10 +235,29 @@ class Episode:
     "env_error"."""
     num_turns: int
     env_reward: float | None = None
-    """Sum of the environment's rewards; None if it gave none."""
+    """Sum of the environment's rewards; None if it gave none, or some by role."""
     env_parts: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    """The same by role; None for one that cannot be judged."""
+    advantages: Mapping[str, float] = field(default_factory=dict)
+    """Finished ones, by role."""
     error: str | None = None
     """The message of what the environment raised."""
+
+    def __post_init__(self) -> None:
+        """Raises EpisodeFailed for rewards or advantages that do not fit its roles."""
+        given = {k: v for k in ("rewards", "advantages") if (v := getattr(self, k))}
+        roles = sorted({branch.role for branch in self.branches})
+        if len(given) > 1 or (self.rewards and self.env_reward is not None):
+            what = "rewards and advantages" if len(given) > 1 else "reward and rewards"
+            raise EpisodeFailed(f"its environment gave {what}; give one of them")
+        for what, by_role in given.items():
+            unknown, missing = sorted(by_role.keys() - {*roles}), {*roles} - by_role.keys()
+            if unknown or (missing and self.end == "done"):
+                raise EpisodeFailed(
+                    f"{what}={dict(by_role)!r:.200}: the roles that answered are {roles}; name "
+                    "each of them, as the observations that asked it do, and no others"
+                )
 
     @property
     def answer(self) -> str:
@@ -266,7 +292,7 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
     assert length > 0 and len(sample.logprobs) == length and sample.finish_reason is not None
     assert len(sample.candidates) == length * sample.has_candidates
     assert sum(span.end - span.start for span in sample.version_spans) == length
-    branch = _extended(branches, prompt, sample.pictures)
+    branch = _extended(branches, prompt, sample.pictures, sample.role)
     if branch is None:
         branch = Branch(
             tokens=[],
@@ -276,6 +302,7 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
             version_spans=[],
             prompt_length=len(prompt),
             finish_reason=sample.finish_reason,
+            role=sample.role,
         )
         branches.append(branch)
     given = prompt[len(branch.tokens) :]
@@ -297,13 +324,14 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
 
 
 def _extended(
-    branches: Sequence[Branch], prompt: list[int], pictures: tuple[bytes, ...]
+    branches: Sequence[Branch], prompt: list[int], pictures: tuple[bytes, ...], role: str
 ) -> Branch | None:
-    """The longest branch that this prompt extends."""
+    """The longest branch of `role` that this prompt extends."""
     extended = [
         branch
         for branch in branches
-        if prompt[: len(branch.tokens)] == branch.tokens
+        if branch.role == role
+        and prompt[: len(branch.tokens)] == branch.tokens
         and pictures[: len(branch.pictures)] == branch.pictures  # the tokens tell only their sizes
     ]
     return max(extended, key=lambda branch: len(branch.tokens), default=None)

@@ -26,6 +26,7 @@ from rollout_pool.episodes.conversation import Chat, Completion, Message, ToolSp
 from rollout_pool.episodes.environment import Env, Observation, Step
 from rollout_pool.episodes.episode import (
     HEEDS_INTERRUPT_S,
+    ROLE,
     Branch,
     Episode,
     EpisodeClock,
@@ -78,7 +79,7 @@ class EpisodeRunner:
         observation: Observation | None = await self._bounded(progress, "reset", progress.env.reset)
         while observation is not None:
             turn = self._next_turn(progress, observation)
-            if len(turn.prompt) >= progress.limit:
+            if len(turn.prompt) >= turn.talk.limit:
                 return "length"
             completion = await self._sample_turn(progress, turn)
             observation = await self._bounded(
@@ -95,26 +96,24 @@ class EpisodeRunner:
             turn = self._written(progress, observation)
         except Exception as error:  # text that the chat template or the tokenizer refuses
             raise _Over("env_error", f"observation: {error}") from error
-        if not progress.num_turns:
-            self._check_length(progress, len(turn.prompt))
-            progress.tools = observation.tools
-            progress.limit = len(turn.prompt) + self._rollout.max_response_tokens
+        if not turn.talk.limit:
+            length, most = len(turn.prompt), self._rollout.longest_trajectory
+            if not progress.num_turns or not length:  # a later role's may quote a long answer
+                self._check_length(progress, length)
+            turn.talk.limit = min(length + self._rollout.max_response_tokens, most)
         return turn
 
     def _written(self, progress: _Progress, observation: Observation) -> _Turn:
-        messages = with_files(observation.messages)
-        if not progress.num_turns or observation.replaces_history:  # it opens a branch
-            tools = observation.tools or progress.tools
-            prompt = self._chat.first_prompt(messages, tools)
-            return _Turn(prompt=prompt, messages=messages, shown=messages)
-        whole, read = [*progress.messages, *messages], [*progress.shown, *messages]
+        messages, talk = with_files(observation.messages), progress.talk_of(observation)
+        if not talk.messages or observation.replaces_history:  # it opens a branch
+            prompt = self._chat.first_prompt(messages, observation.tools or talk.tools)
+            return _Turn(talk=talk, prompt=prompt, messages=messages, shown=messages)
+        whole, read = [*talk.messages, *messages], [*talk.shown, *messages]
         if self._task.thoughts is Thoughts.stripped and (shown := without_thoughts(read)) != read:
-            prompt = self._chat.first_prompt(shown, progress.tools)
-            return _Turn(prompt=prompt, messages=whole, shown=shown)
-        prompt = self._chat.next_prompt(
-            progress.prompt, progress.output_ids, messages, progress.tools
-        )
-        return _Turn(prompt=prompt, messages=whole, shown=read)
+            prompt = self._chat.first_prompt(shown, talk.tools)
+            return _Turn(talk=talk, prompt=prompt, messages=whole, shown=shown)
+        prompt = self._chat.next_prompt(talk.prompt, talk.output_ids, messages, talk.tools)
+        return _Turn(talk=talk, prompt=prompt, messages=whole, shown=read)
 
     def _check_length(self, progress: _Progress, length: int) -> None:
         most = self._rollout.max_prompt_tokens
@@ -133,7 +132,7 @@ class EpisodeRunner:
 
     async def _sample_turn(self, progress: _Progress, turn: _Turn) -> Completion:
         """Samples the model's next completion and adds it to the episode."""
-        request, num_left = progress.request, progress.limit - len(turn.prompt)
+        request, num_left = progress.request, turn.talk.limit - len(turn.prompt)
         max_tokens = min(num_left, self._task.max_turn_tokens or num_left)
         sample = request.new_sample(
             progress.num_turns,
@@ -143,6 +142,7 @@ class EpisodeRunner:
             constraint=constraint_of(self._task),
             branches=progress.branches,
             pictures=[file for message in turn.messages for file in message.files],
+            role=turn.talk.role,
         )
         try:
             has_ended = await self._complete(progress, sample)
@@ -152,7 +152,7 @@ class EpisodeRunner:
             raise _Over("episode_timeout")
         assert sample.finish_reason is not None
         completion = self._chat.parse(
-            sample.output_ids, sample.finish_reason, sample.prompt, progress.tools
+            sample.output_ids, sample.finish_reason, sample.prompt, turn.talk.tools
         )
         opens = self._chat.opens_thoughts(sample.prompt, self._task.grammar or "")
         progress.note_completion(turn, sample, completion, mark=THINK if opens else "")
@@ -229,9 +229,26 @@ class _Over(Exception):
 
 
 @dataclass(kw_only=True, slots=True)
+class _Talk:
+    """The conversation of one role."""
+
+    role: str
+    tools: tuple[ToolSpec, ...]
+    limit: int = 0
+    """Most tokens of a branch: the first prompt and all that may follow it."""
+    prompt: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    """All tokens of the current branch: those before its last completion, and the completion's."""
+    messages: list[Message] = field(default_factory=list)
+    shown: list[Message] = field(default_factory=list)
+    """See _Turn; thoughts that the prompt opened have their mark."""
+
+
+@dataclass(kw_only=True, slots=True)
 class _Turn:
     """One turn: what the model has to complete."""
 
+    talk: _Talk
     prompt: list[int]
     """All tokens before the completion."""
     messages: list[Message]
@@ -245,33 +262,38 @@ class _Progress:
     env: Env
     request: EpisodeRequest
     clock: EpisodeClock
-    limit: int = 0
-    """Most tokens of a branch: the first prompt and all that may follow it."""
-    tools: tuple[ToolSpec, ...] = ()
     branches: list[Branch] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)
-    output_ids: list[int] = field(default_factory=list)
-    """All tokens of the current branch: those before its last completion, and the completion's."""
-    messages: list[Message] = field(default_factory=list)
-    shown: list[Message] = field(default_factory=list)
-    """See _Turn; thoughts that the prompt opened have their mark."""
+    talks: dict[str, _Talk] = field(default_factory=dict)
+    """By role, who answers last."""
     num_turns: int = 0
     env_reward: float | None = None
     env_parts: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    advantages: dict[str, float] = field(default_factory=dict)
     end: str = ""
     error: str | None = None
+
+    def talk_of(self, observation: Observation) -> _Talk:
+        """The conversation of its role, which answers last from now on. Raises ValueError."""
+        last = next(reversed(self.talks.values()), _Talk(role="", tools=()))
+        role = last.role if observation.role is None else observation.role
+        if role and not ROLE.fullmatch(role):
+            raise ValueError(f"role={role!r:.100}: must have the form {ROLE.pattern}")
+        new = _Talk(role=role, tools=observation.tools or last.tools)
+        self.talks[role] = self.talks.pop(role, new)
+        return self.talks[role]
 
     def note_completion(
         self, turn: _Turn, sample: Sample, completion: Completion, *, mark: str
     ) -> None:
         """`mark`: of thoughts that the prompt opened."""
         add_turn(self.branches, sample)
-        self.prompt, self.output_ids = sample.prompt, sample.output_ids
+        turn.talk.prompt, turn.talk.output_ids = sample.prompt, sample.output_ids
         message = Message(
             role="assistant", content=completion.content, tool_calls=completion.tool_calls
         )
-        self.messages = [*turn.messages, message]
-        self.shown = [*turn.shown, replace(message, content=mark + message.content)]
+        turn.talk.messages = [*turn.messages, message]
+        turn.talk.shown = [*turn.shown, replace(message, content=mark + message.content)]
         self.num_turns += 1
 
     def note_step(self, step: Step) -> None:
@@ -281,6 +303,12 @@ class _Progress:
             reward = _finite(step.reward, "reward")
             self.env_reward = _finite((self.env_reward or 0.0) + reward, "reward")
         self.env_parts.update(info)
+        for role, own in step.rewards.items():
+            before = self.rewards.get(role, 0.0)
+            both = None if own is None or before is None else before + own
+            self.rewards[role] = both if both is None else _finite(both, f"rewards.{role}")
+        for role, own in step.advantages.items():
+            self.advantages[role] = _finite(own, f"advantages.{role}")
 
     def episode(self) -> Episode:
         if not self.branches:
@@ -288,14 +316,17 @@ class _Progress:
             raise EpisodeFailed(
                 f"{self.request.session}: it ended before a token was sampled: {why}"
             )
+        messages = [talk.messages for talk in self.talks.values() if talk.messages][-1]
         return Episode(
             branches=self.branches,
             # The branches have the files; those who score get the messages, often in a process.
-            messages=tuple(replace(one, files=()) if one.files else one for one in self.messages),
+            messages=tuple(replace(one, files=()) if one.files else one for one in messages),
             end=self.end,
             num_turns=self.num_turns,
             env_reward=self.env_reward,
             env_parts=self.env_parts,
+            rewards=self.rewards,
+            advantages=self.advantages,
             error=self.error,
         )
 

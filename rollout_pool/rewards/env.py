@@ -25,6 +25,16 @@ class EnvReward(Reward):
             )
 
     async def score(self, prompt: Prompt, episode: Episode, key: str) -> PartScore:
+        if episode.rewards:
+            # An episode that was broken off may lack some.
+            by_role = {one.role: episode.rewards.get(one.role, 0.0) for one in episode.branches}
+            judged = {role: value for role, value in by_role.items() if value is not None}
+            return PartScore(
+                value=sum(judged.values()) / max(len(judged), 1),
+                is_left_open=not judged,
+                parts=judged,
+                by_role=judged,
+            )
         if episode.env_reward is None:
             return PartScore(failure="the environment gave no reward")
         return PartScore(value=episode.env_reward)

@@ -90,32 +90,37 @@ class _MemberScorer:
         the episode is unscored; if one cannot judge the completion, it is left open."""
         rewards = self._rewards
         if self._chooses:
-            name = "task" if episode.env_reward is None else "env"
+            name = "task" if episode.env_reward is None and not episode.rewards else "env"
             rewards = {name: rewards[name]}
         works = [self._part(name, reward, prompt, episode) for name, reward in rewards.items()]
         # One needs no task of its own.
         scores = await asyncio.gather(*works) if len(works) > 1 else [await one for one in works]
-        total = 0.0
-        parts: dict[str, float] = dict(episode.env_parts)
         failures: dict[str, str] = {}
         columns: Columns = ()
-        for (name, reward), score in zip(rewards.items(), scores, strict=True):
+        for name, score in zip(rewards, scores, strict=True):
             columns = columns or score.columns
             if score.failure is not None:
                 failures[name] = score.failure
                 self._log_failure(prompt, name, score.failure)
-            if reward.config.gives_reward:
-                total += reward.config.weight * score.value
-                parts |= {f"{name}/{inner}": value for inner, value in score.parts.items()}
-                parts[name] = score.value
         open_parts = (n for n, score in zip(rewards, scores, strict=True) if score.is_left_open)
-        return Score(
-            reward=total,
-            parts=parts,
+
+        def summed(role: str | None) -> Score:
+            found = Score(reward=0.0, parts=dict(episode.env_parts))
+            for (name, reward), score in zip(rewards.items(), scores, strict=True):
+                if reward.config.gives_reward:
+                    value = score.value if role is None else score.by_role.get(role, score.value)
+                    inner = {f"{name}/{one}": value for one, value in score.parts.items()}
+                    found = replace(found, parts={**found.parts, **inner})
+                    found = found.plus(name, reward.config.weight, value)
+            return found
+
+        return replace(
+            summed(None),
             failures=failures,
             is_unscored=any(score.is_unscored for score in scores),
             left_open=next(open_parts, None),
             columns=columns,
+            by_role={role: summed(role) for one in scores for role in one.by_role},
         )
 
     async def score_group(
@@ -137,11 +142,7 @@ class _MemberScorer:
             scores = [
                 replace(one, left_open=one.left_open or name)
                 if value is None
-                else replace(
-                    one,
-                    reward=one.reward + reward.config.weight * value,
-                    parts={**one.parts, name: value},
-                )
+                else one.plus(name, reward.config.weight, value)
                 for one, value in zip(scores, part.of_group, strict=True)
             ]
         return scores

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from msgspec import convert, to_builtins
@@ -39,6 +39,18 @@ class Score:
     """The part that did not judge the episode (returned None): it is left out of its group."""
     columns: Columns = ()
     """Further per-token columns of each branch, such as a teacher's log-probabilities."""
+    by_role: Mapping[str, Score] = field(default_factory=dict)
+    """The scores of roles with rewards of their own, of which this one has the mean; a role that is
+    missing here is left out of the group. Empty: all trajectories have this one."""
+
+    def plus(self, part: str, weight: float, value: float) -> Score:
+        """With a further part."""
+        return replace(
+            self,
+            reward=self.reward + weight * value,
+            parts={**self.parts, part: value},
+            by_role={role: own.plus(part, weight, value) for role, own in self.by_role.items()},
+        )
 
     @property
     def reasons(self) -> str:
@@ -79,6 +91,8 @@ class PartScore:
     """Further named numbers from a service."""
     columns: Columns = ()
     """See Score."""
+    by_role: Mapping[str, float] = field(default_factory=dict)
+    """The values of roles, of which `value` is the mean; without those that cannot be judged."""
 
 
 class ScoringPool(Protocol):

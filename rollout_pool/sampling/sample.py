@@ -108,6 +108,8 @@ class Sample:
     constraint: Constraint | None = None
     session: str = ""
     """Samples of one session go to the engine with their common prefix, unless it is overloaded."""
+    role: str = ""
+    """Which of its episode's roles it is of; see Observation.role."""
     group: str = ""
     """Samples of one group have the same prompt: a session's first sample goes where they are."""
     priority: Priority = Priority.rollout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import httpx
@@ -12,13 +12,14 @@ import httpx
 from configs.rollout_schema import TaskConfig
 from host.network import NO_TLS
 from host.user_code import load_callable
+from rollout_pool.episodes.environment import Step
 from rollout_pool.tasks.task import Prompt, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-AgentReward = float | tuple[float, Mapping[str, float]]
-"""An agent's reward of its episode, alone or with named parts."""
+AgentReward = float | tuple[float, Mapping[str, float]] | Step
+"""An agent's reward of its episode, alone or with named parts, or as an environment gives it."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -35,6 +36,13 @@ class SessionHandle:
     api_key: str = field(repr=False)
     model: str
     _clients: list[AsyncOpenAI] = field(default_factory=list, init=False, repr=False)
+
+    def of_role(self, role: str) -> SessionHandle:
+        """The same for one role of the episode: what it reaches the model by, is this role's."""
+        url, key = self.keyed_url.replace(self.api_key, f"{self.api_key}.{role}"), self.api_key
+        handle = replace(self, api_key=f"{key}.{role}", keyed_url=url)
+        handle._clients = self._clients  # all are closed with the episode
+        return handle
 
     def client(self) -> AsyncOpenAI:
         """A client without timeout or retries. Closed with the episode."""

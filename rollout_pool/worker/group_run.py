@@ -31,6 +31,7 @@ from buffer.replay_buffer import ReplayBuffer
 from buffer.results import PushResult
 from buffer.run_state import RunState
 from buffer.types import (
+    ADVANTAGE_COLUMN,
     CANDIDATES_COLUMN,
     ROUTES_COLUMN,
     TEMPERATURE_COLUMN,
@@ -184,7 +185,7 @@ class GroupRunner:
         group = run.group = await generate_group(run, self.scorer, self._sampling, self._group_size)
         self._failures_in_a_row = 0
         # Rewards with an unscored part, which counts as 0, may be equal because of the scorer.
-        teaches = bool(run.num_unscored) or len({*group.rewards_by_episode.values()}) > 1
+        teaches = bool(run.num_unscored) or group.teaches
         if not run.num_unscored:
             self._note_rewards(run.prompt, group, teaches=teaches)
         if self._filter is not None:
@@ -194,7 +195,7 @@ class GroupRunner:
                 run.pushed = await self.state.retry_while_run_moves(lambda: self.buffer.push(group))
 
     def _note_rewards(self, prompt: Prompt, group: TrajectoryGroup, *, teaches: bool) -> None:
-        task, rewards = group.prompt.task, group.rewards_by_episode.values()
+        task, rewards = group.prompt.task, group.rewards_by_player.values()
         mean = sum(rewards) / len(rewards)
         self.counters.add(f"scored_groups:{task}")
         self.counters.add(f"mean_rewards:{task}", mean)
@@ -273,6 +274,7 @@ class GroupRunner:
             count(f"episodes_ended:{end}")
         count("turns", run.num_turns)
         count("branches", len(run.group.trajectories))
+        count("players", len(run.group.rewards_by_player))
 
     async def _settle_outcome(self, run: GroupRun) -> bool:
         assert run.work is not None
@@ -375,6 +377,9 @@ async def generate_group(
             for place, (episode, score) in enumerate(zip(episodes, scores, strict=True))
             for one in _trajectories(run, place, episode, score, sampling)
         ]
+        if any(one.is_finished for one in trajectories):
+            # One that was broken off before its environment gave any has nothing to teach.
+            trajectories = [one if one.is_finished else _finished(one, 0.0) for one in trajectories]
     except (SampleFailed, EpisodeFailed, GroupFailed) as error:
         run.give_up(str(error))
         if isinstance(error, GroupFailed):
@@ -438,32 +443,37 @@ def _trajectories(
     if score.left_open is not None:
         run.num_left_open += 1
         return []
-    run.messages[place] = episode.messages
-    for branch in episode.branches:
-        run.pictures.update((digest_of(picture), picture) for picture in branch.pictures)
-    return make_trajectories(episode, score, place, sampling.temperature)
+    number = place - run.num_left_open  # the buffer's have no gaps
+    if not any(branch.role for branch in episode.branches):  # else there are several
+        run.messages[number] = episode.messages
+    made = make_trajectories(episode, score, number, sampling.temperature)
+    shown = {digest for one in made for digest in one.pictures}
+    every = {digest_of(p): p for branch in episode.branches for p in branch.pictures}
+    run.pictures.update((digest, every[digest]) for digest in shown)
+    return made
 
 
 def make_trajectories(
     episode: Episode, score: Score, place: int, temperature: float
 ) -> list[Trajectory]:
-    """One trajectory per branch of the group's episode `place`; all have the episode's reward.
-    `temperature`: the group's.
+    """One trajectory per branch of the group's episode `place`; all have the episode's reward, or
+    that of their role. `temperature`: the group's.
 
     If the whole episode was cut short, that is their finish reason.
     """
     columns = score.columns or tuple({} for _ in episode.branches)
-    return [
+    made = [
         Trajectory(
             tokens=np.asarray(branch.tokens, np.int32),
             loss_mask=np.asarray(branch.loss_mask, np.uint8),
             rollout_logprobs=np.asarray(branch.logprobs, np.float32),
             version_spans=tuple(branch.version_spans),
             prompt_length=branch.prompt_length,
-            reward=score.reward,
+            reward=own.reward,
             finish_reason=branch.finish_reason if episode.end == "done" else episode.end,
-            reward_parts=dict(score.parts),
+            reward_parts=dict(own.parts),
             episode=place,
+            role=branch.role,
             columns={
                 **of_branch,
                 **_candidates(branch),
@@ -473,7 +483,16 @@ def make_trajectories(
             pictures=tuple(map(digest_of, branch.pictures)),
         )
         for branch, of_branch in zip(episode.branches, columns, strict=True)
+        for own in [score.by_role.get(branch.role) if score.by_role else score]
+        if own is not None
     ]
+    given = episode.advantages
+    return [_finished(one, given[one.role]) if one.role in given else one for one in made]
+
+
+def _finished(trajectory: Trajectory, advantage: float) -> Trajectory:
+    column = np.full(trajectory.num_tokens, advantage, np.float32)
+    return replace(trajectory, columns={**trajectory.columns, ADVANTAGE_COLUMN: column})
 
 
 def _temperatures(branch: Branch, usual: float) -> dict[str, NDArray[np.float32]]:

@@ -173,7 +173,8 @@ class _Trajectory(Struct):
     """The first run is of zeros and may be empty."""
     tokens: NDArray[Any]
     logprobs: NDArray[Any]
-    columns: dict[str, _Column] = {}  # older lines have none
+    role: str = ""
+    columns: dict[str, _Column] = {}  # older lines have none; the last field, see _END
 
 
 class _Line(Struct, kw_only=True):
@@ -201,6 +202,7 @@ def _line(
         trajectories=[
             _Trajectory(
                 episode=one.episode,
+                role=one.role,
                 reward=one.reward,
                 reward_parts=dict(one.reward_parts),
                 finish_reason=one.finish_reason,
@@ -280,6 +282,7 @@ def _parse_trajectory(line: _Trajectory) -> Trajectory:
         finish_reason=line.finish_reason,
         reward_parts=line.reward_parts,
         episode=line.episode,
+        role=line.role,
         columns={
             name: _exactly(column.values, column.dtype).reshape(column.shape)
             for name, column in line.columns.items()

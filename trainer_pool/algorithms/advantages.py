@@ -33,7 +33,8 @@ class AdvantageInputs:
     rewards_E: Values
     """Less the penalties for length and for the distance from a reference, if they are set."""
     groups_E: NDArray[np.int64]
-    """Each episode's group, from 0; the episodes of one group are adjacent."""
+    """Each episode's group, from 0; the episodes of one group are adjacent. Where episodes have
+    roles, each role of one is an episode here, and each role of a group is a group."""
     num_tokens_E: Values
     """Trained tokens of each episode: the mean over its trajectories."""
     parts: Mapping[str, Values] = field(default_factory=dict)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.types import (
+    ADVANTAGE_COLUMN,
     CANDIDATES_COLUMN,
     ROUTES_COLUMN,
     TEMPERATURE_COLUMN,
@@ -75,9 +76,10 @@ def rows_by_group(
     `score_reference`: log-probabilities of the reference; `values_of`: the critic's values.
 
     An episode's reward counts once, however many trajectories it has: each gets the episode's
-    advantage, and the trained ones share its weight. A token whose log-probability from the engine
-    is not finite is not trained. Raises ValueError for a group whose sampling parameters changed
-    the distribution in a way that cannot be computed here, or that the algorithm cannot use.
+    advantage, and the trained ones share its weight; so does each role's of an episode. A token
+    whose log-probability from the engine is not finite is not trained. Raises ValueError for a
+    group whose sampling parameters changed the distribution in a way that cannot be computed here,
+    or that the algorithm cannot use.
     """
     masks_truncated = algorithm.config.advantage.mask_truncated
     masks = [_trained_masks(group, masks_truncated) for group in batch.groups]
@@ -86,7 +88,7 @@ def rows_by_group(
         _rows(group, of_group, algorithm, version=batch.version, place=places[group.group_id])
         for group, of_group in zip(batch.groups, masks, strict=True)
     ]
-    penalties: dict[tuple[str, int], float] = {}
+    penalties: _Penalties = {}
     if score_reference is not None:
         rows = _with_column(rows, REFERENCE_COLUMN, score_reference)
         if algorithm.config.kl.where is KLPlace.reward:
@@ -106,9 +108,12 @@ def rows_by_group(
         targets = zip(every, returns(inputs, algorithm.config.advantage), strict=True)
         of_rows = [target for row, target in targets if row is not None]
         rows = _with_column(rows, RETURN_COLUMN, lambda _: of_rows)
-    for row, values in zip(itertools.chain(*rows), algorithm.advantages(inputs), strict=True):
+    for row, t, values in zip(
+        itertools.chain(*rows), inputs.trajectories, algorithm.advantages(inputs), strict=True
+    ):
         if row is not None:
-            row.advantages = values
+            given = t.columns.get(ADVANTAGE_COLUMN)
+            row.advantages = values if given is None else np.asarray(given, np.float32)
     return [[row for row in of_group if row is not None] for of_group in rows]
 
 
@@ -132,6 +137,7 @@ def _rows(
 ) -> list[Row | None]:
     """A row without advantages for each trajectory; None if none of its tokens is trained."""
     check_sampling(group)
+    _check_finished(group, algorithm)
     config, trajectories = algorithm.config, group.trajectories
     shares = _shares(trajectories, masks)
     streams: list[dict[str, NDArray[np.float32]]] = [{} for _ in trajectories]
@@ -173,15 +179,37 @@ def _rows(
                 candidates=t.columns.get(CANDIDATES_COLUMN),
                 routes=t.columns.get(ROUTES_COLUMN),
                 streams=weights,
-                columns={k: v for k, v in t.columns.items() if k not in _OF_SAMPLING},
+                columns={k: v for k, v in t.columns.items() if k not in _READ_HERE},
                 pictures=group.pictures_of(t),
             )
         )
     return rows
 
 
-_OF_SAMPLING = (CANDIDATES_COLUMN, TEMPERATURE_COLUMN, ROUTES_COLUMN)
-"""Columns that say how a token was sampled."""
+_READ_HERE = (CANDIDATES_COLUMN, TEMPERATURE_COLUMN, ROUTES_COLUMN, ADVANTAGE_COLUMN)
+"""Columns that no loss reads: how a token was sampled, and its finished advantage."""
+_BY_GROUP = ("grpo", "dr_grpo", "rloo", "max_rl", "pass_at_k")
+"""Advantages that read nothing but the rewards of their own group."""
+_Penalties = Mapping[tuple[str, tuple[int, str]], float]
+"""By group and player."""
+
+
+def _check_finished(group: TrajectoryGroup, algorithm: Algorithm) -> None:
+    """Raises ValueError for finished advantages beside which a setting would be without effect, or
+    would mix them with rewards."""
+    config, advantage = algorithm.config, algorithm.config.advantage
+    if not any(t.is_finished for t in group.trajectories):
+        return
+    for setting, is_in_the_way, cure in (
+        (f"advantage.kind={advantage.kind!r}", advantage.kind not in _BY_GROUP, "choose grpo"),
+        ("kl.where=reward", config.kl.where is KLPlace.reward, "set it to loss"),
+        ("advantage.overlong_start", advantage.overlong_start is not None, "leave it out"),
+    ):
+        if is_in_the_way:
+            raise ValueError(
+                f"algorithm.{setting}: needs rewards, and the environment gave group "
+                f"{group.group_id} finished advantages; {cure}, or give rewards by role"
+            )
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> list[slice]:
@@ -207,10 +235,10 @@ def _temperatures(
 
 
 def _shares(trajectories: Sequence[Trajectory], masks: Sequence[NDArray[Any]]) -> list[float]:
-    """1/n for each trajectory of an episode that has n with a trained token: it counts once."""
+    """1/n for each trajectory of a player that has n with a trained token: it counts once."""
     pairs = list(zip(trajectories, masks, strict=True))
-    counts = Counter(trajectory.episode for trajectory, mask in pairs if np.count_nonzero(mask))
-    return [1 / max(counts[trajectory.episode], 1) for trajectory in trajectories]
+    counts = Counter(trajectory.player for trajectory, mask in pairs if np.count_nonzero(mask))
+    return [1 / max(counts[trajectory.player], 1) for trajectory in trajectories]
 
 
 def _trained_masks(group: TrajectoryGroup, masks_truncated: bool) -> list[NDArray[np.uint8]]:
@@ -220,9 +248,9 @@ def _trained_masks(group: TrajectoryGroup, masks_truncated: bool) -> list[NDArra
     mask = np.concatenate([t.loss_mask for t in every]) * np.isfinite(logprobs)
     masks = [mask[part] for part in _parts(every)]
     if masks_truncated:
-        truncated = {t.episode for t in every if t.finish_reason == "length"}
+        truncated = {t.player for t in every if t.finish_reason == "length"}
         for t, mask in zip(every, masks, strict=True):
-            mask *= t.episode not in truncated
+            mask *= t.player not in truncated
     return masks
 
 
@@ -298,10 +326,9 @@ def _aggregated(
 
 def _penalties(
     batch: StepBatch, rows: Sequence[Sequence[Row | None]], algorithm: Algorithm
-) -> dict[tuple[str, int], float]:
-    """The reward that each episode, by its group and number, loses for its distance from the
-    reference."""
-    found: defaultdict[tuple[str, int], float] = defaultdict(float)
+) -> _Penalties:
+    """The reward that each player loses for its distance from the reference."""
+    found: defaultdict[tuple[str, tuple[int, str]], float] = defaultdict(float)
     for group, of_group in zip(batch.groups, rows, strict=True):
         for trajectory, row in zip(group.trajectories, of_group, strict=True):
             if row is not None:
@@ -315,7 +342,7 @@ def _penalties(
                         "not finite; choose another reference, or set algorithm.kl.where=loss, "
                         "which skips such updates"
                     )
-                found[group.group_id, trajectory.episode] += penalty
+                found[group.group_id, trajectory.player] += penalty
     return dict(found)
 
 
@@ -324,64 +351,72 @@ def _advantage_inputs(
     masks: Sequence[Sequence[NDArray[np.uint8]]],
     algorithm: Algorithm,
     ranks: Collectives,
-    penalties: Mapping[tuple[str, int], float],
+    penalties: _Penalties,
 ) -> AdvantageInputs:
     """The inputs of the advantages; every rank has the same episodes in the same order. Makes three
-    collective calls."""
+    collective calls. Each role of an episode counts as an episode, and each role of a group as a
+    group: solvers are compared with solvers."""
     places = batch.places
     own = [
-        (place, episode, reward - penalties.get((group.group_id, episode), 0.0), tokens, parts)
+        row
         for group, of_group in zip(batch.groups, masks, strict=True)
-        for place, episode, reward, tokens, parts in _episodes(places, group, of_group, algorithm)
+        for row in _players(places[group.group_id], group, of_group, algorithm, penalties)
     ]
     about = json.dumps([len(own), sorted({name for *_, parts in own for name in parts})])
     every = [json.loads(text) for text in ranks.gather_texts(about)]
     names = sorted({name for _, theirs in every for name in theirs})
     longest = max(count for count, _ in every)
-    table = np.full((longest, 4 + len(names)), np.nan)
+    table = np.full((longest, 5 + len(names)), np.nan)
     for place, (*numbers, parts) in enumerate(own):
         table[place] = [*numbers, *(parts.get(name, np.nan) for name in names)]
     rows = ranks.gather(torch.from_numpy(table.reshape(-1))).view(-1, table.shape[1]).numpy()
     rows = rows[~np.isnan(rows[:, 0])]
-    rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-    place_of = {(int(group), int(episode)): i for i, (group, episode) in enumerate(rows[:, :2])}
+    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+    place_of = {tuple(map(int, numbers)): i for i, numbers in enumerate(rows[:, :3])}
+    begins_group = np.diff(rows[:, :2], axis=0, prepend=rows[:1, :2]).any(1)
     return AdvantageInputs(
-        groups_E=rows[:, 0].astype(np.int64),
-        rewards_E=rows[:, 2],
-        num_tokens_E=rows[:, 3],
-        parts={name: rows[:, 4 + i] for i, name in enumerate(names)},
+        groups_E=np.cumsum(begins_group),
+        rewards_E=rows[:, 3],
+        num_tokens_E=rows[:, 4],
+        parts={name: rows[:, 5 + i] for i, name in enumerate(names)},
         trajectories=[t for group in batch.groups for t in group.trajectories],
         masks=[*itertools.chain(*masks)],
         sum_over_ranks=lambda sums: ranks.gather(torch.from_numpy(sums)).sum(0).numpy(),
         episodes=[
-            place_of[places[group.group_id], trajectory.episode]
+            place_of[places[group.group_id], roles.index(t.role), t.episode]
             for group in batch.groups
-            for trajectory in group.trajectories
+            for roles in [group.roles]
+            for t in group.trajectories
         ],
     )
 
 
-def _episodes(
-    places: Mapping[str, int],
+def _players(
+    place: int,
     group: TrajectoryGroup,
     masks: Sequence[NDArray[np.uint8]],
     algorithm: Algorithm,
-) -> list[tuple[int, int, float, float, Mapping[str, float]]]:
-    """Index of the group, number, reward, trained tokens, reward parts of each episode."""
-    counts: defaultdict[int, list[int]] = defaultdict(list)
-    generated: defaultdict[int, int] = defaultdict(int)
-    parts: dict[int, Mapping[str, float]] = {}
+    penalties: _Penalties,
+) -> list[tuple[int, int, int, float, float, Mapping[str, float]]]:
+    """Index of the group, of the role and of the episode, reward, trained tokens, reward parts of
+    each player."""
+    counts: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    generated: defaultdict[tuple[int, str], int] = defaultdict(int)
+    parts: dict[tuple[int, str], Mapping[str, float]] = {}
     for t, mask in zip(group.trajectories, masks, strict=True):
-        counts[t.episode].append(int(np.count_nonzero(mask)))
+        counts[t.player].append(int(np.count_nonzero(mask)))
         of_own = sum(span.end - span.start for span in t.version_spans)
-        generated[t.episode] = max(generated[t.episode], of_own)
-        parts.setdefault(t.episode, t.reward_parts)
-    found = []
-    for episode, reward in group.rewards_by_episode.items():
-        reward -= overlong_penalty(generated[episode], algorithm.config.advantage)
-        trained = [count for count in counts[episode] if count]
+        generated[t.player] = max(generated[t.player], of_own)
+        parts.setdefault(t.player, t.reward_parts)
+    found, roles = [], group.roles
+    for player, reward in group.rewards_by_player.items():
+        reward -= overlong_penalty(generated[player], algorithm.config.advantage)
+        reward -= penalties.get((group.group_id, player), 0.0)
+        trained = [count for count in counts[player] if count]
         mean_tokens = sum(trained) / len(trained) if trained else 0.0
-        found.append((places[group.group_id], episode, reward, mean_tokens, parts[episode]))
+        episode, role = player
+        numbers = place, roles.index(role), episode
+        found.append((*numbers, reward, mean_tokens, parts[player]))
     return found
 
 

@@ -198,7 +198,7 @@ async function showGroup(id, trajectory, start = 0) {
     new Option(`${n}: reward ${number(other.reward)}` + (other.advantage === null ? "" :
       `, advantage ${number(other.advantage)}`) + `, ${other.num_trained} tokens`, n, false, n === trajectory)));
   const parts = Object.entries(one.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
-  $("facts").textContent = `Episode ${one.episode}: reward ${number(one.reward)}` + (parts ? ` (${parts})` : "") +
+  $("facts").textContent = `Episode ${one.episode}${one.role && ", " + one.role}: reward ${number(one.reward)}` + (parts ? ` (${parts})` : "") +
     `, ${one.finish_reason}, ${one.num_tokens} tokens of which ${one.num_trained} are trained`;
   $("messages").replaceChildren(...found.messages.flatMap((message) => [make("h4", message.role),
     make("pre", typeof message.content === "string" ? message.content : JSON.stringify(message, null, 1))]));

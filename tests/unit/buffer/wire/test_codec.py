@@ -247,6 +247,18 @@ def test_episodes_are_numbered_from_zero_and_have_one_reward_each(
         encode_group(replace(_group_of(_trajectory()), trajectories=some))
 
 
+def test_roles_of_an_episode_have_a_reward_each_and_cost_nothing_without() -> None:
+    solver = _trajectory(role="solver", reward=0.75)
+    group = replace(
+        _group_of(solver), trajectories=(solver, replace(solver, role="critic", reward=0.5))
+    )
+    read = decode_group(encode_group(group))
+    assert read.rewards_by_player == {(0, "solver"): 0.75, (0, "critic"): 0.5}
+    assert b"role" not in encode_group(_group_of(_trajectory()))
+    with pytest.raises(ValueError, match=r"episode 0 have rewards 0\.75 and 0\.5: .* each role"):
+        encode_group(replace(group, trajectories=(solver, replace(solver, reward=0.5))))
+
+
 def _forged(data: bytes, old: bytes, new: bytes) -> bytes:
     """The last `old` of the description replaced, with lengths and checksum that are right."""
     (length,) = struct.unpack_from("<I", data, 12)

@@ -74,6 +74,7 @@ def test_both_forms_have_a_row_for_each_episode(
     assert at > 1e9 and rows[1] == {
         "group": "a",
         "episode": 1,
+        "role": "",
         "task": "sums",
         "prompt_index": 0,
         "messages": [

@@ -94,7 +94,9 @@ def test_histories_that_are_no_longer_extended_are_told() -> None:
     [told] = [one for one in findings(view) if "trajectories" in one.words]
     assert told.words.startswith("an episode is 3.5 trajectories for its 4.0 answers")
     view.config = Config(model=ModelConfig(path="m"), task=TaskConfig(thoughts=Thoughts.stripped))
-    for usual in (view, view_of(counts={**often, "branches": 39.0}), view_of(counts={"turns": 80})):
+    of_roles = view_of(counts={**often, "players": 60.0})
+    fewer = view_of(counts={**often, "branches": 39.0})
+    for usual in (view, fewer, view_of(counts={"turns": 80}), of_roles):
         assert [one.words for one in findings(usual) if "trajectories" in one.words] == []
 
 

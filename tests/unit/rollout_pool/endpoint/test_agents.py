@@ -10,6 +10,7 @@ import pytest
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from rollout_pool.endpoint.agents import AgentRunner
 from rollout_pool.endpoint.sessions import SessionLost
+from rollout_pool.episodes.environment import Step
 from rollout_pool.episodes.episode import EpisodeFailed
 from rollout_pool.sampling.sample import SampleFailed
 from rollout_pool.tasks.agent import load_agent
@@ -292,3 +293,26 @@ async def test_agent_that_exits_or_cancels_fails_only_its_episode(scene, play, e
 
     episode = await play(agent)
     assert episode.end == "env_error" and message in episode.error
+
+
+async def test_roles_of_an_agent_have_trajectories_and_rewards_of_their_own(scene, play):
+    async def agent(session, prompt):
+        for role in ("solver", "critic", "solver"):  # they ask the same, and share nothing
+            handle = session.of_role(role)
+            assert handle.api_key in handle.keyed_url and role in handle.keyed_url
+            await ask(handle, prompt.text)
+        return Step(rewards={"solver": 1.0, "critic": None}, info={"rounds": 2.0})
+
+    episode = await play(agent)
+    assert [one.role for one in episode.branches] == ["solver", "critic", "solver"]
+    assert episode.rewards == {"solver": 1.0, "critic": None}
+    assert episode.env_parts == {"rounds": 2.0}
+
+    async def mistaken(session, prompt):
+        with pytest.raises(openai.AuthenticationError, match="'a b' in the key must have the form"):
+            await ask(session.of_role("a b"), prompt.text)
+        await ask(session, prompt.text)
+        return Step(advantages={"critic": 1.0})
+
+    with pytest.raises(EpisodeFailed, match="the roles that answered are"):
+        await play(mistaken)

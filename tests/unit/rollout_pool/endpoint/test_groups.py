@@ -64,6 +64,18 @@ async def test_external_group_is_complete_when_all_rewards_are_posted(scene):
     check_branch(two.branches[0], [scene.author.ended[1][1]])
 
 
+async def test_program_posts_rewards_by_role(scene):
+    group, serving = await open_group(scene)
+    credits = ({"rewards": {"a": 1, "b": None}}, {"advantages": {"a": -1}})
+    for member, credit in zip(group["sessions"], credits, strict=True):
+        for role in next(iter(credit.values())):
+            await scene.say_hello({**member, "api_key": f"{member['api_key']}.{role}"})
+        assert (await scene.post_reward(member, **credit)).status_code == 200
+    one, two = await serving
+    assert one.rewards == {"a": 1.0, "b": None} and two.advantages == {"a": -1.0}
+    assert [branch.role for branch in one.branches] == ["a", "b"]
+
+
 async def test_external_group_has_the_size_with_which_its_worker_begins_it(scene):
     serving = asyncio.create_task(serve(scene, size=3))  # it was 2 at the launch
     group = (await scene.http(ADMIN_KEY).post("/groups", json={})).json()

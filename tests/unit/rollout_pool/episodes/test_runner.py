@@ -441,3 +441,42 @@ async def test_first_observation_that_cannot_be_written_fails_only_its_episode()
         with pytest.raises(EpisodeFailed, match="before a token was sampled"):
             await runner(Model()).run(env, ask())
         assert env.num_closed == 1
+
+
+async def test_each_role_has_a_conversation_of_its_own():
+    model = Model("7", "no", "8", "yes")
+    env = Talk(
+        Observation.user("3+4=", role="solver"),
+        Observation.user("3+4=", role="critic"),  # the same tokens, and yet another conversation
+        Step(observation=Observation.user(" Again: ", role="solver"), rewards={"solver": -0.5}),
+        Observation.user(" And 8? ", role="critic"),
+        Step(rewards={"solver": 1.0, "critic": 0.25}),
+    )
+    episode = await runner(model).run(env, ask())
+    assert {one.role: text_of(one) for one in episode.branches} == {
+        "solver": "3+4=[7|] Again: [8|]",
+        "critic": "3+4=[no|] And 8? [yes|]",
+    }
+    assert episode.rewards == {"solver": 0.5, "critic": 0.25} and episode.env_reward is None
+    assert [message.content for message in episode.messages][1::2] == ["no", "yes"]
+
+
+async def test_observation_without_a_role_is_for_who_answered_last():
+    model = Model("a", "b")
+    env = Talk(Observation.user("1? ", role="solver"), " 2? ", Step(rewards={"solver": 1.0}))
+    [branch] = (await runner(model).run(env, ask())).branches
+    assert (branch.role, text_of(branch)) == ("solver", "1? [a|] 2? [b|]")
+
+
+async def test_prompt_of_a_later_role_without_room_ends_the_episode():
+    most = RolloutConfig().longest_trajectory
+    model = Model("a")
+    env = Talk(Observation.user("1? ", role="solver"), Observation.user("x" * most, role="critic"))
+    episode = await runner(model).run(env, ask())
+    assert episode.end == "length" and [one.role for one in episode.branches] == ["solver"]
+
+
+async def test_name_of_a_role_has_a_form():
+    env = Talk("1? ", Observation.user("2? ", role="the critic"))
+    episode = await runner(Model("a")).run(env, ask())
+    assert episode.end == "env_error" and "role='the critic': must have the form" in episode.error

@@ -67,6 +67,19 @@ def second_chance(tmp_path):
     return load_config(overrides)
 
 
+async def test_roles_of_the_page_have_rewards_and_trajectories_of_their_own(tmp_path):
+    path = tmp_path / "two_roles.py"
+    path.write_text(block_with("class SolveAndCheck"))
+    settings = settings_with("SolveAndCheck")
+    config = load_config([text.replace("two_roles.py", str(path)) for text in settings])
+    check_task(config.task)
+    task = build_task(config.task)
+    prompt = next(TaskStream(task, 0, 1))
+    episode = await played(config, prompt, "?", task.solution(prompt))
+    assert [one.role for one in episode.branches] == ["solver", "critic"]
+    assert (episode.end, episode.rewards) == ("done", {"solver": 0.0, "critic": 1.0})
+
+
 @pytest.mark.parametrize("example", ["SecondChance", "SecondTry"])
 def test_example_of_several_turns_has_at_most_25_lines(example):
     lines = [line for line in block_with(f"class {example}").splitlines() if line.strip()]

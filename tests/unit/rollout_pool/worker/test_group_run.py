@@ -11,16 +11,19 @@ import pytest
 
 from buffer.results import PushResult
 from buffer.types import PromptRef, SamplingParams, VersionSpan
+from buffer.wire.codec import decode_group, encode_group
 from configs.advantages import AdvantageConfig
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.environment import Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import Branch, Episode
 from rollout_pool.episodes.runner import EpisodeRunner
+from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.rewards.types import Score
 from rollout_pool.sampling.group_samples import GroupSamples
 from rollout_pool.sampling.sample import Routes, SampleFailed
 from rollout_pool.tasks.env_episodes import EnvEpisodes
+from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.source import GroupEnd
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.worker.group_run import (
@@ -141,6 +144,10 @@ def give_source(run, model, env_factory):
 async def generate(run, model, scorer, env_factory=question):
     give_source(run, model, env_factory)
     return await generate_group(run, scorer, SAMPLING, 4)
+
+
+def rewards_of(group):
+    return [*group.rewards_by_player.values()]
 
 
 def branch(tokens, loss_mask, finish_reason="stop", version=7, candidates=None):
@@ -441,7 +448,9 @@ async def test_episode_that_no_reward_judges_is_left_out_of_its_group(model, sco
     scorer.left_open = {"0", "2"}
     current = new_run()
     group = await generate(current, model, scorer)
-    assert group.rewards_by_episode == {1: 1.0, 3: 3.0}
+    assert rewards_of(group) == [1.0, 3.0]
+    encode_group(group)  # which wants episodes without gaps
+    assert {place: said[-1].content for place, said in current.messages.items()} == {0: "1", 1: "3"}
     assert (current.num_left_open, current.num_unscored) == (2, 0)
     scorer.left_open = set("0123")
     with pytest.raises(GroupFailed, match="prompt 3: a reward function returned None for each of"):
@@ -461,7 +470,7 @@ async def test_group_is_scored_together_once_its_slowest_episode_has_ended(model
         model.gates[2].set()
         group = await running
     assert scorer.groups == [["0", "1", "2", "3"]]
-    assert group.rewards_by_episode == {0: 10.0, 1: 11.0, 2: 12.0, 3: 13.0}
+    assert rewards_of(group) == [10.0, 11.0, 12.0, 13.0]
     assert dict(group.trajectories[1].reward_parts) == {"half": 0.5, "rank": 10.0}
 
 
@@ -486,9 +495,9 @@ async def test_episode_that_a_reward_of_the_group_leaves_open_is_in_no_baseline(
     ]
     current = new_run()
     group = await generate(current, model, scorer)
-    assert group.rewards_by_episode == {1: 1.0, 3: 5.0} and current.num_left_open == 2
+    assert rewards_of(group) == [1.0, 5.0] and current.num_left_open == 2
     inputs = AdvantageInputs(
-        rewards_E=np.array([*group.rewards_by_episode.values()]),
+        rewards_E=np.array(rewards_of(group)),
         groups_E=np.zeros(2, np.int64),
         num_tokens_E=np.ones(2),
         trajectories=group.trajectories,
@@ -496,3 +505,84 @@ async def test_episode_that_a_reward_of_the_group_leaves_open_is_in_no_baseline(
     )
     # The mean of 1 and 5 is 3, and not that of four episodes.
     assert [row[0] for row in dr_grpo(inputs, AdvantageConfig(kind="dr_grpo"))] == [-2.0, 2.0]
+
+
+class TwoRoles:
+    """The solver answers, and unless its answer is 3 the critic; `credits` by the solver's."""
+
+    def __init__(self, *credits):
+        self.credits, self.credit = credits, None
+
+    async def reset(self):
+        return Observation.user("3?", role="solver")
+
+    async def step(self, completion):
+        if self.credit is None:
+            place = int(completion.content)
+            self.credit = self.credits[place]
+            if place < 3:
+                return Step(observation=Observation.user("Is it?", role="critic"))
+        return Step(**self.credit)
+
+    async def close(self):
+        pass
+
+
+async def roles_of(model, *credits):
+    config = TaskConfig()
+    scorer = EpisodeScorer(config, task=build_task(config), pool=None)
+    current = new_run()
+    group = await generate(current, model, scorer, lambda prompt: TwoRoles(*credits))
+    group = decode_group(encode_group(group))
+    of_role = {role: {} for role in group.roles}
+    for one in group.trajectories:
+        given = one.columns.get("advantage", [None])[0]
+        of_role[one.role][one.episode] = one.reward if given is None else (one.reward, given)
+    return of_role, group, current
+
+
+async def test_each_role_has_its_own_reward_and_one_that_is_not_judged_is_left_out(model):
+    found, group, current = await roles_of(
+        model,
+        {"rewards": {"solver": None, "critic": None}},
+        {"rewards": {"solver": 1.0, "critic": 0.5}},
+        {"rewards": {"solver": 0.0, "critic": None}},
+        {"rewards": {"solver": 0.25}},
+    )
+    assert found == {"solver": {0: 1.0, 1: 0.0, 2: 0.25}, "critic": {0: 0.5}}
+    parts = {"env": 0.5, "env/solver": 1.0, "env/critic": 0.5}
+    assert [dict(one.reward_parts) for one in group.trajectories[:2]] == [
+        {**parts, "env": 1.0},
+        parts,
+    ]
+    assert current.num_left_open == 1 and current.messages == {}
+
+
+async def test_finished_advantages_are_a_column_of_their_roles_trajectories(model):
+    found, group, _ = await roles_of(
+        model,
+        {"advantages": {"solver": 1.5, "critic": -0.5}, "reward": 1.0},
+        {"advantages": {"solver": 0.0, "critic": 0.25}, "reward": 0.5},
+        {"advantages": {"solver": 0.0, "critic": 0.0}, "reward": 0.0},
+        {"advantages": {"solver": -2.0}, "reward": 0.0},
+    )
+    assert found["solver"] == {0: (1.0, 1.5), 1: (0.5, 0.0), 2: (0.0, 0.0), 3: (0.0, -2.0)}
+    assert found["critic"] == {0: (1.0, -0.5), 1: (0.5, 0.25), 2: (0.0, 0.0)} and group.teaches
+
+
+@pytest.mark.parametrize(
+    ("credit", "message"),
+    [
+        (
+            {"rewards": {"solver": 1.0, "critc": 0.0}},
+            r"critc.*the roles that answered are",
+        ),
+        ({"rewards": {"solver": 1.0}}, r"rewards=\{'solver': 1.0\}: the roles that answered"),
+        ({"advantages": {"critic": 1.0}}, r"advantages=.*name each of them"),
+        ({"rewards": {"solver": 1.0}, "reward": 1.0}, "gave reward and rewards; give one"),
+        ({"rewards": {"a": 1.0}, "advantages": {"a": 1.0}}, "gave rewards and advantages; give"),
+    ],
+)
+async def test_credit_that_does_not_fit_the_roles_fails_the_group(model, credit, message):
+    with pytest.raises(GroupFailed, match=message):
+        await roles_of(model, *4 * [credit])

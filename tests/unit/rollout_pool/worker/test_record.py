@@ -50,7 +50,7 @@ def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
     return TrajectoryGroup(
         group_id=group_id,
         prompt=PromptRef(task="sums", index=3, attempt=1),
-        trajectories=(one, replace(one, episode=1, loss_mask=1 - mask, reward=0.0)),
+        trajectories=(one, replace(one, episode=1, role="critic", loss_mask=1 - mask, reward=0.0)),
         sampling=SamplingParams(temperature=0.8),
     )
 
@@ -58,7 +58,7 @@ def make_group(group_id: str, num_tokens: int = 6) -> TrajectoryGroup:
 def assert_same(one: Trajectory, other: Trajectory) -> None:
     for name in ("tokens", "loss_mask", "rollout_logprobs"):
         np.testing.assert_array_equal(getattr(other, name), getattr(one, name))
-    for name in ("version_spans", "reward", "reward_parts", "episode", "finish_reason"):
+    for name in ("version_spans", "reward", "reward_parts", "episode", "role", "finish_reason"):
         assert getattr(other, name) == getattr(one, name)
     assert list(other.columns) == list(one.columns)
     for name, column in one.columns.items():

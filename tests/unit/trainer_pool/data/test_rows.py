@@ -221,3 +221,59 @@ def test_tokens_without_a_finite_logprob_of_the_engine_are_not_trained(
     assert [row.loss_mask.tolist() for row in rows] == [[0, 0, 1, 0], [0, 0, 1, 1]]
     assert rows[0].rollout_logprobs.tolist() == [0, 0, -1, 0]
     assert advantages_of(rows) == pytest.approx([2 / 3, -1 / 3])
+
+
+def test_each_role_is_compared_with_itself_and_has_a_weight_of_its_own(ranks: Collectives) -> None:
+    def of(role: str, episode: int, reward: float) -> Trajectory:
+        return replace(trajectory(episode, reward), role=role)
+
+    # Solvers 1, 0, 0: mean 1/3, deviation sqrt(1/3). Critics 4, 2, of whom episode 1 has none, and
+    # episode 0 has two trajectories: mean 3, deviation sqrt(2). One judge: nothing to compare with.
+    every = group(
+        *(of("solver", 0, 1.0), of("critic", 0, 4.0), of("critic", 0, 4.0), of("solver", 1, 0.0)),
+        *(of("solver", 2, 0.0), of("critic", 2, 2.0), of("judge", 2, 7.0)),
+    )
+    other = group(of("solver", 0, 5.0), of("solver", 1, 3.0), group_id="g8")
+    rows = rows_of(ranks, every, other, epsilon=0.0)
+    a, b = 3**-0.5, 2**-0.5
+    expected = [2 * a, b, b, -a, -a, -b, 0, b, -b]
+    np.testing.assert_allclose(advantages_of(rows), expected, rtol=1e-6)
+    assert [row.weight for row in rows] == [1, 0.5, 0.5, 1, 1, 1, 1, 1, 1]
+    third = 1 / 3
+    for kind, expected in {
+        "dr_grpo": [2 * third, 1, 1, -third, -third, -1, 0, 1, -1],
+        "rloo": [1, 2, 2, -0.5, -0.5, -2, 0, 2, -2],
+        "pass_at_k": [3**0.5, 2**0.5, 2**0.5, 0, 0, 0, 0, 2**0.5, 0],
+    }.items():
+        settings = {"epsilon": 0.0} if kind == "pass_at_k" else {}
+        found = advantages_of(rows_of(ranks, every, other, kind=kind, **settings))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert every.teaches and not group(of("solver", 0, 1.0), of("critic", 0, 0.0)).teaches
+
+
+def finished(episode: int, advantage: float) -> Trajectory:
+    one = trajectory(episode, 0.0)
+    column = np.full(one.num_tokens, advantage, np.float32)
+    return replace(one, role="critic", columns={**one.columns, "advantage": column})
+
+
+def test_finished_advantage_is_trained_as_it_is(ranks: Collectives) -> None:
+    given = group(finished(0, 0.25), finished(1, 3.0))
+    rows = rows_of(ranks, given, group(trajectory(0, 1.0), trajectory(1, 0.0), group_id="g8"))
+    np.testing.assert_allclose(advantages_of(rows), [0.25, 3.0, 0.5**0.5, -(0.5**0.5)], rtol=1e-5)
+    assert [{*row.columns} for row in rows] == 4 * [{"teacher_logprobs"}]
+    assert given.teaches and not group(finished(0, 0.0), finished(1, 0.0)).teaches
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "batch_std"}, r"advantage.kind='batch_std': needs rewards, .* group g7 .*grpo"),
+        ({"overlong_start": 4, "overlong_end": 9}, r"advantage.overlong_start: needs rewards"),
+    ],
+)
+def test_finished_advantage_beside_what_needs_rewards_is_refused(
+    ranks: Collectives, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        rows_of(ranks, group(finished(0, 0.25), finished(1, 3.0)), **settings)
