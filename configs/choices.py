@@ -159,6 +159,7 @@ class ContainerKind(Enum):
     podman = "podman"  # the same
     kubernetes = "kubernetes"  # a pod, by kubectl
     sandbox_fusion = "sandbox_fusion"  # a service, to which the files travel with each command
+    e2b = "e2b"  # a sandbox of E2B, or of a service on its wire
 
 
 class TailPolicy(Enum):

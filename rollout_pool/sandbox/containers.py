@@ -96,6 +96,26 @@ class Ran(NamedTuple):
         return self.output.decode("utf-8", "replace")
 
 
+class Printed:
+    """The output of a command; of more than MAX_OUTPUT_BYTES the middle is left out."""
+
+    def __init__(self) -> None:
+        self._kept, self._num_left_out = bytearray(), 0
+
+    def add(self, part: bytes) -> None:
+        half = MAX_OUTPUT_BYTES // 2
+        self._kept += part
+        more = max(0, len(self._kept) - MAX_OUTPUT_BYTES)
+        del self._kept[half : half + more]
+        self._num_left_out += more
+
+    def ran(self, exit_code: int) -> Ran:
+        half, kept = MAX_OUTPUT_BYTES // 2, self._kept
+        if self._num_left_out:
+            kept[half:half] = f"\n... {self._num_left_out} bytes left out ...\n".encode()
+        return Ran(bytes(kept), exit_code, not self._num_left_out)
+
+
 class Container:
     """The container of one episode. Its methods raise ContainerError, but `close`."""
 
@@ -106,8 +126,8 @@ class Container:
         self._config, self._kind = config, f"task.container.kind={config.kind.name}"
         self._is_ours = config.kind is ContainerKind.bubblewrap
         usual = _bubblewrap(config) if self._is_ours else _COMMANDS[config.kind]
-        name = name or f"leash-{_label()}-{secrets.token_hex(4)}"
-        values = {"name": name, "label": _label(), "image": image, "life_s": LIFE_S}
+        name = name or f"leash-{label()}-{secrets.token_hex(4)}"
+        values = {"name": name, "label": label(), "image": image, "life_s": LIFE_S}
         values |= {"workdir": config.workdir, "memory_bytes": config.memory_bytes}
         values |= {"processes": config.processes, "network": "bridge" if config.network else "none"}
         values |= {"folder": f"{tempfile.gettempdir()}/{name}"}
@@ -155,7 +175,7 @@ class Container:
     async def sweep(self) -> None:
         """Removes all that workers of this name have left."""
         for name in (await self._do("names", START_S)).text.split():
-            if name.startswith(f"leash-{_label()}-"):  # warnings are printed too
+            if name.startswith(f"leash-{label()}-"):  # warnings are printed too
                 await Container(self._config, name=name).close()
 
     async def _do(self, verb: str, limit_s: float) -> Ran:
@@ -169,7 +189,7 @@ class Container:
         return ran
 
 
-def _label() -> str:
+def label() -> str:
     """Stands for this worker, and those of its name that the run had before it."""
     run, process = os.environ.get(RUN_VARIABLE), os.environ.get(PROCESS_VARIABLE)
     who = f"{run} {process}" if run and process else str(os.getpid())
@@ -242,14 +262,11 @@ async def _execute(
             start_new_session=True,
         )
     assert process.stdout is not None
-    kept, num_left_out, half = bytearray(), 0, MAX_OUTPUT_BYTES // 2
+    printed = Printed()
     try:
         async with asyncio.timeout(limit_s):
             while part := await process.stdout.read(2**16):
-                kept += part
-                more = max(0, len(kept) - MAX_OUTPUT_BYTES)
-                del kept[half : half + more]
-                num_left_out += more
+                printed.add(part)
             exit_code = await process.wait()
     except TimeoutError as error:
         raise ContainerError(f"{words[0]} did not end within {limit_s:g} s") from error
@@ -257,6 +274,4 @@ async def _execute(
         if process.returncode is None:
             kill_group(process.pid)
             await process.wait()
-    if num_left_out:
-        kept[half:half] = f"\n... {num_left_out} bytes left out ...\n".encode()
-    return Ran(bytes(kept), exit_code, not num_left_out)
+    return printed.ran(exit_code)

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 import psutil
 import pytest
@@ -24,6 +26,7 @@ from configs.choices import ContainerKind
 from configs.container_schema import ContainerConfig
 from configs.environment import PROCESS_VARIABLE, RUN_VARIABLE
 from rollout_pool.cancelling import end_tasks
+from rollout_pool.sandbox import remote_container
 from rollout_pool.sandbox.containers import (
     MAX_OUTPUT_BYTES,
     Container,
@@ -275,6 +278,143 @@ async def test_service_that_refuses_or_is_gone_is_an_error_that_names_it(at_serv
     monkeypatch.setenv("KEY", "right")
     with pytest.raises(ContainerError, match=r"task.container.url='http://127.0.0.1:1': Connect"):
         await make_container(replace(at_service, url="http://127.0.0.1:1")).start()
+
+
+class E2b(BaseHTTPRequestHandler):
+    """Does what E2B does with these requests, in folders of this machine."""
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def do_DELETE(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        address = urlsplit(self.path)
+        page, query = address.path, dict(parse_qsl(address.query))
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        alive, log = self.server.alive, self.server.log
+        if page in ("/files", "/process.Process/Start"):
+            assert alive[self.headers["E2b-Sandbox-Id"]] and "X-API-Key" not in self.headers
+            assert self.headers["X-Access-Token"] == "a-token"
+            if page == "/files":
+                return self.write(query, body)
+            assert base64.b64decode(self.headers["Authorization"].split()[1]) == b"root:"
+            return self.start(body)
+        log.append(f"{self.command} {page}")
+        if self.headers["X-API-Key"] != "right":
+            return self.reply({"code": 401, "message": f"no key {self.headers['X-API-Key']}"}, 401)
+        if page == "/sandboxes":
+            made = json.loads(body)
+            if made["templateID"] != "base":
+                return self.reply({"code": 404, "message": "template not found"}, 404)
+            name = f"i{len(alive)}"
+            alive[name] = made
+            about = {"templateID": "base", "clientID": "c", "envdVersion": "0.2.0"}
+            return self.reply({"sandboxID": name, "envdAccessToken": "a-token", **about}, 201)
+        if page == "/v2/sandboxes":
+            key, _, value = query["metadata"].partition("=")
+            mine = [n for n, m in alive.items() if m and m["metadata"].get(key) == value]
+            return self.reply([{"sandboxID": name} for name in mine])
+        name = page.split("/")[2]
+        if not alive.get(name):
+            return self.reply({"code": 404, "message": "sandbox not found"}, 404)
+        if self.command == "DELETE":
+            alive[name] = None
+        else:
+            assert json.loads(body) == {"timeout": 3600}
+        return self.reply(None, 204)
+
+    def write(self, query: dict[str, str], body: bytes) -> None:
+        boundary = self.headers["Content-Type"].partition("boundary=")[2].encode()
+        part = body.split(b"--" + boundary)[1].partition(b"\r\n\r\n")[2]
+        assert query["username"] == "root"
+        Path(query["path"]).write_bytes(part.removesuffix(b"\r\n"))
+        self.reply([{"path": query["path"], "name": Path(query["path"]).name, "type": "file"}])
+
+    def start(self, body: bytes) -> None:
+        flags, length = struct.unpack_from(">BI", body)
+        assert (flags, length) == (0, len(body) - 5)
+        asked = json.loads(body[5:])["process"]
+        ran = subprocess.run(
+            [asked["cmd"], *asked["args"]], cwd=asked["cwd"], stdout=subprocess.PIPE
+        )
+        end = {"exited": ran.returncode >= 0, "exitCode": ran.returncode}
+        said = [{"start": {"pid": 7}}, {"keepalive": {}}]
+        for start in range(0, len(ran.stdout), 3000):
+            said.append({"data": {"stdout": base64.b64encode(ran.stdout[start:][:3000]).decode()}})
+        stream = [(0, {"event": one}) for one in [*said, {"end": end}]] + [(2, {})]
+        if b"cut" in ran.stdout:
+            stream[-2:] = [(2, {"error": {"code": "unavailable", "message": "it was killed"}})]
+        self.send_response(200)
+        self.send_header("Content-Type", "application/connect+json")
+        self.end_headers()
+        for flags, one in stream:
+            message = json.dumps(one).encode()
+            self.wfile.write(struct.pack(">BI", flags, len(message)) + message)
+
+    def reply(self, body: object, status: int = 200) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(b"" if body is None else json.dumps(body).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def at_e2b(tmp_path, monkeypatch):
+    monkeypatch.setenv("KEY", "right")
+    with ThreadingHTTPServer(("127.0.0.1", 0), E2b) as server:
+        server.alive, server.log = {}, []
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url, kind = f"http://127.0.0.1:{server.server_port}", ContainerKind.e2b
+        workdir, more = str(tmp_path / "work"), {"api_key_env": "KEY", "timeout_s": 2}
+        yield server, ContainerConfig(kind=kind, url=url, workdir=workdir, **more)
+        server.shutdown()
+        thread.join()
+
+
+async def test_sandbox_of_e2b_keeps_its_files_between_commands(at_e2b):
+    server, config = at_e2b
+    container = make_container(config, "base")
+    await container.start()
+    assert server.alive["i0"]["allow_internet_access"] is False
+    assert (await container.run("cat >x; echo err >&2; exit 3", b"h\xff"))[:2] == (b"err\n", 3)
+    assert (await container.run("wc -c <x; cat; mkdir a; echo b >a/c")).text.strip() == "2"
+    assert (await container.run("cat a/*; sleep 60"))[:2] == (b"b\n", 137)
+    ran = await container.run("head -c 100000 /dev/zero")
+    assert b"34464 bytes left out" in ran.output and not ran.is_whole
+    with pytest.raises(ContainerError, match=r"url='http://127.*it was killed"):
+        await container.run("echo cut")
+    await container.close()
+    assert server.log == ["POST /sandboxes", "DELETE /sandboxes/i0"]
+
+
+async def test_lease_of_a_sandbox_is_prolonged_and_those_left_are_swept(at_e2b):
+    server, config = at_e2b
+    first, second = (make_container(config, "base") for _ in range(2))
+    await first.start()
+    await second.start()
+    first._prolonged -= remote_container.LEASE_S
+    assert (await first.run("echo yes")).output == b"yes\n"
+    await make_container(config).sweep()
+    assert server.alive == {"i0": None, "i1": None}
+    await second.close()  # it is gone already
+    assert server.log[2:4] == ["POST /sandboxes/i0/timeout", "GET /v2/sandboxes"]
+
+
+async def test_e2b_that_refuses_is_an_error_that_names_it_without_the_key(at_e2b, monkeypatch):
+    _, config = at_e2b
+    with pytest.raises(ContainerError, match=r"POST /sandboxes got 404: .*template not found.*"):
+        await make_container(config, "none").start()
+    monkeypatch.setenv("KEY", "sk-wrong")
+    with pytest.raises(ContainerError, match=r"got 401: .*no key KEY.*container.api_key_env"):
+        await make_container(config, "base").start()
+    monkeypatch.delenv("KEY")
+    with pytest.raises(ContainerError, match=r"api_key_env='KEY': this environment variable is no"):
+        make_container(config)
 
 
 @pytest.mark.parametrize(
