@@ -303,7 +303,7 @@ def test_two_engines_drain_in_turn_take_live_settings_and_hold_a_version_for_eva
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     of_rows = [one.group for row in rows if (one := read_recorded(run, row["group"]))]
     changed = [group for group in of_rows if group.sampling.temperature == 1.2]
-    assert changed and {len(group.rewards_by_episode) for group in changed} == {3}
+    assert changed and {len(group.rewards_by_player) for group in changed} == {3}
     recorded = read_recorded(run, rows[0]["group"])
     assert recorded is not None and rows[0]["messages"] == recorded.messages[0]
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"]

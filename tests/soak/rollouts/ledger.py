@@ -76,8 +76,9 @@ class Ledger:
         for group_id, data in payloads.items():
             group = decode_group(data)
             self.whole.add(group_id)
-            if sorted(group.rewards_by_episode) != list(range(self._group_size)):
-                faults.append(f"{group_id} has the episodes {sorted(group.rewards_by_episode)}")
+            episodes = sorted(episode for episode, _ in group.rewards_by_player)
+            if episodes != list(range(self._group_size)):
+                faults.append(f"{group_id} has the episodes {episodes}")
             if group.prompt.index != self.prompt[group_id]:
                 faults.append(f"{group_id} of prompt {group.prompt.index}: another had begun")
         return faults
