@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import threading
+from functools import cache
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import register_after_fork
 from typing import Any
@@ -95,10 +96,13 @@ def _fork_children() -> None:
     """Fork scheduler and detokenizer, which saves each 15 s of CPU and 200 MB for its imports."""
     import sglang.srt.managers.detokenizer_manager  # noqa: F401  (imported for the children)
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.pool_host import common
+    from sglang.srt.mem_cache.pool_host import common as pools
+    from sglang.srt.utils import common
 
+    # For each load it would run lscpu, and a fork of a server takes longer than a small model's load.
+    common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
     # Where the experts of tokens are kept: it would be registered with CUDA.
-    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
+    pools.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
     sleep = Scheduler.maybe_sleep_on_idle
 
     def sleep_unless_asked(scheduler: Any) -> None:
