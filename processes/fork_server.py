@@ -1,9 +1,9 @@
 """Starts Python programs by forking a process that has already imported what they need.
 
     python -m processes.fork_server <folder> <listeners> <imports> <eager or lazy>
-        import torch, ... ─┬─ fork ─► kind 1: import sglang ... ────┐
-                           └────────► kind 2: import deepspeed ... ─┤
-                                                                    ▼
+        import torch ─┬─ fork ─► kind 1: import sglang ... ────┐
+                      └────────► kind 2: import deepspeed ... ─┤
+                                                               ▼
     start(command)  ── arguments, environment, streams ──►  fork ─► the program runs
                     ◄── process id, later its exit code ──
 
@@ -52,12 +52,6 @@ UNKNOWN_EXIT_CODE = 255
 IMPORTS_S = 120.0
 """Longest wait for a server that is still importing."""
 
-_SHARED = (
-    *("torch", "torch._dynamo.aot_compile", "torch.distributed.fsdp", "scipy.optimize", "sympy"),
-    *("scipy.spatial", "aiohttp", "httpx", "fastapi"),
-)
-"""Imported once for all kinds: the largest parts of what SGLang, DeepSpeed and workers all import.
-transformers is not among them: it remembers whether there is torchvision, as SGLang's stubs say."""
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_CPU)
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _NUMBER = struct.Struct("!i")
@@ -400,8 +394,8 @@ def _show_environment(environment: Mapping[str, str]) -> None:
 def main(folder: str, listeners: str, imports: str, when: str) -> _Request | None:
     """Become the servers of all kinds; returns what a forked process is to run."""
     servers = [_Server(*of) for of in zip(json.loads(listeners), json.loads(imports), strict=True)]
-    for name in _SHARED if when == "eager" else ():
-        import_module(name)
+    if when == "eager":
+        import torch  # noqa: F401  (once for all kinds)
     for number, server in enumerate(servers):
         if number + 1 == len(servers) or os.fork() == 0:
             for other in servers:

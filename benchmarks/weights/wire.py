@@ -1,4 +1,5 @@
-"""Part WIRE: one model from a trainer to 1 and to 2 receivers over loopback, each path in turn.
+"""Part WIRE: one model from a trainer to a receiver over loopback, each path in turn; with --full
+also to two.
 
 A path's rate is the model's bytes over the seconds until every receiver has them in place, whatever
 their number; both ends' work shares the same few cores, so compare paths, not machines. Ratios are
@@ -40,8 +41,9 @@ Rounds = list[Any]
 _TMPFS = Path("/dev/shm")
 
 
-def measure(report: Report, *, is_short: bool) -> None:
-    shape, rounds, fleets = (SMALL, 1, (2,)) if is_short else (QWEN_HALF_B, 3, (1, 2))
+def measure(report: Report, *, is_short: bool, is_full: bool) -> None:
+    shape, rounds, fleets = (SMALL, 1, [2]) if is_short else (QWEN_HALF_B, 3, [1])
+    fleets = [1, 2] if is_full else fleets
     ratios: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as folder:
         weights = SharedWeights.write(Path(folder) / "weights", shape, "bfloat16")

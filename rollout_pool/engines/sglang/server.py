@@ -99,7 +99,7 @@ def _fork_children() -> None:
     from sglang.srt.mem_cache.pool_host import common as pools
     from sglang.srt.utils import common
 
-    # For each load it would run lscpu, and a fork of a server takes longer than a small model's load.
+    # It would run lscpu at each load, and wait for it longer than a small model's load takes.
     common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
     # Where the experts of tokens are kept: it would be registered with CUDA.
     pools.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
