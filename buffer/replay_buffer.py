@@ -619,13 +619,17 @@ class ReplayBuffer(Leasing):
             position = part.next
         return found
 
-    async def change_settings(self, values: Mapping[str, str | int]) -> None:
-        """Changes live settings of a running job, by their name without the section.
+    async def change_settings(
+        self, values: Mapping[str, str | int], expected: Mapping[str, str] | None = None
+    ) -> bool:
+        """Changes live settings of a running job, by their name without the section; none of them,
+        and returns False, if those of `expected` have other values now.
 
         Every value must be one that a launch would take. A lower max_staleness applies from the
         next sweep or lease.
         """
-        await self._scripts.run("run_state/change_settings", int, values=values)
+        request = {"values": values, "expected": expected or {}}
+        return bool(await self._scripts.run("run_state/change_settings", int, **request))
 
     async def get_max_staleness(self) -> int:
         value = await self.setting("max_staleness")

@@ -218,9 +218,15 @@ class ShardedReplayBuffer(ReplayBuffer):
         for shard in self._home_last:  # once the home shard has settings, all shards are open
             await shard.create(settings_of, replaced)
 
-    async def change_settings(self, values: Mapping[str, str | int]) -> None:
-        for shard in self._home_last:
-            await shard.change_settings(in_shard(values, shard.keys.shard, self.num_shards))
+    async def change_settings(
+        self, values: Mapping[str, str | int], expected: Mapping[str, str] | None = None
+    ) -> bool:
+        # The home shard decides: without its consent no other is changed.
+        for shard in self._home_last if expected is None else self.shards:
+            own = in_shard(values, shard.keys.shard, self.num_shards)
+            if not await shard.change_settings(own, expected if shard is self._home else None):
+                return False
+        return True
 
     def _places(self, group_id: str) -> list[tuple[ReplayBuffer, str]]:
         # The first shard to try: the same for a retry, evenly spread over many ids.

@@ -60,21 +60,28 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
 
 
 async def change(
-    address: BufferAddress, run_dir: RunDir, overrides: Sequence[str], said: Mapping[str, Scalar]
+    address: BufferAddress,
+    run_dir: RunDir,
+    overrides: Sequence[str],
+    said: Mapping[str, Scalar],
+    expected: Mapping[str, str] | None = None,
 ) -> list[dict[str, Scalar]]:
     """Changes these settings, all or none, and returns their records, in which `said` is who did it
-    and why. Raises ValueError if the run would not be legal with them."""
+    and why; none if settings are no longer as `expected`. Raises ValueError if the run would not be
+    legal with them."""
     async with opened(address) as buffer:
         stats = await buffer.stats()
     held = await live_texts(address, stats)
     # They may differ from those of the launch.
     now = [f"{LIVE[name]}={text}" for name, text in held.items()]
-    before, after = run_dir.read_config(now), run_dir.read_config([*now, *overrides])
-    after.enforce(_rules(run_dir, before, after, stats))
+    # Half a second of work, which the loop of a controller has not.
+    before, after = await asyncio.to_thread(_checked, run_dir, now, overrides, stats)
     names = dict.fromkeys(override.partition("=")[0] for override in overrides)
     texts = {name: live_text(attrgetter(name)(after)) for name in names}
     async with opened(address) as buffer:
-        await buffer.change_settings({n.rpartition(".")[2]: text for n, text in texts.items()})
+        new = {name.rpartition(".")[2]: text for name, text in texts.items()}
+        if not await buffer.change_settings(new, expected):
+            return []
     records = [
         {"setting": name, "before": live_text(attrgetter(name)(before)), "after": text, **said}
         for name, text in texts.items()
@@ -107,11 +114,26 @@ class Autotuner:
                 return
             bound, said = move
             override = f"{SETTING}={bound}"
-            await change(self.address, self.run_dir, [override], {"who": WHO, **said})
-            self._num_expected = num_changes + 1
+            assert view.stats is not None  # it is what the move is made from
+            # `make tune` may have changed it since.
+            expected = {SETTING.rpartition(".")[2]: str(view.stats.max_staleness)}
+            said = {"who": WHO, **said}
+            if await change(self.address, self.run_dir, [override], said, expected):
+                self._num_expected = num_changes + 1
+        except ConnectionError:
+            pass  # it is told of elsewhere; once Redis answers again, the move is made anew
         except Exception as error:  # it must not end the run
             self._refused_at = view.changed_at
             self.say(f"buffer.autotune stops until something else changes, or `make tune`: {error}")
+
+
+def _checked(
+    run_dir: RunDir, now: Sequence[str], overrides: Sequence[str], stats: BufferStats
+) -> tuple[Config, Config]:
+    """All settings before and after. Raises ValueError if the run would not be legal with them."""
+    before, after = run_dir.read_config(now), run_dir.read_config([*now, *overrides])
+    after.enforce(_rules(run_dir, before, after, stats))
+    return before, after
 
 
 def _rules(run_dir: RunDir, before: Config, after: Config, stats: BufferStats) -> Iterator[Rule]:

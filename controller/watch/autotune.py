@@ -1,10 +1,11 @@
-"""Moves max_staleness by one where the run's own numbers say so: `buffer.autotune` (pure).
+"""Moves max_staleness where the run's own numbers say so: `buffer.autotune` (pure).
 
     raise   the trainer waits for rollouts that have room, or long answers are trained too rarely
-    lower   few tokens carry the updates, or the trainer does not wait: its groups may be fresher
+    lower   few tokens carry the updates, or groups lie ready or queued longer than they need to
 
-A lower bound gives up the groups of one age, about a batch, so it never falls by more. A run at an
-edge does not go to and fro: for some time no value that was left is tried again for nothing.
+How far follows from Little's law: a trainer that works for a fraction u of its time needs 1/u times
+as many groups in flight. A run at an edge does not go to and fro: for some time no value that was
+left upward is tried again for nothing.
 """
 
 from __future__ import annotations
@@ -12,37 +13,45 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from buffer.results import BufferStats
 from configs.schema import AutotuneConfig
 from controller.metrics.history import Scalar, series
-from controller.watch.faults import is_busy
 from controller.watch.finding import MUCH
 from controller.watch.length_bias import length_bias
 from controller.watch.run_view import RunView
 
 SETTING, WHO = "buffer.max_staleness", "autotune"
-WAITS, FREE = 0.05, 0.02
-"""Fractions of its time that the trainer waits for rollouts: from the first on a raise is made, up
-to the second a lower bound may cost nothing."""
-MARGIN = 0.1
-"""The effective sample size must be so far above its floor for a raise."""
+WAITS = 0.03
+"""Fraction of its time for which the trainer must wait for rollouts, if a raise is to be made. What
+it waits beyond that shortens the window."""
 REMEMBERED = 20
 """Times the `steps` of the settings for which a value that was left is known."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Measured:
-    """A window of steps with one max_staleness."""
+    """Steps with one max_staleness."""
 
     waited: float
     """Fraction of its time that the trainer waited for rollouts."""
+    is_whole: bool = True
+    """They are as many as the settings ask for."""
+    has_waited: bool = True
+    """The trainer has waited as long as in a whole window with WAITS."""
     idle: float = 0.0
     """Fraction of their time that rollouts waited for room within the leash."""
     ess: float = math.nan
     """Mean effective sample size, as a fraction of the tokens."""
+    surplus: int = 0
+    """Batches that lay ready beyond the one in training, at all times."""
     is_full: bool = False
     """More groups would only wait: engines, workers or rewards have as many as they take."""
+    is_queued: bool = False
+    """Engines have mostly as many requests as they take."""
+    places: float = math.inf
+    """Batches for whose requests engines have places, if it is known."""
     is_biased: bool = False
     """Long answers are trained too rarely."""
     enough: int | None = None
@@ -52,7 +61,7 @@ class Measured:
 def find_move(view: RunView) -> tuple[int, dict[str, Scalar]] | None:
     """The max_staleness to be, if it is to change, and what its record says besides."""
     config = None if view.config is None else view.config.buffer.autotune
-    if config is None or view.stats is None or (now := _measured(view, config.steps)) is None:
+    if config is None or view.stats is None or (now := _measured(view, config)) is None:
         return None
     # Several changes, however long the leash takes to fill.
     memory = 3 * (2 * _filling(view, view.stats) + config.steps)
@@ -70,45 +79,71 @@ def next_move(
     if not lowest <= bound <= highest:  # a person has set it: it stays
         return None
     ess = f"effective sample size {now.ess:.2f}"
-    waited = f"the trainer waited {now.waited:.0%} for rollouts, they {now.idle:.0%} for it"
-    # Comparisons with NaN are false: a value that is not measured forbids nothing.
-    is_uneven = now.ess < floor + MARGIN or left.get(bound + 1, math.nan) < floor
-    can_lower, can_raise = bound > lowest, bound < highest and not is_uneven
+
+    def is_uneven(value: int) -> bool:
+        """Its logarithm grows with the staleness. Comparisons with NaN are false: what is not
+        measured forbids nothing."""
+        return now.ess ** (value / max(1, bound)) < floor or left.get(value, math.nan) < floor
+
     if now.ess < floor:
-        return (bound - 1, f"{ess}, below {floor:g}") if can_lower else None
-    if now.is_biased and now.enough is not None and now.enough > bound:
+        lower = next((v for v in range(bound - 1, lowest, -1) if not is_uneven(v)), lowest)
+        return (lower, f"{ess}, below {floor:g}") if lower < bound else None
+    most = next((v - 1 for v in range(bound + 1, highest + 1) if is_uneven(v)), highest)
+    if now.is_biased and now.is_whole and now.enough is not None and now.enough > bound:
         why = f"long answers are given up, which less than {now.enough} does; {ess}"
-        return (bound + 1, why) if can_raise else None
-    if now.waited >= WAITS and can_raise and not now.is_full:
-        return bound + 1, f"{waited}; {ess}"
-    is_needed = bound - 1 in left or now.is_biased or (now.enough or 0) >= bound
-    if now.waited <= FREE and can_lower and not is_needed:
-        return bound - 1, f"{waited}: its groups may be fresher; {ess}"
+        return (min(now.enough, most), why) if most > bound else None
+    waited = f"the trainer waited {now.waited:.0%} for rollouts, they {now.idle:.0%} for it"
+    if now.has_waited and not now.is_full and most > bound:
+        in_flight = (bound + 1) / max(1 - now.waited, 1e-3)
+        # Engines do no more than they have places for, while one batch trains; nor is a value
+        # passed over that was tried.
+        needed = min([in_flight - 1, now.places, *(value for value in left if value > bound)])
+        return min(max(math.ceil(needed), bound + 1), most), f"{waited}; {ess}"
+    if now.is_queued:
+        lower, so = bound - 1, "requests queue at engines"
+    elif now.waited < WAITS:
+        lower, so = bound - max(1, now.surplus), f"batches that always lay ready: {now.surplus}"
+    else:
+        return None
+    needed = max([lowest, now.enough or 0, *(1 + value for value in left if value < bound)])
+    if now.is_whole and not now.is_biased and needed < bound:
+        return max(needed, lower), f"{waited}, {so}: its groups may be fresher; {ess}"
     return None
 
 
-def _measured(view: RunView, num_steps: int) -> Measured | None:
+def _measured(view: RunView, config: AutotuneConfig) -> Measured | None:
     """None if something is amiss, or too soon after a change of the run's conditions."""
     stats = view.stats
     if stats is None or stats.paused or view.phase != "training" or view.stall is not None:
         return None
     away = view.workers_away or view.weights.lost_engines
     filling = _filling(view, stats)
-    num_steps += filling  # waits come and go with what is in flight
-    steps = view.steps[-(filling + num_steps + 1) :]
-    is_long = len(steps) > filling + num_steps and steps[0].t > view.changed_at
-    if away or not is_long or len(stats.engine_versions) < view.num_engines:
+    whole = config.steps + filling  # waits come and go with what is in flight
+    recent = [step for step in view.steps[-(filling + whole + 1) :] if step.t > view.changed_at]
+    window = recent[filling:]
+    count = len(window) - 1
+    if away or count < 2 * filling or len(stats.engine_versions) < view.num_engines:
         return None
-    start, *window = steps[-(num_steps + 1) :]
-    waited_s, ess = sum(series(window, "lease_wait_s")), series(window, "ess")
-    lengths, busy = view.lengths, [is_busy(engine) for engine in view.recent_engines]
-    waits_elsewhere = view.wait_fractions.rollout_for_rewards >= MUCH or (busy and all(busy))
+    waits = series(window[1:], "lease_wait_s")
+    shares = [wait / max(b.t - a.t, wait, 1e-9) for wait, (a, b) in zip(waits, pairwise(window))]
+    ess, least = series(window[1:], "ess"), min(view.least_ready[-count:])
+    lengths, engines = view.lengths, view.recent_engines
+    places = sum(engine.number("limit") for engine in engines) / view.rollout.group_size
+    looks = view.busy.growth()
+    is_queued = looks.get("busy", 0.0) > looks.get("looks", 0.0) / 2
+    waits_elsewhere = view.wait_fractions.rollout_for_rewards >= MUCH or is_queued
     is_unused = stats.running + stats.ready + stats.leased < stats.limit(lag=1)
     return Measured(
-        waited=min(1.0, waited_s / max(window[-1].t - start.t, 1e-9)),
+        waited=min(1.0, sum(waits) / max(window[-1].t - window[0].t, 1e-9)),
+        is_whole=count >= whole,
+        # One slow group says nothing: the longest wait is left out.
+        has_waited=sum(shares) - max(shares, default=0.0) >= WAITS * config.steps,
         idle=view.wait_fractions.rollout_for_trainer,
         ess=sum(ess) / len(ess) if ess else math.nan,
+        surplus=0 if math.isinf(least) else int(least // stats.groups_per_version),
         is_full=bool(is_unused or waits_elsewhere),
+        is_queued=is_queued,
+        places=places / stats.groups_per_version if engines else math.inf,
         is_biased=bool(lengths and length_bias(lengths, stats.max_staleness, view.on_stale)),
         enough=lengths.sufficient_staleness if lengths else None,
     )
@@ -125,5 +160,8 @@ def _left(view: RunView, num_steps: int) -> dict[int, float]:
     for change in reversed(view.changes):
         if change.values.get("who") != WHO or change.t < oldest:
             break
-        found.setdefault(int(str(change.values["before"])), change.number("ess"))
+        before, after = (int(str(change.values[name])) for name in ("before", "after"))
+        found.setdefault(before, change.number("ess"))
+        for value in range(before + 1, after):
+            found.setdefault(value, math.nan)
     return found

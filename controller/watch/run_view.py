@@ -28,7 +28,7 @@ from controller.metrics.history import (
 )
 from controller.metrics.weights import WeightsPace, WeightsView
 from controller.watch.bottleneck import WaitFractions, Window, wait_fractions
-from controller.watch.faults import Room
+from controller.watch.faults import Room, is_busy
 from controller.watch.finding import Finding, log_once
 from controller.watch.learning import learning_alarms
 from controller.watch.length_bias import Lengths, measure_lengths
@@ -83,6 +83,8 @@ class RunView:
     changed_at: float = 0.0
     """When the run was last resumed, attached to, tuned or scaled, or a part of it restarted."""
     steps: list[Record] = field(default_factory=list)
+    least_ready: list[float] = field(default_factory=list)
+    """For each step, the fewest groups seen to lie ready; infinite if none looked."""
     evals: list[Record] = field(default_factory=list)
     eval_failure: Record | None = None
     """Record of the last evaluation, if it failed."""
@@ -94,6 +96,8 @@ class RunView:
     """Record of the last checkpoint."""
     engines: dict[tuple[str, str], Record] = field(default_factory=dict)
     """The last record of each engine by each worker."""
+    busy: Window[str] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
+    """Recent looks at engines, and those at which one had as many requests as it takes."""
     room: Room = field(default_factory=Room)
     stats: BufferStats | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -116,6 +120,9 @@ class RunView:
     """Changes of live settings."""
     stall: Record | None = None
     """The stall that goes on, if there is one."""
+    _least_ready: float = math.inf
+    _num_looks: int = 0
+    _num_busy: int = 0
     _sampled_at: float = 0.0
     _judged: tuple[Record, list[Finding]] | None = None
     """The last step, and the alarms after it."""
@@ -142,6 +149,8 @@ class RunView:
         elif record.kind == "step":
             self.step = record.count("step")
             self.steps.append(record)
+            self.least_ready.append(self._least_ready)
+            self._least_ready = math.inf
             self.trainer_at = max(self.trainer_at, record.t)
         elif record.kind == RESUMED:
             self.step = record.count("step")
@@ -172,6 +181,8 @@ class RunView:
         elif record.kind == "engine":
             engine, worker = (str(record.values.get(name)) for name in ("engine", "worker"))
             self.engines[engine, worker] = record
+            self._num_looks, self._num_busy = self._num_looks + 1, self._num_busy + is_busy(record)
+            self.busy.add(record.t, {"looks": self._num_looks, "busy": self._num_busy})
         else:
             self.weights.apply(record)
         if NEW_CONDITIONS & {record.kind, record.values.get("event")}:
@@ -204,7 +215,7 @@ class RunView:
     def _measure_anew(self, t: float) -> None:
         self.changed_at = t
         self.stall = None
-        for window in (self.waits, self.counted, self.recent, self.answers):
+        for window in (self.waits, self.counted, self.recent, self.answers, self.busy):
             window.clear()
 
     def observe(
@@ -234,6 +245,7 @@ class RunView:
         if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
             self.moved_at = now
         self.stats, self.room = stats, room
+        self._least_ready = min(self._least_ready, stats.ready)
         self._sample(now, {**waits, PUSHES: stats.push_blocked_s}, counters)
 
     def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:

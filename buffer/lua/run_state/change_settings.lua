@@ -1,5 +1,12 @@
 -- Changes settings of a running job. A lower max_staleness applies from the next sweep or lease.
--- Request: values (by name).   Reply: 1
+-- Request: values, expected (both by name).   Reply: 1; 0 if a setting is not as expected
+for name, value in pairs(request.expected) do
+  local held = redis.call('HGET', SETTINGS, name)
+  -- The values themselves: the reply to an earlier call was lost.
+  if held ~= value and held ~= request.values[name] then
+    return 0
+  end
+end
 for name, value in pairs(request.values) do
   if name == 'max_staleness' then
     local before = finite(redis.call('HGET', SETTINGS, name), 0)

@@ -50,6 +50,19 @@ async def test_admission_among_shards_of_which_some_are_paused_waits_for_the_oth
         await asyncio.wait_for(waiting, 60)
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+async def test_settings_change_in_all_shards_or_none_if_one_is_not_as_expected(
+    checked_buffer: Any, shards: int
+) -> None:
+    buffer = await checked_buffer(shards=shards, max_staleness=2)
+    parts = buffer.shards if shards > 1 else [buffer]
+    assert not await buffer.change_settings({"max_staleness": "5"}, {"max_staleness": "3"})
+    assert {await part.setting("max_staleness") for part in parts} == {2}
+    for _ in range(2):  # the reply to the first may be lost
+        assert await buffer.change_settings({"max_staleness": "5"}, {"max_staleness": "2"})
+    assert {await part.setting("max_staleness") for part in parts} == {5}
+
+
 async def test_open_refuses_a_number_of_shards_other_than_the_runs(
     checked_buffer: Any, buffer_factory: Any
 ) -> None:

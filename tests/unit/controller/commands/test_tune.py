@@ -9,16 +9,19 @@ import re
 import shlex
 import socket
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from buffer.redis.client import BufferConnectionError
 from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from configs.load import load_config
 from controller.buffer_access import BufferAddress
+from controller.commands import tune as tune_module
 from controller.commands.tune import Autotuner
 from controller.main import EXIT_BAD_INPUT
-from controller.metrics.history import TUNED, MetricsLog, Record, change_words
+from controller.metrics.history import TUNED, MetricsLog, Record, Scalar, change_words
 from controller.run_dir import RunDir
 from controller.start.plan import FLOAT32_DIFF
 from controller.watch.run_view import RunView
@@ -183,28 +186,65 @@ def test_run_that_is_over_is_not_tuned(open_run: RunDir, leash: Command) -> None
     assert "is not running, so there is nothing to tune" in error
 
 
-def test_autotune_makes_its_change_once_and_records_why(open_run: RunDir, redis_url: str) -> None:
+@pytest.fixture
+def lazy_trainer(open_run: RunDir) -> RunView:
+    """A run whose trainer has never waited, with buffer.max_staleness=2."""
     config = load_config(["buffer.autotune={steps: 5}"])
     open_run.write_config(config)
     view = RunView.of_run(open_run.name, config, 0.0)
     view.phase, view.stats = "training", STATS
     for step in range(12):
         view.apply(step_record(step, 1.0 + step, lease_wait_s=0.0, ess=0.9))
-    address = BufferAddress(url=redis_url, run=open_run.name, settings=config.buffer)
+    return view
+
+
+def look_twice(open_run: RunDir, url: str, view: RunView) -> list[MetricsEntry]:
+    """The changes that autotune has recorded then."""
+    settings = load_config(["buffer.autotune={steps: 5}"]).buffer
+    address = BufferAddress(url=url, run=open_run.name, settings=settings)
     tuner = Autotuner(address, open_run, say=lambda words: pytest.fail(words))
 
-    async def look_twice() -> list[MetricsEntry]:
+    async def look() -> list[MetricsEntry]:
         await tuner.look(view)
         await tuner.look(view)  # before the history has the change
-        state = RunState(await connect(redis_url), open_run.name)
+        state = RunState(await connect(url), open_run.name)
         entries = await state.read_metrics(STREAM_START, block_s=0)
         await state.close()
         return entries
 
-    (entry,) = asyncio.run(look_twice())
+    return asyncio.run(look())
+
+
+def test_autotune_makes_its_change_once_and_records_why(
+    open_run: RunDir, redis_url: str, lazy_trainer: RunView
+) -> None:
+    (entry,) = look_twice(open_run, redis_url, lazy_trainer)
     assert entry.kind == TUNED and entry.record["ess"] == pytest.approx(0.9)
     words = change_words(Record(t=0.0, kind=TUNED, values=entry.record))
     assert words.startswith("buffer.max_staleness 2 -> 1, by autotune: the trainer waited 0% for")
+
+
+def test_autotune_leaves_what_a_person_has_set_meanwhile(
+    open_run: RunDir, redis_url: str, lazy_trainer: RunView, leash: Command
+) -> None:
+    leash("tune", "buffer.max_staleness=4")
+    (entry,) = look_twice(open_run, redis_url, lazy_trainer)
+    assert entry.record["after"] == "4" and entry.record["who"] != "autotune"
+
+
+def test_autotune_makes_its_change_once_redis_is_back(
+    open_run: RunDir, redis_url: str, lazy_trainer: RunView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_away, really = [True], tune_module.change
+
+    async def change(*args: Any) -> list[dict[str, Scalar]]:
+        if is_away and is_away.pop():
+            raise BufferConnectionError("Redis is away")
+        return await really(*args)
+
+    monkeypatch.setattr(tune_module, "change", change)
+    (entry,) = look_twice(open_run, redis_url, lazy_trainer)
+    assert entry.record["after"] == "1"
 
 
 def test_bounds_of_autotune_must_be_possible_in_the_run() -> None:
