@@ -124,9 +124,9 @@ def _measured(view: RunView, config: AutotuneConfig) -> Measured | None:
     count = len(window) - 1
     if away or count < 2 * filling or len(stats.engine_versions) < view.num_engines:
         return None
-    waits = series(window[1:], "lease_wait_s")
-    shares = [wait / max(b.t - a.t, wait, 1e-9) for wait, (a, b) in zip(waits, pairwise(window))]
-    ess, least = series(window[1:], "ess"), min(view.least_ready[-count:])
+    waited_s, ess = sum(series(window[1:], "lease_wait_s")), series(window[1:], "ess")
+    shares = [b.number("lease_wait_s") / max(b.t - a.t, 1e-9) for a, b in pairwise(window)]
+    least = min(view.least_ready[-count:])
     lengths, engines = view.lengths, view.recent_engines
     places = sum(engine.number("limit") for engine in engines) / view.rollout.group_size
     looks = view.busy.growth()
@@ -134,10 +134,10 @@ def _measured(view: RunView, config: AutotuneConfig) -> Measured | None:
     waits_elsewhere = view.wait_fractions.rollout_for_rewards >= MUCH or is_queued
     is_unused = stats.running + stats.ready + stats.leased < stats.limit(lag=1)
     return Measured(
-        waited=min(1.0, sum(waits) / max(window[-1].t - window[0].t, 1e-9)),
+        waited=min(1.0, waited_s / max(window[-1].t - window[0].t, 1e-9)),
         is_whole=count >= whole,
         # One slow group says nothing: the longest wait is left out.
-        has_waited=sum(shares) - max(shares, default=0.0) >= WAITS * config.steps,
+        has_waited=sum(shares) - max(shares) >= WAITS * config.steps,
         idle=view.wait_fractions.rollout_for_trainer,
         ess=sum(ess) / len(ess) if ess else math.nan,
         surplus=0 if math.isinf(least) else int(least // stats.groups_per_version),
