@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from buffer.results import BufferStats
-from configs.choices import OnStale
-from configs.schema import AutotuneConfig, BufferConfig, Config, ModelConfig
-from controller.commands.simulate import lognormal_lengths
+from configs.schema import BufferConfig
 from controller.metrics.history import RESUMED, TUNED, Record
-from controller.simulate.events import Outcome, Setting, simulate
-from controller.simulate.machine import Machine
-from controller.watch.autotune import SETTING, WAITS, WHO, Measured, find_move, next_move
-from controller.watch.run_view import RunView
+from controller.watch.autotune import WAITS, Measured, find_move, next_move
+from tests.support.controller.autotune_works import (
+    BOUNDS,
+    SEEN,
+    Tuned,
+    pace,
+    simulated,
+    time_to,
+)
 from tests.support.controller.records import STATS, step_record
-
-BOUNDS = AutotuneConfig(min_staleness=1, max_staleness=4, min_ess=0.5, steps=5)
 
 
 def now(waited: float, ess: float = 0.9, enough: int | None = None, **more: Any) -> Measured:
@@ -78,50 +79,6 @@ def test_reason_has_the_numbers() -> None:
 
 
 # Whole runs ---------------------------------------------------------------------------------------
-
-
-class Tuned:
-    """A run that is fed step by step, whose changes are recorded as the controller does."""
-
-    def __init__(self, bound: int, config: AutotuneConfig = BOUNDS) -> None:
-        buffer = BufferConfig(max_staleness=bound, autotune=config)
-        whole = Config(model=ModelConfig(path="m"), buffer=buffer)
-        self.view = RunView.of_run("night", whole, 0.0)
-        self.view.num_engines = 1
-        self.view.phase = "training"
-        self.bounds = [bound]
-        """The one in force in each step."""
-        self.whys = list[str]()
-
-    def see(self, **changes: object) -> None:
-        full = (self.bounds[-1] + 1) * STATS.groups_per_step
-        usual = {"max_staleness": self.bounds[-1], "ready": 0, "leased": 0, "running": full}
-        stats: BufferStats = replace(STATS, **{**usual, **changes})
-        self.view.stats = stats
-
-    def step(self, t: float, waited_s: float, ess: float = 0.9) -> int:
-        number = self.view.step
-        self.view.apply(step_record(number, t, lease_wait_s=waited_s, ess=ess))
-        self.see()
-        return self.look(t)
-
-    def look(self, t: float) -> int:
-        before, move = self.bounds[-1], find_move(self.view)
-        self.bounds.append(before if move is None else move[0])
-        if move is not None:
-            self.change(t, str(before), str(move[0]), **move[1])
-        return self.bounds[-1]
-
-    def change(self, t: float, before: str, after: str, who: str = WHO, **said: object) -> None:
-        values = {"setting": SETTING, "before": before, "after": after, "who": who, **said}
-        self.whys.append(str(said.get("why")))
-        self.view.apply(Record(t=t, kind=TUNED, values=values))
-
-    @property
-    def changes(self) -> list[int]:
-        """Steps after which it changed."""
-        pairs = zip(self.bounds, self.bounds[1:], strict=False)
-        return [number for number, (a, b) in enumerate(pairs, start=1) if a != b]
 
 
 def test_run_at_an_edge_is_left_alone_once_both_sides_are_known() -> None:
@@ -224,58 +181,18 @@ def test_run_without_the_setting_never_changes() -> None:
     assert run.changes == []
 
 
-MACHINE = Machine(
-    gpu="H100", num_params=9e9, active_params=9e9, kv_elements=65536, tp_size=1, max_running=256
-)
-BALANCED = Setting(
-    machine=MACHINE,
-    num_engines=4,
-    num_trainer_gpus=2,
-    num_steps=200,
-    groups_per_step=8,
-    prompt_tokens=256,
-    max_staleness=0,
-    on_stale=OnStale.wait,
-    max_commits=8,
-)
-WORKLOADS = {
-    "balanced": (BALANCED, "500,1000"),
-    "long tail": (replace(BALANCED, num_engines=6, num_trainer_gpus=1), "1000,8000"),
-}
-"""A setting, with the median and the 99th percentile of the lengths."""
-WIDE = AutotuneConfig(min_staleness=0, max_staleness=8, steps=10)
-
-
-def simulated(
-    workload: str, num_steps: int, bound: int, *, is_tuned: bool
-) -> tuple[Outcome, Tuned]:
-    """The run with this max_staleness, or with one that autotune moves from there."""
-    setting, lengths = WORKLOADS[workload]
-    setting = replace(setting, num_steps=num_steps, max_staleness=bound)
-    run = Tuned(bound, WIDE)
-
-    def tune(outcome: Outcome) -> int:
-        begin, end = [0.0, *outcome.ends][-2:]
-        return run.step(end, end - begin - outcome.train_s[-1])
-
-    draw = lognormal_lengths(lengths, 8, 30_000)()
-    return simulate(setting, draw, tune if is_tuned else None), run
-
-
-def pace(outcome: Outcome, num_last: int) -> float:
-    """Steps a second, of the last ones."""
-    return num_last / (outcome.ends[-1] - outcome.ends[-1 - num_last])
-
-
 @pytest.mark.parametrize(
-    ("workload", "begin"), [("balanced", 0), ("balanced", 8), ("long tail", 0)]
+    ("name", "begin"), [("balanced", 0), ("balanced", 8), ("long tail", 0), ("engine-bound", 8)]
 )
-def test_simulated_run_ends_nearly_as_fast_as_with_the_best_value(
-    workload: str, begin: int
-) -> None:
-    """The largest is the fastest, since the trainer waits for the oldest: on_stale=wait."""
-    best, _ = simulated(workload, 200, 8, is_tuned=False)
-    outcome, run = simulated(workload, 200, begin, is_tuned=True)
-    assert pace(outcome, 50) > 0.95 * pace(best, 50)
-    assert outcome.ends[-1] < 1.15 * best.ends[-1], "it is there soon"
-    assert all(0 <= bound <= 8 for bound in run.bounds) and len(run.changes) <= 6
+def test_simulated_run_is_nearly_as_fast_as_with_the_best_value(name: str, begin: int) -> None:
+    work, plain = SEEN[name], np.ones(200)
+    best = min(
+        (simulated(work, 200, bound, is_tuned=False)[0] for bound in (3, 7, 8)),
+        key=lambda outcome: time_to(150, outcome, work.ess(outcome)),
+    )
+    outcome, run = simulated(work, 200, begin, is_tuned=True)
+    worth, most = work.ess(outcome), work.ess(best)
+    assert pace(outcome, worth, 50) > 0.95 * pace(best, most, 50)
+    assert time_to(150, outcome, worth) < 1.12 * time_to(150, best, most), "it is there soon"
+    assert pace(outcome, plain, 50) > 0.95 * pace(best, plain, 50)
+    assert all(0 <= bound <= 8 for bound in run.bounds)
