@@ -70,7 +70,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class Work:
-    """What a simulated run samples and trains, and with what."""
+    """A simulated run: the answers it samples, and the machines that serve and train them."""
 
     engines: int
     trainers: int
@@ -115,7 +115,7 @@ class Work:
             yield from map(tuple, np.clip(drawn.round(), 1, 30_000).astype(int).tolist())
 
     def ess(self, outcome: Outcome) -> np.ndarray:
-        """Of each step."""
+        """The effective sample size of each step."""
         staleness = np.array(outcome.staleness, float).reshape(-1, self.groups)
         return np.exp(-self.loss * staleness).mean(axis=1)
 
