@@ -329,7 +329,7 @@ class AutotuneConfig(Section):
     min_ess: float = field(default=0.5, metadata=within(0, below=1))
     """Lower it while the effective sample size is less than this fraction of the tokens."""
     steps: int = field(default=20, metadata=at_least(5))
-    """Trained steps that are measured between two changes, after the leash has filled."""
+    """Trained steps that are measured once the leash has filled; long waits need fewer."""
 
     def rules(self) -> Iterator[Rule]:
         fix = f"at most buffer.autotune.max_staleness={self.max_staleness}"
