@@ -70,15 +70,15 @@ class Setting:
 @dataclass(slots=True, eq=False)
 class Group:
     lengths: tuple[int, ...]
+    num_tokens: int = field(init=False)
     version: int = 0
     """Version of its engine when it began."""
     num_left: int = 0
     """Answers that have not ended."""
     num_retries: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(self.lengths)
 
 
 @dataclass(slots=True)
@@ -155,13 +155,23 @@ class Engine:
 
         engine = Engine(machine, prompt_tokens=0)
         engine.add(0.0, group)      # whose only length is 100
-        engine.next_end()           # 1.0
+        engine.next_end             # 1.0
         engine.pop_ended(1.0)       # [group]
     """
+
+    # Thousands of engines are looked at again and again: attributes, no properties.
+    __slots__ = (
+        "_at", "_begun", "_counter", "_machine", "_max_running", "_numbers", "_places",
+        "_prompt", "_running", "_token_s", "_waiting", "load", "next_end", "place_s", "version",
+    )  # fmt: skip
 
     def __init__(self, machine: Machine, prompt_tokens: int) -> None:
         self.version = 0
         self.place_s = 0.0
+        self.load = 0
+        """Requests that run or wait."""
+        self.next_end = math.inf
+        """When the next answer ends; infinite if none runs."""
         self._machine, self._prompt = machine, prompt_tokens
         self._places, self._max_running = machine.places, machine.max_running
         self._running: list[tuple[float, int, float, Group]] = []
@@ -175,11 +185,6 @@ class Engine:
         self._at = 0.0
         """Time up to which the counter is right; in a pause the pause's end."""
         self._token_s = 0.0
-        self._next_end = math.inf
-
-    @property
-    def load(self) -> int:
-        return len(self._running) + len(self._waiting)
 
     @property
     def num_tokens(self) -> float:
@@ -188,13 +193,28 @@ class Engine:
 
     def add(self, now: float, group: Group) -> None:
         """Its answers begin, as far as there are places; their common prompt is computed once."""
-        self.go_on(now, [(length, 0.0, group) for length in group.lengths])
+        self._advance(now)
+        lengths, running, counter = group.lengths, self._running, self._counter
+        most = self.num_tokens + len(lengths) * self._prompt + group.num_tokens
+        is_full = len(running) + len(lengths) > self._max_running or most > self._places
+        if self._waiting or is_full:
+            self.go_on(now, [(length, 0.0, group) for length in lengths])
+            return
+        # There is room for all of them: as go_on does, but at once.
+        self._at += self._machine.prefill_s(self._prompt)
+        running += [(counter + length, next(self._numbers), counter, group) for length in lengths]
+        running.sort()
+        for _ in lengths:
+            self._begun += counter
+        self.load += len(lengths)
+        self._fill()
 
     def go_on(self, now: float, answers: Sequence[tuple[float, float, Group]]) -> None:
         """Answers of one group begin that have (tokens left, tokens sampled elsewhere)."""
         self._advance(now)
         self._at += self._machine.prefill_s(self._prompt + sum(had for _, had, _ in answers))
         self._waiting.extend(answers)
+        self.load += len(answers)
         self._fill()
 
     def fail(self, now: float) -> tuple[dict[Group, list[tuple[float, float, Group]]], float]:
@@ -209,7 +229,7 @@ class Engine:
             left[group].append((end - self._counter + unsent, had - unsent, group))
         for answer in self._waiting:
             left[answer[2]].append(answer)
-        self._running, self._begun = [], 0.0
+        self._running, self._begun, self.load = [], 0.0, 0
         self._waiting.clear()
         self._fill()
         return left, lost
@@ -224,24 +244,25 @@ class Engine:
         self.version = version
         pause_s = self._machine.load_s + self._machine.prefill_s(self.num_tokens)
         self._at += pause_s
-        self._next_end += pause_s
-
-    def next_end(self) -> float:
-        """When the next answer ends; infinite if none runs."""
-        return self._next_end
+        self.next_end += pause_s
 
     def pop_ended(self, now: float) -> list[Group]:
         """The groups of the answers that have ended by now, one for each answer."""
         ended: list[Group] = []
-        if self._next_end > now + ROUNDING:
+        if self.next_end > now + ROUNDING:
             return ended
-        self._advance(now)
-        running, last = self._running, self._counter + ROUNDING
+        running = self._running
+        if (passed := now - self._at) > 0:  # as _advance does
+            self._counter += passed / self._token_s
+            self.place_s += passed * len(running)
+            self._at = now
+        last = self._counter + ROUNDING
         while running and running[0][0] <= last:
             _, _, began, group = running.pop(0)
             self._begun -= began
             ended.append(group)
         if ended:
+            self.load -= len(ended)
             self._fill()
         return ended
 
@@ -258,6 +279,7 @@ class Engine:
                 kept.append(request)
         self._running = kept
         self._waiting = deque(one for one in self._waiting if one[2] not in groups)
+        self.load = len(kept) + len(self._waiting)
         self._fill()
         return lost
 
@@ -281,13 +303,15 @@ class Engine:
             self._begun += began
             bisect.insort(running, (counter + left, next(self._numbers), began, group))
         if not running:
-            self._next_end = math.inf
+            self.next_end = math.inf
             return
-        number, left = len(running), max(0.0, running[0][0] - counter)
+        number, left = len(running), running[0][0] - counter
+        if left < 0.0:
+            left = 0.0
         # They grow until the next end.
         num_tokens = number * (self._prompt + counter + left / 2) - self._begun
         self._token_s = self._machine.token_s(number, num_tokens)
-        self._next_end = self._at + left * self._token_s
+        self.next_end = self._at + left * self._token_s
 
 
 def simulate(setting: Setting, draw: Draw, tune: Tune | None = None) -> Outcome:
@@ -324,7 +348,8 @@ class _Run:
         self._numbers = itertools.count()
         self._planned = [math.inf] * setting.num_engines
         """When each engine's next look is planned."""
-        self._looks: list[Callable[[float], None]] = [partial(self._look, n) for n in engines]
+        self._ends_next: list[tuple[float, int, int]] = []
+        """A heap of these looks: (when, a number, engine). Others than the planned are void."""
         self._scored: set[Group] = set()
         """Groups whose reward is awaited."""
         self._ready: list[tuple[int, int, Group]] = []
@@ -356,14 +381,20 @@ class _Run:
         if self._setting.has_pools:
             self._plan_failure(0.0, self._num_engine_gpus, self._fail_engine)
         self._plan_failure(0.0, self._setting.num_trainer_gpus, self._fail_rank)
-        while len(outcome.ends) < self._setting.num_steps:
-            if len(self._events) <= self._to_fail:
+        ends, num_steps, events, ends_next = (
+            outcome.ends, self._setting.num_steps, self._events, self._ends_next,
+        )  # fmt: skip
+        while len(ends) < num_steps:
+            if ends_next and (not events or ends_next[0] < events[0]):
+                self._look(*ends_next[0])
+                continue
+            if len(events) + len(ends_next) <= self._to_fail:
                 raise ValueError(
                     f"after {len(outcome.ends)} steps nothing runs and nothing is ready: with "
                     f"buffer.max_staleness={self._setting.max_staleness} no group can end in time; "
                     "raise it"
                 )
-            now, _, happen = heapq.heappop(self._events)
+            now, _, happen = heapq.heappop(events)
             happen(now)
         return outcome
 
@@ -447,24 +478,30 @@ class _Run:
         return None
 
     def _plan(self, number: int) -> None:
-        when = self._engines[number].next_end()
+        when = self._engines[number].next_end
         if when < self._planned[number]:
             self._planned[number] = when
-            self._at(when, self._looks[number])
+            heapq.heappush(self._ends_next, (when, next(self._numbers), number))
 
-    def _look(self, number: int, now: float) -> None:
-        """At an engine in which an answer may have ended."""
+    def _look(self, now: float, _: int, number: int) -> None:
+        """The next look, at an engine in which an answer may have ended."""
         if now < self._planned[number]:
+            heapq.heappop(self._ends_next)
             return  # a later plan took its place
-        self._planned[number] = math.inf
-        for group in self._engines[number].pop_ended(now):
-            group.num_left -= 1
-            if group.num_left == 0:
-                del self._engine_of[group]
-                self._scored.add(group)
-                self._at(now + self._setting.reward_s, partial(self._push, group))
-        self._fallen.add(number)
-        self._plan(number)
+        engine = self._engines[number]
+        if engine.next_end <= now + ROUNDING:  # no commit has put it off
+            for group in engine.pop_ended(now):
+                group.num_left -= 1
+                if group.num_left == 0:
+                    del self._engine_of[group]
+                    self._scored.add(group)
+                    self._at(now + self._setting.reward_s, partial(self._push, group))
+            self._fallen.add(number)
+        when = self._planned[number] = engine.next_end
+        if when < math.inf:
+            heapq.heapreplace(self._ends_next, (when, next(self._numbers), number))
+        else:
+            heapq.heappop(self._ends_next)
 
     def _push(self, group: Group, now: float) -> None:
         self._scored.remove(group)
@@ -537,8 +574,10 @@ class _Run:
         if self._setting.on_stale is OnStale.wait:
             return
         stale = defaultdict[Engine, dict[Group, None]](dict)  # in the order of their begin
-        for group, engine in self._engine_of.items():
-            if not is_fresh(self._version, group.version, most):
+        versions = {group.version for group in self._engine_of}
+        too_old = {v for v in versions if not is_fresh(self._version, v, most)}
+        for group, engine in self._engine_of.items() if too_old else ():
+            if group.version in too_old:
                 stale[engine][group] = None
         for engine, groups in stale.items():
             self._outcome.lost_tokens += engine.stop(now, groups)
@@ -578,8 +617,7 @@ class _Run:
             self._committing += 1
             self._count_served(version, -1)
             self._count_served(self._newest, 1)
-            self._engines[number].take_version(now, self._newest)
-            self._plan(number)
+            self._engines[number].take_version(now, self._newest)  # what ends next ends later
             begun.append(number)
         return begun
 
@@ -600,8 +638,10 @@ class _Run:
             self._committing -= 1
             heapq.heappush(self._by_version, (self._engines[number].version, number))
             begun += self._begin_commits(now)
-            self._go_on(now)
-            self._admit(now)  # the first engine of a version may let groups in
+            if self._homeless:
+                self._go_on(now)
+            if self._limit is None:  # the first engine of a version may let groups in
+                self._admit(now)
         self._await_commits(begun, now)
 
     # Failures --------------------------------------------------------------------------------

@@ -62,9 +62,12 @@ class Machine:
     def _bandwidth(self) -> float:
         return self.tp_size * BANDWIDTH[self.gpu] * REACHED[0]
 
+    @cached_property
+    def _flops_per_s(self) -> float:
+        return self.tp_size * PEAK_TFLOPS[self.gpu] * 1e12 * REACHED[1]
+
     def prefill_s(self, num_tokens: float) -> float:
-        rate = self.tp_size * PEAK_TFLOPS[self.gpu] * 1e12 * REACHED[1]
-        return 2 * self.active_params * num_tokens / rate
+        return 2 * self.active_params * num_tokens / self._flops_per_s
 
     @property
     def places(self) -> float:

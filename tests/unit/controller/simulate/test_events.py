@@ -73,17 +73,17 @@ def drawing(groups: Iterable[tuple[int, ...]]) -> Callable[[], tuple[int, ...]]:
 def test_answers_end_after_their_length_and_those_without_a_place_wait() -> None:
     engine, first, second = Engine(machine(), 0), Group((100, 200)), Group((50, 60, 70))
     engine.add(0.0, first)
-    assert engine.next_end() == pytest.approx(1.0)
+    assert engine.next_end == pytest.approx(1.0)
     engine.add(0.5, second)  # two of its three have a place
     assert engine.load == 5
-    assert engine.next_end() == pytest.approx(1.0)
+    assert engine.next_end == pytest.approx(1.0)
     assert engine.pop_ended(1.0) == [first, second]  # of 100, of 50; the last one begins
-    assert engine.next_end() == pytest.approx(1.1)
+    assert engine.next_end == pytest.approx(1.1)
     assert engine.pop_ended(1.1) == [second]
-    assert engine.next_end() == pytest.approx(1.7)
+    assert engine.next_end == pytest.approx(1.7)
     assert engine.pop_ended(1.7) == [second]
     assert engine.pop_ended(2.0) == [first]
-    assert engine.load == 0 and engine.next_end() == float("inf")
+    assert engine.load == 0 and engine.next_end == float("inf")
     # 2 answers for 0.5 s, 4 for 0.5 s, 3 for 0.1 s, 2 for 0.6 s, 1 for 0.3 s
     assert engine.place_s == pytest.approx(1.0 + 2.0 + 0.3 + 1.2 + 0.3)
 
@@ -92,7 +92,7 @@ def test_version_stops_all_answers_for_its_load() -> None:
     engine = Engine(machine(Loading), 0)
     engine.add(0.0, Group((100,)))
     engine.take_version(0.5, 7)
-    assert engine.version == 7 and engine.next_end() == pytest.approx(4.0)
+    assert engine.version == 7 and engine.next_end == pytest.approx(4.0)
     assert engine.pop_ended(3.9) == []
     assert len(engine.pop_ended(4.0)) == 1
 
@@ -102,7 +102,7 @@ def test_stopped_answers_leave_their_tokens_and_their_places() -> None:
     engine.add(0.0, old)
     engine.add(0.2, young)
     assert engine.stop(0.4, {old}) == pytest.approx(2 * 40)
-    assert engine.next_end() == pytest.approx(0.5)
+    assert engine.next_end == pytest.approx(0.5)
     assert engine.pop_ended(0.5) == [young]
 
 
@@ -169,13 +169,13 @@ def test_answers_of_a_failed_engine_go_on_with_what_was_sent_of_them() -> None:
         (50 + UNSENT, 50 - UNSENT),
         (150 + UNSENT, 50 - UNSENT),
     ]
-    assert failed.load == 0 and failed.num_tokens == 0 and failed.next_end() == math.inf
+    assert failed.load == 0 and failed.num_tokens == 0 and failed.next_end == math.inf
     other.go_on(0.5, left[group])
     assert other.num_tokens == pytest.approx(2 * (50 - UNSENT))
-    assert other.next_end() == pytest.approx(0.5 + (50 + UNSENT) * TOKEN_S)
+    assert other.next_end == pytest.approx(0.5 + (50 + UNSENT) * TOKEN_S)
     failed.restart(3.0, 7)
     failed.add(3.0, Group((10,)))
-    assert (failed.version, failed.next_end()) == (7, pytest.approx(3.1))
+    assert (failed.version, failed.next_end) == (7, pytest.approx(3.1))
 
 
 @pytest.mark.parametrize(
