@@ -23,6 +23,7 @@ from benchmarks.rollouts.efficiency import measure_efficiency, measure_rewards, 
 from benchmarks.rollouts.fleet import measure_fleet
 from benchmarks.rollouts.gpu import measure_gpu, measure_training
 from benchmarks.rollouts.prefix import measure_prefixes
+from benchmarks.rollouts.scale import measure_scale
 from benchmarks.rollouts.scene import build_model, engine_at
 from benchmarks.rollouts.strategies import measure_strategies
 from benchmarks.rollouts.work import SHORT, WorkSize
@@ -35,6 +36,7 @@ ALONE = {
     "stub": measure_stub,
     "cost": measure_cost,
     "fleet": measure_fleet,
+    "scale": measure_scale,
     "rewards": measure_rewards,
 }
 

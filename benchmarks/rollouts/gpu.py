@@ -202,13 +202,24 @@ async def _run(
 @asynccontextmanager
 async def gpu_at(folder: Path, size: WorkSize) -> AsyncIterator[EngineInfo]:
     """An emulated engine in another process."""
-    command = [sys.executable, "-m", "benchmarks.rollouts.gpu_engine"]
-    child = Child(
-        [*command, str(size.gpu_speed), str(size.max_running)], folder / "gpu.log", speaks=True
-    )
+    async with gpus_at(folder, size.gpu_speed, size.max_running) as (info,):
+        yield info
+
+
+@asynccontextmanager
+async def gpus_at(
+    folder: Path, speed: float, places: int, model: str = "8b", number: int = 1
+) -> AsyncIterator[list[EngineInfo]]:
+    """Emulated engines in one other process."""
+    words = map(str, (speed, places, model, number))
+    command = [sys.executable, "-m", "benchmarks.rollouts.gpu_engine", *words]
+    child = Child(command, folder / "gpu.log", speaks=True)
     try:
-        url = f"http://127.0.0.1:{int(await child.first_line())}"
-        yield EngineInfo(name=ENGINE, url=url, pid=child.pid)
+        ports = (await child.first_line()).split()
+        yield [
+            EngineInfo(name=f"engine-{place}", url=f"http://127.0.0.1:{int(port)}", pid=child.pid)
+            for place, port in enumerate(ports)
+        ]
     finally:
         child.stop(timeout_s=5.0)
 

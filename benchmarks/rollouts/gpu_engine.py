@@ -1,10 +1,10 @@
-"""An engine with the service times of an H100.
+"""Engines with the service times of an H100.
 
-    python -m benchmarks.rollouts.gpu_engine <speed> <places>
+    python -m benchmarks.rollouts.gpu_engine <speed> <places> [<model> <engines>]
 
-It prints its port and speaks SGLang's HTTP as far as worker, router and commits use it. It computes
-nothing; it sleeps as long as an 8B model would take, `speed` times faster. Neither a prefix cache
-nor preemption is emulated: the work of the benchmark needs neither.
+It prints a port for each and speaks SGLang's HTTP as far as worker, router and commits use it. It
+computes nothing; it sleeps as long as the model would take, `speed` times faster. Neither a prefix
+cache nor preemption is emulated: the work of the benchmark needs neither.
 
     arrive ──► waiting ──► prefill ──► running, one token a step ──► ended, aborted
                   ▲                       │ pause_generation(retract): the KV is lost
@@ -23,6 +23,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -52,18 +53,34 @@ class Roofline:
     """16 GB from host memory at 32 GB/s."""
     capacity: int = 390_000
     """Tokens of KV cache in 85% of 80 GB, without the weights."""
+    tokens: int = 1
+    requests: int = 1
+    """Tokens, and requests, of the GPU for which one of the emulation stands; its capacity is in
+    tokens of the emulation."""
 
     def step_s(self, num_running: float, num_tokens: float) -> float:
         """One token for each of `num_running` requests, which have `num_tokens` in all."""
         weights = 2 * self.parameters / self.bytes_per_s
-        cache = num_tokens * self.kv_bytes / self.bytes_per_s
-        return max(weights, self._compute_s(num_running)) + cache + self.overhead_s
+        cache = self.tokens * self.requests * num_tokens * self.kv_bytes / self.bytes_per_s
+        compute = self._compute_s(num_running) / self.tokens
+        return self.tokens * (max(weights, compute) + cache + self.overhead_s)
 
     def prefill_s(self, num_tokens: int) -> float:
         return self._compute_s(num_tokens) + self.overhead_s if num_tokens else 0.0
 
     def _compute_s(self, num_tokens: float) -> float:
-        return 2 * self.parameters * num_tokens / self.flops_per_s
+        stands_for = self.tokens * self.requests * num_tokens
+        return 2 * self.parameters * stands_for / self.flops_per_s
+
+
+ROOFLINES = {
+    "8b": Roofline(),
+    # Qwen2.5 1.5B: 28 layers, 2 heads of 128. An answer of 31,744 tokens is one of 248 here.
+    "1.5b": Roofline(
+        parameters=1.54e9, kv_bytes=2 * 28 * 2 * 128 * 2, load_s=0.1,
+        capacity=2_260_000 // (128 * 16), tokens=128, requests=16,
+    ),
+}  # fmt: skip
 
 
 def token_at(position: int) -> int:
@@ -84,6 +101,9 @@ class Running:
     num_prompt: int
     most: int
     interval: int
+    scale: int
+    """Tokens of the answer for which one of the emulation stands; the prompt is as long as it is.
+    """
     send: Callable[[dict[str, Any] | None], None]
     """Hands a piece to the request's call; None when the request has ended."""
     num_done: int = 0
@@ -94,7 +114,7 @@ class Running:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prompt + self.num_done
+        return self.num_prompt // self.scale + self.num_done
 
     def advance(self, steps: int, version: int) -> None:
         if self.spans and self.spans[-1][0] == version:
@@ -218,7 +238,9 @@ class GpuEngine:
             self.num_samples += 1
             self.num_prompt_tokens += len(ids)
             most, interval = params["max_new_tokens"], params["stream_interval"]
-            self._waiting.append(Running(rid, len(ids), most, interval, parts.put_nowait))
+            scale = self._roofline.tokens
+            running = Running(rid, len(ids), most, interval, scale, parts.put_nowait)
+            self._waiting.append(running)
         self._changed.set()
         return StreamingResponse(_events(parts, len(body["rid"])), media_type="text/event-stream")
 
@@ -241,30 +263,37 @@ class GpuEngine:
     # Commits --------------------------------------------------------------------------------------
 
     async def pause(self, request: Request) -> Response:
-        mode = (await request.json())["mode"]
+        self.hold(retracts=(await request.json())["mode"] == "retract")
+        return JSONResponse({})
+
+    def hold(self, *, retracts: bool) -> None:
         self._catch_up()
         self._is_paused = True
-        if mode == "retract":
+        if retracts:
             for running in self._running:
                 running.num_retractions += 1
             self._waiting, self._running = [*self._running, *self._waiting], []
-        return JSONResponse({})
 
     async def resume(self, request: Request) -> Response:
+        self.go_on()
+        return JSONResponse({})
+
+    def go_on(self) -> None:
         self._catch_up()
         self._is_paused = False
         self._changed.set()
-        return JSONResponse({})
 
     async def update(self, request: Request) -> Response:
-        body = await request.json()
+        await self.load_version(int((await request.json())["weight_version"]))
+        return JSONResponse({"success": True})
+
+    async def load_version(self, version: int) -> None:
         self._catch_up()
         self._is_loading = True
         await asyncio.sleep(self._roofline.load_s / self._speed)
         self._catch_up()
-        self._version, self._is_loading = int(body["weight_version"]), False
+        self._version, self._is_loading = version, False
         self._changed.set()
-        return JSONResponse({"success": True})
 
     async def flush(self, request: Request) -> Response:
         is_empty = not (self._running or self._waiting)
@@ -307,31 +336,51 @@ async def _events(
     yield b"data: [DONE]\n\n"
 
 
-async def _run(engine: GpuEngine) -> None:
-    posts = {
-        "/generate": engine.generate,
-        "/abort_request": engine.abort,
-        "/pause_generation": engine.pause,
-        "/continue_generation": engine.resume,
-        "/update_weights_from_disk": engine.update,
-        "/flush_cache": engine.flush,
-    }
-    gets = {
-        "/v1/loads": engine.loads,
-        "/counts": engine.counts,
-        "/model_info": engine.info,
-        "/ready": engine.info,
-    }
-    routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
-    routes += [Route(path, answer) for path, answer in gets.items()]
-    running = asyncio.create_task(engine.run())
-    serving = asyncio.create_task(serve(Starlette(routes=routes)))
-    await asyncio.wait([running, serving], return_when=asyncio.FIRST_COMPLETED)
-    running.result()  # it never ends well
+POSTS = {
+    "/generate": "generate",
+    "/abort_request": "abort",
+    "/pause_generation": "pause",
+    "/continue_generation": "resume",
+    "/update_weights_from_disk": "update",
+    "/flush_cache": "flush",
+}
+GETS = {"/v1/loads": "loads", "/counts": "counts", "/model_info": "info", "/ready": "info"}
+
+
+async def _run(make: Callable[[], GpuEngine], num_engines: int) -> None:
+    """An engine at each port. Never returns."""
+    engines: dict[int, GpuEngine] = {}
+    async with asyncio.TaskGroup() as tasks:
+
+        async def answer(request: Request) -> Response:
+            port, path = request.scope["server"][1], request.url.path
+            if port not in engines:
+                engines[port] = make()
+                tasks.create_task(engines[port].run())
+            response: Response = await getattr(engines[port], (POSTS | GETS)[path])(request)
+            return response
+
+        async def take(request: Request) -> Response:
+            """All engines stop, or take a version, as by receivers beside them: a worker that told
+            each of them would pay for it."""
+            body = await request.json()
+            for engine in engines.values():
+                engine.hold(retracts=body["retracts"])
+            if (version := body["version"]) is not None:
+                await asyncio.gather(*(one.load_version(version) for one in engines.values()))
+                for engine in engines.values():
+                    engine.go_on()
+            return JSONResponse({})
+
+        routes = [Route(path, answer, methods=["POST"]) for path in POSTS]
+        routes += [Route("/take", take, methods=["POST"]), *(Route(path, answer) for path in GETS)]
+        tasks.create_task(serve(Starlette(routes=routes), num_engines))
 
 
 def main(argv: Sequence[str]) -> None:
-    asyncio.run(_run(GpuEngine(float(argv[0]), int(argv[1]))))
+    speed, places, model, num_engines = (*argv, "8b", "1")[:4]
+    make = partial(GpuEngine, float(speed), int(places), ROOFLINES[model])
+    asyncio.run(_run(make, int(num_engines)))
 
 
 if __name__ == "__main__":

@@ -40,9 +40,14 @@ class Trainer:
     """A training step, without the engine."""
     commit: Callable[[], Awaitable[None]]
     """The engine takes new weights."""
+    token_s: float = 0.0
+    """What a token adds to a step."""
+    hold: Callable[[], Awaitable[None]] | None = None
+    """Stops what runs in the engines themselves, which compute it again after the commit: the same
+    for them as if the client interrupted it, without a request for each answer."""
 
     async def step(self, tally: Tally, runs: Sequence[_Run]) -> None:
-        await asyncio.sleep(self.step_s)
+        await asyncio.sleep(self.step_s + self.token_s * sum(run.num_tokens for run in runs))
         for run in runs:
             assert run.num_tokens == run.job.num_tokens, (run.num_tokens, run.job)
             tally.wasted_tokens += run.num_lost
@@ -189,6 +194,11 @@ class _FirstToEnd:
 
     async def _stop(self) -> None:
         """Unfinished samples give their places up."""
+        if self._keeps_tokens and self._trainer.hold is not None:
+            await self._trainer.hold()
+            for run in self._running.values():
+                run.num_put_off += 1
+            return
         if self._keeps_tokens:
             for run in self._running.values():
                 for sample in run.samples:
@@ -274,6 +284,11 @@ class _Counter:
         self._one_ended.set()
 
     async def _take_version(self) -> None:
+        if self._trainer.hold is not None:
+            await self._trainer.hold()
+            await self._trainer.commit()
+            self._version += 1
+            return
         self._serves.clear()
         for run in self._running:
             for sample in run.samples:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from safetensors.torch import save_file
 
@@ -76,6 +77,11 @@ async def engine_at(folder: Path, size: WorkSize) -> AsyncIterator[SGLangEngine]
         await engine.stop()
 
 
+class Taking(Protocol):
+    async def next(self) -> None:
+        """The engines take the next version."""
+
+
 class Commits:
     """New versions of the same weights, taken by the engine as a staged version is taken."""
 
@@ -128,10 +134,13 @@ class Pool:
     worker: RolloutWorker
     buffer: Buffer
     state: RunState
-    commits: Commits | None
+    commits: Taking | None
     batch_groups: int
     train_s: float = 0.0
     """A training step."""
+    token_s: float = 0.0
+    """What a token adds to it."""
+    engines: Sequence[str] = (ENGINE,)
 
     async def run(self, num_groups: int) -> Tally:
         """Until all groups are delivered. Whatever ends the worker before ends the benchmark."""
@@ -165,17 +174,20 @@ class Pool:
                 timeout_s=300.0,
             )
             kept = await self.buffer.validate(lease, step)
-            await asyncio.sleep(self.train_s)
+            lengths = [g.num_trainable_tokens for g in lease.groups if g.group_id in kept]
+            await asyncio.sleep(self.train_s + self.token_s * sum(lengths))
             step += 1
             await self.buffer.consume(lease, kept)
             await self.buffer.ack(step)
-            tally.deliver(
-                [group.num_trainable_tokens for group in lease.groups if group.group_id in kept]
-            )
+            tally.deliver(lengths)
             await self.buffer.announce_version(step)
-            if self.commits is not None:
-                await self.commits.next()
-            await self.state.record_commits({ENGINE: step})
+            await self.publish(step)
+
+    async def publish(self, step: int) -> None:
+        """The engines take the version, while the trainer waits."""
+        if self.commits is not None:
+            await self.commits.next()
+        await self.state.record_commits(dict.fromkeys(self.engines, step))
 
 
 @asynccontextmanager
@@ -186,7 +198,7 @@ async def pool_at(
     jobs: Sequence[Job],
     *,
     name: str,
-    commits: Commits | None = None,
+    commits: Taking | None = None,
     score_s: float = 0.0,
     reward_processes: int = 1,
     tail: TailPolicy = TailPolicy.continue_across_versions,

@@ -66,6 +66,14 @@ class WorkSize:
     gpu_rounds: int = 3
     gpu_speed: float = 6.0
     """Seconds of the emulated GPU per second."""
+    scale_engines: int = 64
+    scale_speed: float = 6.0
+    scale_groups: int = 21
+    """A step takes so many groups of 16, each of which stands for 16."""
+    scale_places: int = 8
+    """Of an engine; 128 requests of the GPU."""
+    scale_steps: int = 14
+    scale_staleness: int = 8
     prefix_tokens: int = 2000
     prefix_turns: int = 8
     prefix_hidden: int = 256
@@ -77,7 +85,8 @@ SHORT = WorkSize(
     pairs=1, stub_latency_s=0.2, stub_in_flight=40, reward_s=0.1, reward_processes=2,
     reward_rounds=5, gpu_groups=12, gpu_tails=(5.0,), gpu_median_tokens=8, gpu_longest=64,
     gpu_train_s=(0.5,), gpu_rounds=1, cost_groups=20, fleets=(2, 4), fleet_groups=20,
-    fleet_rounds=1, fleet_idle_s=0.5, prefix_tokens=200, prefix_turns=2,
+    fleet_rounds=1, fleet_idle_s=0.5, scale_engines=2, scale_speed=2000.0, scale_groups=2,
+    scale_steps=4, scale_staleness=2, prefix_tokens=200, prefix_turns=2,
     prefix_hidden=128,
 )  # fmt: skip
 

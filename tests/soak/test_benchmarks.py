@@ -5,6 +5,7 @@ Those of benchmarks/gpu, and packing.py beside them: tests/unit/test_gpu_benchma
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu import head
 from benchmarks.report import Report
-from benchmarks.rollouts.gpu_engine import Roofline
+from benchmarks.rollouts.gpu_engine import ROOFLINES, Roofline
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -53,7 +54,9 @@ FIGURES = {
     "reward_overlap gpu_vs_sync gpu_vs_stream gpu_vs_partial "
     "gpu_wasted_tokens gpu_early_length_ours_5 gpu_early_length_postpone_5 "
     "gpu_early_length_interrupt_and_resume_5 gpu_simulated_sync_5 gpu_simulated_ours_5 "
-    "gpu_of_bound_one_off_train_0.5 gpu_of_bound_counter_train_0.5 gpu_of_bound_ours_train_0.5",
+    "gpu_of_bound_one_off_train_0.5 gpu_of_bound_counter_train_0.5 gpu_of_bound_ours_train_0.5 "
+    "scale_of_bound scale_of_bound_in_place scale_length_ours scale_vs_sync scale_vs_partial "
+    "scale_vs_counter",
 }
 
 
@@ -111,6 +114,15 @@ def test_emulated_gpu_is_as_fast_as_published_figures() -> None:
     # LLaMA 7B in FP8 with 32 heads for keys and values: 64 requests of 128 and 2048 tokens
     llama_7b = Roofline(parameters=6.74e9 / 2, kv_bytes=2 * 32 * 32 * 128)
     assert 64 / llama_7b.step_s(64, 64 * (128 + 1024)) == pytest.approx(5367, rel=0.15)
+
+
+def test_token_and_request_that_stand_for_many_take_the_time_of_all() -> None:
+    many = ROOFLINES["1.5b"]
+    one = dataclasses.replace(many, tokens=1, requests=1)
+    tokens, requests = many.tokens, many.requests
+    steps_s = tokens * one.step_s(8 * requests, 300 * tokens * requests)
+    assert many.step_s(8, 300) == pytest.approx(steps_s)
+    assert many.prefill_s(300) == pytest.approx(one.prefill_s(300 * tokens * requests))
 
 
 @pytest.mark.parametrize("script", ["parity.py", "end_to_end.py"])

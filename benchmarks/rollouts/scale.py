@@ -1,0 +1,250 @@
+"""Part SCALE: an emulated run as AReaL's with 1.5B parameters, 64 engines and trainer, by schedule.
+
+AReaL published (blog/AReaL_v0_3.md and benchmark/ of its repository): 128 GPUs, 512 prompts of 16
+answers a step, at most 31,744 tokens, 1,000 steps in 41.0 h synchronously and in 14.8 h
+asynchronously. Here are two thirds of it: 64 GPUs generate and 21.3 train; a colocated schedule has
+all for each phase in turn. Assumed: the lengths (lognormal, median 5,000, one in a hundred above
+47,500 before the cut), 0.4 MFU, 10 s to change phases in a colocated run.
+
+A group of the emulation stands for 16, a token for 128 (`gpu_engine.ROOFLINES`). Engines are behind
+real HTTP, in one process. A version is taken by all engines at once; what runs is computed again.
+Measured are the steps after the first ones, in which the pools fill. `bound` is what the longer of
+generation and training takes, if the engines are always full, nothing is computed twice and no
+step waits; the efficiency is the bound's time over the time taken. `trained length` is the mean
+answer trained, over the mean of all drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import psutil
+from rich.table import Table
+
+from benchmarks import KEY
+from benchmarks.report import Report
+from benchmarks.rollouts.gpu import gpus_at
+from benchmarks.rollouts.gpu_engine import ROOFLINES
+from benchmarks.rollouts.rivals import (
+    Trainer,
+    _Run,
+    run_batches,
+    run_counter,
+    run_one_off,
+    run_partial,
+    run_stream,
+)
+from benchmarks.rollouts.scene import pool_at
+from benchmarks.rollouts.strategies import Rival
+from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs
+from rollout_pool.cancelling import end_tasks
+from rollout_pool.engines.engine import EngineInfo
+from rollout_pool.engines.sglang.client import SGLangClient
+from rollout_pool.sampling.engine_watch import poll_load
+from rollout_pool.sampling.router import Router
+from rollout_pool.sampling.sampler import Sampler
+
+MODEL = "1.5b"
+GPU = ROOFLINES[MODEL]
+COLUMNS = (
+    "", "s a step", "ours over it", "of the bound", "trained length", "worker's core", "engines'",
+)  # fmt: skip
+MFU, SWITCH_S, LOAD_EVERY_S = 0.4, 10.0, 4.0
+
+
+class Schedule(NamedTuple):
+    what: str
+    rival: Rival | None = None
+    """None: ours."""
+    is_colocated: bool = False
+    retracts: bool = True
+    """False: what runs keeps its KV cache when weights change."""
+    has_memory: bool = True
+    """What a step trains depends on the steps before: it is measured in the later half alone."""
+
+
+SCHEDULES = {
+    "ours": Schedule("max_staleness, on_stale=wait"),
+    "in_place": Schedule("the same with weight_sync=in_place", retracts=False),
+    "sync": Schedule("synchronous, disaggregated", run_batches, has_memory=False),
+    "colocated": Schedule("synchronous, colocated", run_batches, True, has_memory=False),
+    "partial": Schedule("colocated, partial rollouts", run_partial, True),
+    "one_off": Schedule("one step off-policy", run_one_off, has_memory=False),
+    "stream": Schedule("first to end, the rest given up", run_stream),
+    "counter": Schedule("admitted by number, as AReaL", run_counter),
+}
+
+
+class _EnoughError(Exception):
+    pass
+
+
+@dataclass(kw_only=True, slots=True)
+class _Fleet:
+    """Emulated engines, which take versions all at once."""
+
+    http: httpx.AsyncClient
+    retracts: bool
+    version: int = 0
+
+    async def hold(self, version: int | None = None) -> None:
+        await self.http.post("/take", json={"retracts": self.retracts, "version": version})
+
+    async def next(self) -> None:
+        self.version += 1
+        await self.hold(self.version)
+
+
+@dataclass(kw_only=True, frozen=True)
+class _Steps(Trainer):
+    """Ends after so many steps, whatever still runs."""
+
+    num_steps: int
+    tallies: list[Tally]
+
+    async def step(self, tally: Tally, runs: Sequence[_Run]) -> None:
+        await super().step(tally, runs)
+        if tally.num_steps >= self.num_steps:
+            self.tallies.append(tally)
+            raise _EnoughError
+
+
+async def measure_scale(size: WorkSize, folder: Path, report: Report) -> None:
+    trainers = size.scale_engines / 3
+    size = dataclasses.replace(
+        size,
+        group_size=16,
+        batch_groups=size.scale_groups,
+        num_groups=size.scale_groups * (size.scale_steps + 2 * size.scale_staleness + 2),
+        median_tokens=5000 // GPU.tokens,
+        p99_over_p50=9.5,
+        longest=31_744 // GPU.tokens,
+        max_staleness=size.scale_staleness,
+        max_running=size.scale_places,
+    )
+    jobs = draw_jobs(size, seed=0)
+    lengths = [length for job in jobs for length in job.lengths]
+    mean = sum(lengths) / len(lengths)
+    # A running answer holds half its tokens on average, and the longer it is, the longer it runs.
+    held = sum(length**2 for length in lengths) / (2 * len(lengths) * mean)
+    step_s = GPU.step_s(size.max_running, size.max_running * held)
+    generate_s = step_s / (size.max_running * size.scale_engines)
+    flops = 6 * GPU.parameters * GPU.tokens * GPU.requests
+    train_s = flops / (trainers * 989e12 * MFU)
+    bound = 1 / max(generate_s, train_s)
+    tokens = mean * size.group_size * size.batch_groups
+    report.say(
+        f"a step: {tokens * generate_s:.1f} s of generation, {tokens * train_s:.1f} s of training"
+    )
+    rates: dict[str, float] = {}
+    title = f"{size.scale_engines} engines emulated, {size.scale_speed:g} times the clock"
+    table = Table(title=title)
+    for column in COLUMNS:
+        table.add_column(column)
+    for name, schedule in SCHEDULES.items():
+        num_steps = size.scale_steps if schedule.has_memory else max(2, size.scale_steps // 3)
+        one = dataclasses.replace(size, num_groups=num_steps * size.batch_groups)
+        tally, cpu = await _run(name, schedule, one, jobs, folder, train_s)
+        first = size.batch_groups * (num_steps // 2 if schedule.has_memory else 1)
+        trained = tally.lengths[first : one.num_groups]
+        seconds = (tally.ends[one.num_groups - 1] - tally.ends[first - 1]) * size.scale_speed
+        rate = rates[name] = sum(trained) / seconds
+        bias = sum(trained) / len(trained) / (mean * size.group_size)
+        report.note(f"scale_of_bound_{name}", rate / bound)
+        report.note(f"scale_length_{name}", bias)
+        figures = (rates["ours"] / rate, rate / bound, bias, *cpu)
+        row = (f"{tokens / rate:.1f}", *(f"{figure:.2f}" for figure in figures))
+        report.say(f"{name}: {', '.join(row)}")
+        table.add_row(f"{name}: {schedule.what}", *row)
+    report.show(table)
+    report.target("scale_of_bound", rates["ours"] / bound, ">=", 0.95, "overlap efficiency of ours")
+    for name, rate in rates.items():
+        if SCHEDULES[name].rival is not None:
+            least = {"sync": 2.8, "partial": 1.2}.get(name, 1.0)
+            how = "trained tokens/s of ours over it"
+            report.target(f"scale_vs_{name}", rates["ours"] / rate, ">=", least, how)
+
+
+async def _run(
+    name: str, schedule: Schedule, size: WorkSize, jobs: Sequence[Job], folder: Path, token_s: float
+) -> tuple[Tally, tuple[float, float]]:
+    """The tally, and the share of a core that this process and the engines took."""
+    number, step_s = size.scale_engines, 0.0
+    if schedule.is_colocated:
+        number, token_s, step_s = number + number // 3, token_s / 4, SWITCH_S
+    step_s, token_s = step_s / size.scale_speed, token_s / size.scale_speed
+    async with AsyncExitStack() as closing:
+        engines = await closing.enter_async_context(
+            gpus_at(folder, size.scale_speed, size.max_running, MODEL, number)
+        )
+        http = await closing.enter_async_context(
+            httpx.AsyncClient(base_url=engines[0].url, trust_env=False, timeout=120.0)
+        )
+        fleet = _Fleet(http=http, retracts=schedule.retracts)
+        began, before = time.perf_counter(), _cpu_s(engines[0].pid)
+        if schedule.rival is None:
+            pool = await closing.enter_async_context(
+                pool_at(
+                    folder,
+                    engines[0],
+                    size,
+                    jobs,
+                    name=f"scale-{name}",
+                    commits=fleet,
+                    load_every_s=LOAD_EVERY_S,
+                )
+            )
+            pool.train_s, pool.token_s, pool.engines = step_s, token_s, [e.name for e in engines]
+            for engine in engines:
+                await pool.state.register_engine(engine.name, engine.url)
+            await pool.state.record_commits(dict.fromkeys(pool.engines, 0))
+            tally = await pool.run(size.num_groups)
+        else:
+            trainer = _Steps(
+                step_s=step_s,
+                token_s=token_s,
+                commit=fleet.next,
+                hold=fleet.hold,
+                num_steps=size.num_groups // size.batch_groups,
+                tallies=[],
+            )
+            sampler = await closing.enter_async_context(_sampler(size, engines))
+            # A rival counts the places of all engines.
+            whole = dataclasses.replace(size, max_running=number * size.max_running)
+            others = asyncio.all_tasks()
+            try:
+                await schedule.rival(jobs, sampler, whole, trainer)
+            except* _EnoughError:
+                pass
+            await end_tasks(asyncio.all_tasks() - others)
+            tally = trainer.tallies[0]
+        seconds = time.perf_counter() - began
+        ours, theirs = (b - a for a, b in zip(before, _cpu_s(engines[0].pid), strict=True))
+        return tally, (ours / seconds, theirs / seconds)
+
+
+def _cpu_s(pid: int) -> tuple[float, float]:
+    times = psutil.Process(pid).cpu_times()
+    return time.process_time(), times.user + times.system
+
+
+@asynccontextmanager
+async def _sampler(size: WorkSize, engines: Sequence[EngineInfo]) -> AsyncIterator[Sampler]:
+    clients = [SGLangClient(e.name, e.url, key=KEY, request_timeout_s=600.0) for e in engines]
+    router = Router(clients, 600.0, max_running_requests=size.max_running)
+    router.follow({e.name: 0 for e in engines}, trainer=0, max_staleness=0)
+    polls = [asyncio.create_task(poll_load(router, c, LOAD_EVERY_S)) for c in clients]
+    try:
+        yield Sampler(router, max_retries=2)
+    finally:
+        await end_tasks(polls)
+        for client in clients:
+            await client.close()
