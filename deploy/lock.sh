@@ -35,9 +35,10 @@ done
 printf '%s\n' "${cpu[@]}" >"$work/cpu.in"
 : >"$work/gpu.in"
 : >"$work/gpu.toml"
-# Requirements that SGLang never imports, and FlashInfer only where they are installed. This one is a placeholder
-# that fetches its wheel from elsewhere, so an installation which reaches the package index alone would fail.
-unused=("cuda-tile")
+# Requirements that nothing here imports. SGLang never imports cuda-tile, and FlashInfer only where it is installed:
+# it is a placeholder that fetches its wheel from elsewhere, so an installation which reaches the package index
+# alone would fail. Of axe-playwright-python tests take the script alone, not what playwright would drive.
+unused=("cuda-tile" "playwright")
 printf '%s\n' "${unused[@]}" >"$work/unused"
 # Published without a wheel, but whole: they build from what the index has.
 sdists=("antlr4-python3-runtime" "cellpylib" "deepspeed" "pycosat" "zss")

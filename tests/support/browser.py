@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import itertools
+import json
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +52,29 @@ class Tab:
             while not await self.run(f"Boolean({condition})"):
                 await asyncio.sleep(0.05)
 
-    async def picture(self, path: Path, *, width: int, dark: bool) -> None:
-        """The whole page as it is at that width."""
+    async def show(self, *, width: int, dark: bool) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.ask("Emulation.setEmulatedMedia", features=[scheme])
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.ask("Emulation.setDeviceMetricsOverride", **size)
+
+    async def hindrances(self) -> list[str]:
+        """Serious and critical findings of axe-core in the page as it is."""
+        if not await self.run("'axe' in window"):
+            script = files("axe_playwright_python").joinpath("axe.min.js")
+            await self.run(script.read_text("utf-8") + ";0")
+        found = json.loads(await self.run("axe.run().then(JSON.stringify)"))
+        assert len(found["passes"]) > 20, "it has seen the page"
+        return [
+            f"{one['impact']} {one['id']}: {node['html'][:200]} {node['failureSummary']}"
+            for one in found["violations"]
+            for node in one["nodes"]
+            if one["impact"] in ("serious", "critical")
+        ]
+
+    async def picture(self, path: Path, *, width: int, dark: bool) -> None:
+        """The whole page as it is at that width."""
+        await self.show(width=width, dark=dark)
         await asyncio.sleep(3)  # nothing tells when plotly has drawn again
         found = await self.ask("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(found["data"]))

@@ -200,8 +200,13 @@ async function showGroup(id, trajectory, start = 0) {
   const parts = Object.entries(one.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   $("facts").textContent = `Episode ${one.episode}${one.role && ", " + one.role}: reward ${number(one.reward)}` + (parts ? ` (${parts})` : "") +
     `, ${one.finish_reason}, ${one.num_tokens} tokens of which ${one.num_trained} are trained`;
-  $("messages").replaceChildren(...found.messages.flatMap((message) => [make("h4", message.role),
-    make("pre", typeof message.content === "string" ? message.content : JSON.stringify(message, null, 1))]));
+  $("messages").replaceChildren(...found.messages.flatMap((message) => {
+    const said = make("pre", typeof message.content === "string" ? message.content : JSON.stringify(message, null, 1));
+    said.tabIndex = 0; // else no key scrolls it
+    said.setAttribute("role", "group");
+    said.setAttribute("aria-label", `Message of ${message.role}`);
+    return [make("h4", message.role), said];
+  }));
   const versions = Object.keys(one.versions);
   $("legend").replaceChildren(...versions.slice(0, 12).map((v, n) => make("span", `version ${v}`, `v${n % 6}`)),
     make("span", "not trained", "off"), make("span", "below 10%", "low"), make("span", "below 1%", "rare"));
