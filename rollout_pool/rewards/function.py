@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, SupportsFloat
 
@@ -13,8 +14,14 @@ from configs.choices import RewardScope
 from configs.rollout_schema import RewardConfig, TaskConfig
 from host.user_code import load_callable
 from rollout_pool.rewards.reward import PartScorer, Reward
-from rollout_pool.tasks.task import Task, load_user_function
+from rollout_pool.tasks.task import Task, load_user_function, signature_of
 
+_NOT_FIRST = re.compile(
+    "args|samples?|data_sources?|solution_strs?|predict(_str)?|reward_inputs|completions?|prompts"
+    "|queries|episodes?"
+)
+_NOT_SECOND = re.compile("prompts?|solution_strs?|ground_truths?|extra_info")
+"""Names that other systems give to what stands there. Any other names are the user's own."""
 _RUNNER = asyncio.Runner()
 """Runs async functions in one loop for all calls: the clients that they keep belong to it."""
 
@@ -44,6 +51,7 @@ class FunctionReward(Reward):
         is_of_group = self.config.of is RewardScope.group
         arguments = "(prompt, episodes)" if is_of_group else "(prompt, episode)"
         function = load_user_function(name, setting, arguments, self.task)
+        _check_names(load_callable(name, setting), what, arguments)
         _check_returns(load_callable(name, setting), what)
         if is_of_group:
             return lambda request: as_rewards(
@@ -57,6 +65,23 @@ class FunctionReward(Reward):
 
 
 KIND = FunctionReward
+
+
+def _check_names(function: Callable[..., object], what: str, arguments: str) -> None:
+    """Raises ValueError for a function made for other arguments: each call would fail, and score
+    0."""
+    parameters = signature_of(function).parameters.values()
+    names = [one.name for one in parameters if one.kind <= one.POSITIONAL_OR_KEYWORD][:2]
+    if names[1:] in (["episode"], ["episodes"]):
+        return
+    both = zip(names, (_NOT_FIRST, _NOT_SECOND), strict=False)
+    if wrong := [name for name, others in both if others.fullmatch(name)]:
+        raise ValueError(
+            f"{what}: is called with {arguments}, in this order, but takes ({', '.join(names)}), "
+            f"and would get something else as {' and '.join(wrong)}; change its parameters to "
+            f"{arguments}: the first has text, an episode has answer and messages, and further "
+            "ones named solution or row get the prompt's"
+        )
 
 
 def _check_returns(function: Callable[..., object], what: str) -> None:

@@ -213,7 +213,7 @@ def load_user_function(name: str, setting: str, arguments: str, task: Task) -> U
     """
     function = load_callable(name, setting)
     what = f"{setting}={name!r}"
-    signature = _signature(function)
+    signature = signature_of(function)
     wanted = [one for one in ABOUT_PROMPT if one in signature.parameters]
     try:
         signature.bind(None, None, **dict.fromkeys(wanted))
@@ -228,12 +228,28 @@ def load_user_function(name: str, setting: str, arguments: str, task: Task) -> U
                 f"{what}: wants a {one}, but the task {task.name} has none; give it a "
                 f"method of that name, or leave the parameter out"
             )
+    if "solution" in wanted:
+        _check_solution(task, what)
     return lambda first, second, prompt: function(
         first, second, **{one: getattr(task, one)(prompt) for one in wanted}
     )
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def _check_solution(task: Task, what: str) -> None:
+    """Raises ValueError if a prompt has no solution: each call would fail, and score 0."""
+    held_out = task.eval_prompts()
+    prompt = held_out[0] if held_out else task.example(0)
+    try:
+        task.solution(prompt)
+    except Exception as error:
+        raise ValueError(
+            f"{what}: wants a solution, but the prompt {prompt.text!r:.60} has none ({error}); "
+            "name where right answers are (of questions: their column in task.params.answer), or "
+            "leave the parameter out"
+        ) from error
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except ValueError:  # a built-in one, of which Python knows none

@@ -386,6 +386,54 @@ async def test_function_that_can_return_no_number_is_refused_before_the_start(mi
     assert str(refused.value).startswith(f"task.rewards.style.function={name!r}: is {words}, but a")
 
 
+CONFIG = TaskConfig(kind=TaskKind.alphabet_sort, max_turns=3)
+
+
+def refusal_of(tmp_path: Path, parameters: str, of: RewardScope = RewardScope.episode) -> str:
+    (tmp_path / "brought.py").write_text(f"def score({parameters}):\n    return 1.0")
+    part = replace(function(f"{tmp_path}/brought.py:score"), of=of)
+    try:
+        FunctionReward.check("r", replace(CONFIG, rewards={"r": part}), build_task(CONFIG))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "wrong"),
+    [
+        ("args, sample", "args"),
+        ("args, samples, **kwargs", "args"),
+        ("solution_str, ground_truth, extra_info=None", "solution_str and ground_truth"),
+        ("data_source, solution_str", "data_source and solution_str"),
+        ("completions, answer, **kwargs", "completions"),
+        ("prompts, completions", "prompts"),
+        ("episode, prompt", "episode and prompt"),
+    ],
+)
+async def test_function_of_another_system_is_refused_before_the_start(tmp_path, parameters, wrong):
+    refused = refusal_of(tmp_path, parameters)
+    first_two = ", ".join(parameters.split(", ")[:2])
+    assert refused.startswith(
+        f"task.rewards.r.function='{tmp_path}/brought.py:score': is called with (prompt, episode), "
+        f"in this order, but takes ({first_two}), and would get something else as {wrong}; change"
+    )
+
+
+OWN = ["p, e", "_, x", "question, answer", "*args", "sample, episode", "prompt, sample", "x, *args"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "of"),
+    [
+        ("prompt, completions", RewardScope.group),
+        *((names, RewardScope.episode) for names in OWN),
+    ],
+)
+async def test_own_names_of_parameters_are_taken(tmp_path, parameters, of):
+    assert refusal_of(tmp_path, parameters, of) == ""
+
+
 async def test_function_that_exits_costs_no_process(pool):
     score = await pool.score(asked("ok", "leave_process"))
     assert (score.value, score.failure) == (0.0, "SystemExit: --threshold is missing")

@@ -237,6 +237,19 @@ def test_function_with_a_row_is_refused_for_a_task_without_any(tmp_path):
     )
 
 
+def test_function_with_a_solution_is_refused_for_questions_without_answers(tmp_path):
+    (tmp_path / "mine.py").write_text("def both(prompt, episode, solution):\n    return 1.0")
+    reward = RewardConfig(kind=RewardKind.function, function=f"{tmp_path}/mine.py:both")
+    params = {"questions": [{"question": f"{n}?"} for n in range(2)], "answer": None}
+    kind = TaskKind.questions
+    config = TaskConfig(kind=kind, eval_size=1, rewards={"r": reward}, params=params)
+    with pytest.raises(ValueError) as refused:
+        FunctionReward.check("r", config, build_task(config))
+    told = str(refused.value)
+    assert told.startswith(f"task.rewards.r.function='{tmp_path}/mine.py:both': wants a solution")
+    assert "task.params.answer), or leave the parameter out" in told
+
+
 def test_rule_of_scores_that_does_not_exist_is_refused():
     listed = [{"question": f"{n}?", "answer": n} for n in range(2)]
     for rule in ("maths", None, ["text"]):
