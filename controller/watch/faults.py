@@ -20,6 +20,8 @@ MANY_FAILED = 0.1
 """Fraction of the episodes without a full reward, and of the requests that lost their KV cache."""
 FEW = 3
 """Fewer failures than this are chance."""
+LOW_LIMIT = 0.5
+"""Fraction of what an engine may run; fewer requests have filled its cache."""
 FULL_MEMORY, FULL_CACHE = 0.9, 0.95
 LEAST_FREE = 256 * 2**20
 """Bytes that logs and Redis' file may take before anybody looks."""
@@ -86,8 +88,11 @@ def full_caches(
     elapsed_s: float,
     engines: Sequence[Record],
     trainer_waited: float,
+    lately: Mapping[str, float],
+    most: int,
 ) -> Iterator[Finding]:
-    """`engines`: the last record of each by each worker. `trainer_waited`: fraction of the time."""
+    """`engines`: the last record of each by each worker. `trainer_waited`: fraction of the time.
+    `lately`: as `grown`, while waits are counted. `most`: the requests that an engine may run."""
     for name in sorted({str(one.values.get("engine")) for one in engines}):
         of_it = [one for one in engines if one.values.get("engine") == name]
         used, queued = (max(one.number(field) for one in of_it) for field in ("kv_usage", "queued"))
@@ -102,6 +107,15 @@ def full_caches(
             words += f", {queued:.0f} requests queue, and the trainer waited "
             words += f"{trainer_waited:.0%}"
             yield hint(name, words, f"a lower {MOST} would not help; {advice}")
+        elif queued > 0 and trainer_waited >= MUCH and lately.get(f"preemptions:{name}", 0.0) > 0:
+            # Since then the workers send so few that the cache is seldom full.
+            running = max(one.number("running") for one in of_it)
+            limit = sum(one.number("limit") for one in of_it)
+            if max(running, limit) <= LOW_LIMIT * most:
+                words = f"the KV cache of {name} is too small: of {most} requests {running:.0f} run"
+                words += f" ({used:.0%} of it), {queued:.0f} queue, {limit:.0f} may be there since "
+                words += f"some lost theirs, and the trainer waited {trainer_waited:.0%}"
+                yield hint(name, words, f"a lower {MOST} would not help; {advice}")
 
 
 MOST = "rollout.engine.max_running_requests"

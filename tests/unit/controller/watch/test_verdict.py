@@ -103,6 +103,7 @@ def test_histories_that_are_no_longer_extended_are_told() -> None:
 MIB = 2**20
 SLOW = {"decode_s:engine-0": 3.0, "episode_s:siblings": 50.0}
 """Seconds of episodes elsewhere than in an environment or a reward that takes long, each second."""
+SQUEEZED = {"running": 6, "queued": 9, "kv_usage": 0.42, "limit": 14, "in_flight": 15}
 FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "redis",
@@ -136,6 +137,29 @@ FAULTS: list[tuple[str, str, dict[str, Any], str]] = [
         "engine-0 is out of KV cache (97% is in use), 9 requests queue, and the trainer waited 60%",
         {"engine": {"kv_usage": 0.97, "queued": 9}, "waited": {"trainer": 0.6}},
         "",
+    ),
+    (
+        "engine-0",
+        "the KV cache of engine-0 is too small: of 128 requests 6 run (42% of it), 9 queue, 14 may "
+        "be there since some lost theirs, and the trainer waited 60%",
+        {"engine": SQUEEZED, "waited": {"trainer": 0.6}, "counts": {"preemptions:engine-0": 0.05}},
+        "",
+    ),
+    (
+        "rollout",
+        "rollouts are the bottleneck",  # a queue that no lost cache explains
+        {"engine": SQUEEZED, "waited": {"trainer": 0.6}},
+        "make scale ROLLOUT=4",
+    ),
+    (
+        "rollout",
+        "rollouts are the bottleneck",  # one lost cache, and as many requests as it may run
+        {
+            "engine": {"running": 120, "queued": 9, "limit": 128},
+            "waited": {"trainer": 0.6},
+            "counts": {"preemptions:engine-0": 0.05},
+        },
+        "make scale ROLLOUT=4",
     ),
     (
         "workers",
