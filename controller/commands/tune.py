@@ -82,8 +82,11 @@ async def change(
         new = {name.rpartition(".")[2]: text for name, text in texts.items()}
         if not await buffer.change_settings(new, expected):
             return []
-    records = [
-        {"setting": name, "before": live_text(attrgetter(name)(before)), "after": text, **said}
+    # What a call that broke off has changed already is not what was there before.
+    was = {name: live_text(attrgetter(name)(before)) for name in names}
+    was |= {name: (expected or {}).get(name.rpartition(".")[2], was[name]) for name in names}
+    records: list[dict[str, Scalar]] = [
+        {"setting": name, "before": was[name], "after": text, **said}
         for name, text in texts.items()
     ]
     async with opened_state(address) as state:
@@ -104,26 +107,30 @@ class Autotuner:
         self._num_expected = 0
         """Changes that the run's history has once it has the last one of this class."""
         self._refused_at = -math.inf
+        self._unmade: tuple[str, dict[str, Scalar], dict[str, str]] | None = None
+        """A change that broke off: some shards may have it, and no record may say so."""
 
     async def look(self, view: RunView) -> None:
         num_changes = len(view.changes)
         if num_changes < self._num_expected or view.changed_at <= self._refused_at:
             return
         try:
-            if (move := find_move(view)) is None:
-                return
-            bound, said = move
-            override = f"{SETTING}={bound}"
-            assert view.stats is not None  # it is what the move is made from
-            # `make tune` may have changed it since.
-            expected = {SETTING.rpartition(".")[2]: str(view.stats.max_staleness)}
-            said = {"who": WHO, **said}
+            if self._unmade is None:
+                if (move := find_move(view)) is None:
+                    return
+                bound, said = move
+                assert view.stats is not None  # it is what the move is made from
+                # `make tune` may have changed it since.
+                expected = {SETTING.rpartition(".")[2]: str(view.stats.max_staleness)}
+                self._unmade = f"{SETTING}={bound}", {"who": WHO, **said}, expected
+            override, said, expected = self._unmade
             if await change(self.address, self.run_dir, [override], said, expected):
                 self._num_expected = num_changes + 1
+            self._unmade = None
         except ConnectionError:
-            pass  # it is told of elsewhere; once Redis answers again, the move is made anew
+            pass  # other parts of the run name it; once Redis answers again, it is sent again
         except Exception as error:  # it must not end the run
-            self._refused_at = view.changed_at
+            self._refused_at, self._unmade = view.changed_at, None
             self.say(f"buffer.autotune stops until something else changes, or `make tune`: {error}")
 
 

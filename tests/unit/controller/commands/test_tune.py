@@ -247,6 +247,21 @@ def test_autotune_makes_its_change_once_redis_is_back(
     assert entry.record["after"] == "1"
 
 
+def test_autotune_records_a_change_that_broke_off_before_its_record(
+    open_run: RunDir, redis_url: str, lazy_trainer: RunView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_away, really = [True], RunState.append_metrics
+
+    async def append(self: RunState, record: dict[str, Scalar], kind: str) -> None:
+        if is_away and is_away.pop():
+            raise BufferConnectionError("Redis is away")
+        await really(self, record, kind)
+
+    monkeypatch.setattr(RunState, "append_metrics", append)
+    (entry,) = look_twice(open_run, redis_url, lazy_trainer)
+    assert (entry.record["before"], entry.record["after"]) == ("2", "1")
+
+
 def test_bounds_of_autotune_must_be_possible_in_the_run() -> None:
     with pytest.raises(ValueError, match=r"min_staleness=3: at most buffer\.autotune\."):
         load_config(["buffer.autotune={min_staleness: 3, max_staleness: 2}"])
