@@ -193,7 +193,7 @@ soak-hosts: install ## a run over three machines (network namespaces, needs root
 soak-healthy: install ## a quickstart with two engines, in which `make status` may give no alarm (MINUTES=30)
 	@env LEASH_SOAK_HEALTHY_MINUTES=$(or $(call said,MINUTES),30) $(PYTHON_BIN) -m pytest tests/soak/test_chaos.py --timeout 0 -s -k healthy
 
-soak-faults: install ## twelve faults planted into real runs, one after the other: when does `make status` name each? (FAULTS="Redis,disk": these; HEALTHY_S=130 seconds without one before each; half an hour)
+soak-faults: install ## twelve faults planted into real runs, one after the other: when does `make status` name each? (FAULTS="Redis,disk": these; HEALTHY_S=130 seconds without one before each)
 	@env LEASH_SOAK_HEALTHY_S=$(or $(call said,HEALTHY_S),130) LEASH_SOAK_FAULTS_ONLY='$(call said,FAULTS)' \
 		$(PYTHON_BIN) -m pytest tests/soak/test_planted_faults.py --timeout 0 -s
 
