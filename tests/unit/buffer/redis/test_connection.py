@@ -101,6 +101,8 @@ async def test_server_on_this_machine_is_reached_by_its_socket(start: Start) -> 
         urlsplit(server.url),
         Path(_client(server.url).config_get("unixsocket")["unixsocket"]),
     )
+    if "listener0" not in _client(server.url).info("server"):
+        pytest.skip("a Redis before 7.2 does not say which sockets it has")
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     client = await connect(server.url)
     try:
