@@ -113,6 +113,12 @@ def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
     return alarm(part, f"{head}: {stall.get('words')}", str(stall.get("advice")))
 
 
+def reported_since(engines: Sequence[Record], since: float) -> list[Record]:
+    """Those that tell of the time after the last movement: many engines report rarely, and an
+    older record may count requests that have ended."""
+    return [one for one in engines if one.t >= since]
+
+
 def at_engines(engines: Sequence[Record]) -> bool:
     """Returns whether requests are there. `engines`: the last record of each by each worker."""
     return any(one.number("in_flight") > 0 for one in engines)
@@ -142,13 +148,14 @@ def late_step(
     late_s: float,
     usual_s: float,
     engines: Sequence[Record],
+    moved_at: float,
 ) -> Finding | None:
     """A hint for a step that takes long although something moves; `late_s`: since `last`."""
     is_late = late_s > max(FACTOR * usual_s, AT_LEAST_S)
     if not is_late or not stats.running or trainer_words(stats, last, on_stale):
         return None
     head = f"no step for {format_duration(late_s)}, where one takes {format_duration(usual_s)}"
-    if awaited := awaited_rewards(engines):
+    if awaited := awaited_rewards(reported_since(engines, moved_at)):
         return hint(REWARDS, f"{head}: {ready_words(stats)}, {awaited}", REWARDS_LOGS)
     words = f"{head}: {ready_words(stats)}, {sampled_words(stats, engines)}"
     return hint("rollout", words, "long answers may be at their end soon")

@@ -123,7 +123,8 @@ class RunView:
     _least_ready: float = math.inf
     _num_looks: int = 0
     _num_busy: int = 0
-    _sampled_at: float = 0.0
+    _sampled_at: dict[str, float] = field(default_factory=dict)
+    """By source: a viewer's clock is not the controller's, and records may come late."""
     _judged: tuple[Record, list[Finding]] | None = None
     """The last step, and the alarms after it."""
 
@@ -168,7 +169,7 @@ class RunView:
             self.checkpoint = record
         elif record.kind == "buffer":
             waits = {**record.waits, PUSHES: record.number("push_blocked_s")}
-            self._sample(record.t, waits, record.counters)
+            self._sample("record", record.t, waits, record.counters)
         elif record.kind == TUNED:
             self.changes.append(record)
             # Any client of the run's Redis may have written it.
@@ -176,6 +177,9 @@ class RunView:
                 self._follow(record)
         elif record.kind == WORKER_LOST:
             self.workers_away += 1
+            lost = str(record.values.get("worker")).removeprefix("worker-")
+            for key in [key for key in self.engines if key[1] == lost]:
+                del self.engines[key]  # its silence is no fault of its own
         elif record.kind in (STALL, STALL_ENDED):
             self.stall = record if record.kind == STALL else None
         elif record.kind == "engine":
@@ -239,19 +243,21 @@ class RunView:
             self._measure_anew(now)
         if self.stats is None or _trainer_marks(stats) != _trainer_marks(self.stats):
             self.trainer_at = now
-        # The latter is counted when a group ends; the histories of older versions have only that.
-        marks = ("tokens_arrived", "tokens_generated")
-        has_moved = any(counters.get(name) != self.counters.get(name) for name in marks)
-        if has_moved or self.stats is None or stats.pushed != self.stats.pushed:
+        if self.stats is not None and stats.pushed != self.stats.pushed:
             self.moved_at = now
         self.stats, self.room = stats, room
         self._least_ready = min(self._least_ready, stats.ready)
-        self._sample(now, {**waits, PUSHES: stats.push_blocked_s}, counters)
+        self._sample("look", now, {**waits, PUSHES: stats.push_blocked_s}, counters)
 
-    def _sample(self, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
-        if self._sampled_at and t - self._sampled_at > UNSEEN_S:
+    def _sample(self, source: str, t: float, waits: Waits, counters: Mapping[str, float]) -> None:
+        if t - self._sampled_at.get(source, t) > UNSEEN_S:
             self._measure_anew(t)
-        self._sampled_at = t
+        # The latter is counted when a group ends; the histories of older versions have only that.
+        marks = ("tokens_arrived", "tokens_generated")
+        has_moved = any(counters.get(name) != self.counters.get(name) for name in marks)
+        if has_moved or not self._sampled_at:
+            self.moved_at = max(self.moved_at, t)
+        self._sampled_at[source] = t
         restarts = "workers_restarted"
         if (back := counters.get(restarts, 0.0) - self.counters.get(restarts, 0.0)) > 0:
             self.workers_away = max(0, self.workers_away - int(back))

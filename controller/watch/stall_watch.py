@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,9 @@ class StallWatch:
         if (found := self._find(ANSWER_S - 2 * LOOK_S)) is None:
             return None
         stall, silent = await self._with_silent(found)
-        if self._find() is None:  # also if its ranks start again anyway
+        # None, too, if its ranks start again anyway; another one is asked about for itself.
+        now = self._find()
+        if now is None or (now.part, now.since) != (found.part, found.since):
             return None
         if (failed := await self._begin(stall, silent)) is not None:
             return failed
@@ -175,14 +176,23 @@ class StallWatch:
         if (command := self.config.command) is None:
             return
         log, line = self.run_dir.log_of("stall-command"), msgspec.json.encode(what).decode()
-        try:
-            start = partial(Child, ["/bin/sh", "-c", command], log, secret=line)
-            child = await in_thread(start)
-            try:
-                code = await in_thread(child.stop, COMMAND_S)
-            except asyncio.CancelledError:  # the run ends
+        begun, over = list[Child](), threading.Event()
+
+        def start() -> Child:
+            child = Child(["/bin/sh", "-c", command], log, secret=line)
+            begun.append(child)  # before the look at `over`: one of both ends sees the other
+            if over.is_set():
                 kill_group(child.pid)
-                raise
+            return child
+
+        try:
+            child = await in_thread(start)
+            code = await in_thread(child.stop, COMMAND_S)
+        except asyncio.CancelledError:  # the run ends
+            over.set()
+            for child in begun:
+                kill_group(child.pid)
+            raise
         except OSError as error:
             self.say(f"run.stall.command did not run: {error}")
             return

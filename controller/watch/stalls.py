@@ -28,6 +28,7 @@ from controller.watch.remarks import (
     at_engines,
     awaited_rewards,
     ready_words,
+    reported_since,
     sampled_words,
     stall_finding,
     trainer_words,
@@ -72,7 +73,8 @@ def find_stall(view: RunView, factor: float = FACTOR, sooner_s: float = 0.0) -> 
     found, at_least_s = _of_trainer(view, stats, steps), AT_LEAST_S
     if found is None:
         found = _of_rollouts(view, stats, view.usual_publish_s or 0.0)
-        if not at_engines(view.serving_engines):  # groups may be complete but for their rewards
+        # Groups may be complete but for their rewards.
+        if not at_engines(reported_since(view.serving_engines, found.since)):
             at_least_s += view.rollout.reward_timeout_s
         if stats.engines_gone or view.workers_away:
             at_least_s += view.config.cluster.start_timeout_s if view.config else _UNKNOWN_START_S
@@ -116,7 +118,9 @@ def _seconds(step: Record, names: Sequence[str]) -> float:
 
 def _of_rollouts(view: RunView, stats: BufferStats, usual_s: float) -> Stall:
     """A stall, if it has lasted for long enough."""
-    part, who = ENGINES, f"{ready_words(stats)}, {sampled_words(stats, view.serving_engines)}"
+    since = max(view.steps[-1].t, view.moved_at, view.changed_at)
+    engines = reported_since(view.serving_engines, since)
+    part, who = ENGINES, f"{ready_words(stats)}, {sampled_words(stats, engines)}"
     served, every = stats.engine_versions, view.weights.publish_every
     behind = engines_behind(stats.trainer_version, served, every)
     if behind and max(behind.values()) >= stats.max_staleness + every:
@@ -124,12 +128,12 @@ def _of_rollouts(view: RunView, stats: BufferStats, usual_s: float) -> Stall:
         who = f"rollouts may not begin, as {behind_words(behind)}"
     elif not stats.running:
         part, who = WORKERS, f"{ready_words(stats)}, and none is being sampled"
-    elif awaited := awaited_rewards(view.serving_engines):
+    elif awaited := awaited_rewards(engines):
         part, who = REWARDS, f"{ready_words(stats)}, {awaited}"
     logs = f"logs/{part.rstrip('s')}{'-*' * part.endswith('s')}.log may say why"
     return Stall(
         part=part,
-        since=max(view.steps[-1].t, view.moved_at, view.changed_at),
+        since=since,
         usual_s=usual_s,
         words=f"the trainer waits for rollouts: {who}",
         advice=REWARDS_LOGS if part == REWARDS else logs,

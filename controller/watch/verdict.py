@@ -87,8 +87,10 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
         is_moving = view.phase == "training" and view.stall is None and not stats.paused
         if usual_s is not None and is_moving:
             late_s = view.now - max(view.steps[-1].t, view.changed_at)
-            now = view.serving_engines
-            yield late_step(stats, view.steps[-1], view.on_stale, late_s, usual_s, now)
+            # The wait for a version comes once a publish.
+            usual_s = max(usual_s, view.usual_publish_s or 0.0)
+            last, now = view.steps[-1], view.serving_engines
+            yield late_step(stats, last, view.on_stale, late_s, usual_s, now, view.moved_at)
         if view.is_measured:
             for_rewards = view.wait_fractions.rollout_for_rewards
             engines = view.recent_engines

@@ -23,7 +23,7 @@ from controller.watch import stall_watch
 from controller.watch.finding import log_once
 from controller.watch.run_view import RunView
 from controller.watch.stall_watch import Stalled, StallWatch
-from processes.child import has_ended
+from processes.child import Child, has_ended
 from tests.support.collector import collecting
 from tests.support.controller.records import STATS, step_record
 
@@ -146,6 +146,25 @@ async def test_processes_are_asked_before_the_time_is_up_and_named_then(
     assert run.recorded[0][1]["part"] == "trainer-1"
 
 
+async def test_other_stall_than_the_one_that_was_asked_about_is_asked_about_for_itself(
+    run_dir: RunDir,
+) -> None:
+    run, asked = Run(run_dir), list[str]()
+
+    def ask(part: str) -> Mapping[str, Answer]:
+        asked.append(part)
+        if len(asked) == 1:  # the trainer gives its groups back, and rollouts stall
+            for t in range(67, 180):
+                run.view.observe(float(t), replace(HUNG, leased=0, ready=3), {}, {})
+        return {f"{part}-0": Answer()}
+
+    run.watch.processes = ask
+    await run.until_said("Stacks")
+    await run.close()
+    assert asked[:2] == ["trainer", "workers"]
+    assert [values["part"] for _, values in run.recorded] == ["workers"]
+
+
 async def test_stall_does_not_end_before_its_ranks_train_again(run_dir: RunDir) -> None:
     run = Run(run_dir, policy=OnStall.restart)
     await run.until_said("Stacks")
@@ -262,7 +281,29 @@ async def test_command_ends_with_the_run(run_dir: RunDir, tmp_path: Path) -> Non
         while not (begun.exists() and begun.read_text()):
             await asyncio.sleep(0.01)
     await run.close()
-    assert await asyncio.to_thread(has_ended, int(begun.read_text()), 10.0)
+    assert await asyncio.to_thread(has_ended, int(begun.read_text()), 60.0)
+
+
+async def test_command_that_is_starting_ends_with_the_run(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting, may_start = threading.Event(), threading.Event()
+    started = Future[Child]()
+
+    def start(*args: Any, **settings: Any) -> Child:
+        starting.set()
+        may_start.wait(60.0)
+        started.set_result(child := Child(*args, **settings))
+        return child
+
+    monkeypatch.setattr(stall_watch, "Child", start)
+    run = Run(run_dir, command="sleep 1000")
+    assert await asyncio.to_thread(starting.wait, 60.0)
+    await run.close()
+    may_start.set()
+    child = await asyncio.to_thread(started.result, 60.0)
+    assert await asyncio.to_thread(child.wait, 60.0) == -9
+    child.stop(60.0)  # closes its input
 
 
 def test_end_of_a_run_does_not_wait_for_stacks(

@@ -17,7 +17,7 @@ from controller.watch.remarks import AT_LEAST_S
 from controller.watch.run_view import NEW_CONDITIONS, RunView
 from controller.watch.stalls import find_stall
 from controller.watch.verdict import findings
-from tests.support.controller.records import STATS, event_record, step_record
+from tests.support.controller.records import STATS, buffer_record, event_record, step_record
 
 WAITING = replace(STATS, leased=0, ready=3, running=9, acked=0, consumed=0)
 """The trainer waits for a batch of 16 groups."""
@@ -326,6 +326,7 @@ def test_step_that_is_late_while_tokens_come_is_a_hint() -> None:
 
 def test_rewards_that_do_not_come_are_named_and_no_engine_is() -> None:
     clock = Clock(usual_s=0.5)
+    clock.go_on(1.0, WAITING, tokens=True)
     clock.apply("engine", engine="engine-0", worker=0, in_flight=0, scoring=180)
     clock.apply("engine", engine="engine-1", worker=0, in_flight=3, scoring=180)  # has left
     clock.apply("engine", engine="engine-0", worker=1, in_flight=0, scoring=180)
@@ -340,6 +341,7 @@ def test_rewards_that_do_not_come_are_named_and_no_engine_is() -> None:
 
 def test_requests_that_stay_at_engines_are_a_stall_without_the_time_of_rewards() -> None:
     clock = Clock(usual_s=0.5)
+    clock.go_on(1.0, WAITING, tokens=True)
     clock.apply("engine", engine="engine-0", worker=0, in_flight=24, scoring=8)
     clock.go_on(40.0, WAITING, tokens=False)
     found = find_stall(clock.view)
@@ -349,8 +351,38 @@ def test_requests_that_stay_at_engines_are_a_stall_without_the_time_of_rewards()
     assert clock.alarms == [since + n for n in range(len(clock.alarms))], "it never ends meanwhile"
 
 
+def test_request_of_before_the_last_token_leaves_rewards_their_time() -> None:
+    clock = Clock(usual_s=0.5)
+    clock.apply("engine", engine="engine-0", worker=0, in_flight=24, scoring=8)
+    clock.go_on(5.0, WAITING, tokens=True)  # in which it ends
+    clock.go_on(AT_LEAST_S + 5.0, WAITING, tokens=False)
+    assert clock.alarms == []
+    clock.apply("engine", engine="engine-0", worker=0, in_flight=0, scoring=8)
+    clock.go_on(clock.view.rollout.reward_timeout_s, WAITING, tokens=False)
+    found = find_stall(clock.view)
+    assert found is not None and found.part == "rewards"
+
+
+def test_rewards_that_were_awaited_before_the_last_token_are_not_told() -> None:
+    clock = Clock()
+    clock.apply("engine", engine="engine-0", worker=0, in_flight=0, scoring=8)
+    clock.go_on(40.0, WAITING, tokens=True)
+    (found,) = [one for one in findings(clock.view) if one.words.startswith("no step")]
+    assert found.words.endswith("9 are being sampled")
+
+
+def test_wait_for_each_publish_is_not_a_late_step() -> None:
+    clock = Clock(num_steps=0)
+    clock.view.weights.publish_every = 8
+    for step in range(32):
+        clock.step(40.0 if step % 8 == 0 else 1.0)
+    clock.go_on(39.0, WAITING, tokens=True)
+    assert [one for one in findings(clock.view) if one.words.startswith("no step")] == []
+
+
 def test_engine_that_has_all_requests_of_a_stall_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(usual_s=0.5)
+    clock.go_on(1.0, WAITING, tokens=True)
     served = dict.fromkeys(("engine-0", "engine-1"), 6)
     own = clock.stats
     monkeypatch.setattr(clock, "stats", lambda stats: replace(own(stats), engine_versions=served))
@@ -382,3 +414,16 @@ def test_stall_is_the_verdict_until_its_end_or_a_resume() -> None:
         assert findings(clock.view)[0] == found.finding(clock.t)
         clock.apply(end, step=6)
         assert all(one.level is Level.hint for one in findings(clock.view))
+
+
+def test_stall_stays_the_verdict_of_a_viewer_whose_clock_is_ahead() -> None:
+    stall = {"part": "trainer", "since": 5.0, "usual_s": 4.0, "words": "it hangs", "advice": "look"}
+    view = RunView.of_run("night", config(), 0.0)
+    view.apply(Record(t=1.0, kind="phase", values={"phase": "training"}))
+    for t in range(20, 31):
+        view.apply(buffer_record(float(t)))
+    view.apply(Record(t=30.0, kind=STALL, values=stall))
+    for t in (31.0, 33.0):
+        view.observe(t + 14.0, STATS, {}, {})
+        assert "it hangs" in findings(view)[0].words
+        view.apply(buffer_record(t))

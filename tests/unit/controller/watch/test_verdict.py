@@ -317,6 +317,18 @@ def test_worker_whose_reports_have_stopped_is_named_until_they_come() -> None:
     assert verdict(view).level is Level.hint
 
 
+def test_worker_that_is_lost_or_reports_rarely_is_not_silent() -> None:
+    lost, rare = view_of(), view_of()
+    lost.apply(Record(t=30.0, kind="worker_lost", values={"worker": "worker-0"}))
+    for number in range(60):
+        rare.apply(engine_record(30.0, f"engine-{number}"))
+    for view in (lost, rare):
+        for t in range(30, 50):
+            other = {**engine_record(0.0).values, "worker": 1}
+            view.apply(replace(engine_record(float(t)), values=other))
+        assert [one.words for one in findings(view) if "not respond" in one.words] == []
+
+
 @pytest.mark.parametrize(
     "record",
     [
