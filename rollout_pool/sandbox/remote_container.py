@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import os
 import re
 import secrets
 import shlex
+import ssl
 import struct
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import httpx
@@ -35,6 +38,8 @@ from rollout_pool.sandbox.containers import (
     Ran,
     label,
 )
+
+log = logging.getLogger(__name__)
 
 MAX_RESPONSE_BYTES = 16 * 2**20
 _SCRIPT = """\
@@ -78,7 +83,7 @@ class RemoteContainer(Container):
     async def _post(self, body: dict[str, object]) -> bytes:
         url, content = f"{str(self._config.url).rstrip('/')}/run_code", bytearray()
         async with (
-            httpx.AsyncClient(headers=self._headers, timeout=None) as client,
+            httpx.AsyncClient(headers=self._headers, timeout=None, verify=_tls()) as client,
             client.stream("POST", url, json=body) as response,
         ):
             response.raise_for_status()
@@ -95,7 +100,8 @@ class RemoteContainer(Container):
 
 
 LEASE_S = 3600
-"""A sandbox of E2B ends by itself so long after its last command, or its creation."""
+"""A sandbox of E2B ends by itself about so long after its last command, or its creation."""
+_PROLONG_S = 60
 _PORT = 49983
 _ROOT = {"Authorization": "Basic cm9vdDo="}
 """The user `root` of a sandbox, who may make task.container.workdir."""
@@ -117,18 +123,30 @@ class E2bContainer(Container):
         self._prolonged = 0.0
 
     async def run(self, command: str, stdin: bytes = b"") -> Ran:
-        async with self._told(self._config.timeout_s + 2 * GRACE_S):
+        async with self._limited(self._config.timeout_s + 2 * GRACE_S):
             return await self._run(command, stdin, self._config.workdir)
 
     async def sweep(self) -> None:
-        async with self._told(START_S):
-            query = {"metadata": f"leash={label()}", "state": "running,paused"}
-            for found in json.loads(await self._ask("GET", "/v2/sandboxes", params=query)):
-                self._sandbox = _name(found["sandboxID"])
-                await self._ask("DELETE", f"/sandboxes/{self._sandbox}")
+        query = {"metadata": f"leash={label()}", "state": "running,paused"}
+        removed = set[str]()
+        async with self._limited(START_S):
+            while True:  # a reply has the first ones alone
+                found = json.loads(await self._ask("GET", "/v2/sandboxes", params=query))
+                left = {_name(one["sandboxID"]) for one in found} - removed
+                if not (gone := {name for name in left if await self._is_removed(name)}):
+                    return
+                removed |= gone
+
+    async def _is_removed(self, sandbox: str) -> bool:
+        try:
+            await self._ask("DELETE", f"/sandboxes/{sandbox}")
+        except ContainerError as error:
+            log.warning("a sandbox was not removed: %s", error)
+            return False
+        return True
 
     async def _do(self, verb: str, limit_s: float) -> Ran:
-        async with self._told(limit_s):
+        async with self._limited(limit_s):
             if verb == "start":
                 await self._create()
             elif self._sandbox:
@@ -153,13 +171,19 @@ class E2bContainer(Container):
         token = reply.get("envdAccessToken")
         self._headers = _ROOT | ({"X-Access-Token": token} if token else {})
         self._headers |= {"E2b-Sandbox-Id": self._sandbox, "E2b-Sandbox-Port": str(_PORT)}
-        await self._run(f"mkdir -p {shlex.quote(self._config.workdir)}", b"", "/")
+        ran = await self._run(f"mkdir -p {shlex.quote(self._config.workdir)}", b"", "/")
+        if ran.exit_code:
+            raise ContainerError(
+                f"task.container.workdir={self._config.workdir!r}: {self._kind} cannot make it: "
+                f"{ran.text.strip()[:500]}; set a folder that can be made in the template"
+            )
 
     async def _run(self, command: str, stdin: bytes, folder: str) -> Ran:
-        if time.monotonic() - self._prolonged > LEASE_S / 2:
-            self._prolonged = time.monotonic()
+        now = time.monotonic()
+        if now - self._prolonged > _PROLONG_S:
             path = f"/sandboxes/{self._sandbox}/timeout"
             await self._ask("POST", path, json={"timeout": LEASE_S})
+            self._prolonged = now
         given = "</dev/null"
         if stdin:
             path = f"/tmp/.stdin-{secrets.token_hex(8)}"
@@ -205,21 +229,21 @@ class E2bContainer(Container):
         own = {"X-API-Key": self._key} if of_api else self._headers
         every = {"Accept-Encoding": "identity", **own, **(headers or {})}
         async with (
-            httpx.AsyncClient(headers=every, timeout=None) as client,
+            httpx.AsyncClient(headers=every, timeout=None, verify=_tls()) as client,
             client.stream(method, self._api * of_api + url, **request) as response,
         ):
             is_gone = method == "DELETE" and response.status_code == httpx.codes.NOT_FOUND
             if not (response.is_success or is_gone):
-                said = b"".join([part async for part in response.aiter_raw(2**10)][:1])
-                told = said.decode("utf-8", "replace").strip()[:500].replace(self._key, "KEY")
+                said = await anext(response.aiter_raw(2**10), b"")  # and no more of it
+                why = said.decode("utf-8", "replace").strip()[:500].replace(self._key, "KEY")
                 raise ContainerError(
-                    f"{self._kind}: {method} {url} got {response.status_code}: {told}; correct it, "
+                    f"{self._kind}: {method} {url} got {response.status_code}: {why}; correct it, "
                     "the key in task.container.api_key_env, or task.container.image, the template"
                 )
             yield response
 
     @asynccontextmanager
-    async def _told(self, limit_s: float) -> AsyncIterator[None]:
+    async def _limited(self, limit_s: float) -> AsyncIterator[None]:
         """Every other failure as a ContainerError that names the service."""
         try:
             async with asyncio.timeout(limit_s):
@@ -249,6 +273,12 @@ async def _messages(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
                 yield said
             elif said.get("error"):
                 raise httpx.ReadError(f"{said['error']}"[:500])
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """To load the certificates takes longer than ten requests."""
+    return httpx.create_ssl_context()
 
 
 def _name(sandbox: object) -> str:

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import signal
+import ssl
 import struct
 import subprocess
 import sys
@@ -304,8 +305,12 @@ class E2b(BaseHTTPRequestHandler):
         log.append(f"{self.command} {page}")
         if self.headers["X-API-Key"] != "right":
             return self.reply({"code": 401, "message": f"no key {self.headers['X-API-Key']}"}, 401)
+        if page in self.server.refused:
+            return self.reply("busy", 500)
         if page == "/sandboxes":
             made = json.loads(body)
+            if made["templateID"] == "endless":
+                return self.say_much()
             if made["templateID"] != "base":
                 return self.reply({"code": 404, "message": "template not found"}, 404)
             name = f"i{len(alive)}"
@@ -315,7 +320,7 @@ class E2b(BaseHTTPRequestHandler):
         if page == "/v2/sandboxes":
             key, _, value = query["metadata"].partition("=")
             mine = [n for n, m in alive.items() if m and m["metadata"].get(key) == value]
-            return self.reply([{"sandboxID": name} for name in mine])
+            return self.reply([{"sandboxID": name} for name in mine[:2]])
         name = page.split("/")[2]
         if not alive.get(name):
             return self.reply({"code": 404, "message": "sandbox not found"}, 404)
@@ -324,6 +329,16 @@ class E2b(BaseHTTPRequestHandler):
         else:
             assert json.loads(body) == {"timeout": 3600}
         return self.reply(None, 204)
+
+    def say_much(self) -> None:
+        self.send_response(400)
+        self.end_headers()
+        try:
+            for _ in range(64):
+                self.wfile.write(b"a" * 2**20)
+            self.server.log.append("whole")
+        except OSError:
+            self.server.log.append("cut")
 
     def write(self, query: dict[str, str], body: bytes) -> None:
         boundary = self.headers["Content-Type"].partition("boundary=")[2].encode()
@@ -366,11 +381,11 @@ class E2b(BaseHTTPRequestHandler):
 def at_e2b(tmp_path, monkeypatch):
     monkeypatch.setenv("KEY", "right")
     with ThreadingHTTPServer(("127.0.0.1", 0), E2b) as server:
-        server.alive, server.log = {}, []
+        server.alive, server.log, server.refused = {}, [], set()
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url, kind = f"http://127.0.0.1:{server.server_port}", ContainerKind.e2b
-        workdir, more = str(tmp_path / "work"), {"api_key_env": "KEY", "timeout_s": 2}
+        workdir, more = str(tmp_path / "work"), {"api_key_env": "KEY", "timeout_s": 10}
         yield server, ContainerConfig(kind=kind, url=url, workdir=workdir, **more)
         server.shutdown()
         thread.join()
@@ -383,7 +398,9 @@ async def test_sandbox_of_e2b_keeps_its_files_between_commands(at_e2b):
     assert server.alive["i0"]["allow_internet_access"] is False
     assert (await container.run("cat >x; echo err >&2; exit 3", b"h\xff"))[:2] == (b"err\n", 3)
     assert (await container.run("wc -c <x; cat; mkdir a; echo b >a/c")).text.strip() == "2"
+    container._config = replace(config, timeout_s=2)
     assert (await container.run("cat a/*; sleep 60"))[:2] == (b"b\n", 137)
+    container._config = config
     ran = await container.run("head -c 100000 /dev/zero")
     assert b"34464 bytes left out" in ran.output and not ran.is_whole
     with pytest.raises(ContainerError, match=r"url='http://127.*it was killed"):
@@ -397,12 +414,52 @@ async def test_lease_of_a_sandbox_is_prolonged_and_those_left_are_swept(at_e2b):
     first, second = (make_container(config, "base") for _ in range(2))
     await first.start()
     await second.start()
-    first._prolonged -= remote_container.LEASE_S
-    assert (await first.run("echo yes")).output == b"yes\n"
+    first._prolonged -= remote_container._PROLONG_S
+    server.refused.add("/sandboxes/i0/timeout")
+    with pytest.raises(ContainerError, match=r"i0/timeout got 500: .busy"):
+        await first.run("echo no")
+    server.refused.clear()
+    for _ in range(2):
+        assert (await first.run("echo yes")).output == b"yes\n"
     await make_container(config).sweep()
     assert server.alive == {"i0": None, "i1": None}
     await second.close()  # it is gone already
-    assert server.log[2:4] == ["POST /sandboxes/i0/timeout", "GET /v2/sandboxes"]
+    assert server.log[2:5] == 2 * ["POST /sandboxes/i0/timeout"] + ["GET /v2/sandboxes"]
+
+
+async def test_sweep_goes_on_past_the_first_reply_and_past_what_is_refused(at_e2b, caplog):
+    server, config = at_e2b
+    for _ in range(5):
+        await make_container(config, "base").start()
+    server.refused.add("/sandboxes/i1")
+    await make_container(config).sweep()
+    assert [name for name, made in server.alive.items() if made] == ["i1"]
+    assert (
+        "a sandbox was not removed" in caplog.text and "DELETE /sandboxes/i1 got 500" in caplog.text
+    )
+
+
+async def test_of_what_a_refusal_says_only_the_beginning_is_read(at_e2b):
+    server, config = at_e2b
+    with pytest.raises(ContainerError, match="got 400: aaaa"):
+        await make_container(config, "endless").start()
+    await until(lambda: server.log[-1] != "POST /sandboxes")
+    assert server.log[-1] == "cut"
+
+
+async def test_certificates_are_loaded_once(at_e2b, monkeypatch):
+    _, config = at_e2b
+    remote_container._tls()
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", None)
+    await make_container(config, "base").start()
+
+
+async def test_workdir_that_cannot_be_made_is_named(at_e2b, tmp_path):
+    _, config = at_e2b
+    (tmp_path / "file").touch()
+    config = replace(config, workdir=str(tmp_path / "file" / "work"))
+    with pytest.raises(ContainerError, match=r"task.container.workdir='.*cannot make it: mkdir"):
+        await make_container(config, "base").start()
 
 
 async def test_e2b_that_refuses_is_an_error_that_names_it_without_the_key(at_e2b, monkeypatch):
