@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class ApiError(Exception):
     def anthropic_body(self, request_id: str) -> dict[str, Any]:
         usual = "invalid_request_error" if self.status < 500 else "api_error"
         kind = ANTHROPIC_KINDS.get(self.status, usual)
-        message = self.message.replace("response_format: ", "output_config.format: ")
+        message = re.sub("^response_format: ", "output_config.format: ", self.message)
         error = {"type": kind, "message": message}
         return {"type": "error", "error": error, "request_id": request_id}
 

@@ -199,7 +199,12 @@ class ItemStream:
     def __init__(self, sample_id: str, tools: Sequence[FlatFunction | Namespace]) -> None:
         self.done: list[dict[str, Any]] = []
         self._sample_id = sample_id
-        self._namespaces = {tool.name for tool in tools if isinstance(tool, Namespace)}
+        self._named = {
+            f"{tool.name}.{one.name}": {"namespace": tool.name, "name": one.name}
+            for tool in tools
+            if isinstance(tool, Namespace)
+            for one in tool.tools
+        }
         self._item: dict[str, Any] = {}
         """The open one's fields beside its content, which is one part."""
         self._part: dict[str, Any] = {}
@@ -234,10 +239,7 @@ class ItemStream:
 
     def call(self, call: ToolCall) -> Iterator[dict[str, Any]]:
         name, said, own_id = call.name, json.dumps(call.arguments), f"fc_{call.call_id}"
-        within, _, bare = name.rpartition(".")
-        named = (
-            {"namespace": within, "name": bare} if within in self._namespaces else {"name": name}
-        )
+        named = self._named.get(name, {"name": name})
         head = {"type": "function_call", "id": own_id, "call_id": call.call_id, **named}
         opened = {**head, "arguments": "", "status": "in_progress"}
         item = {**head, "arguments": said, "status": "completed"}

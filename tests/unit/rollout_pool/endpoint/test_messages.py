@@ -11,6 +11,7 @@ import pytest
 
 from buffer.types import SamplingParams
 from configs.rollout_schema import OpenAIConfig, RolloutConfig
+from rollout_pool.endpoint.errors import ApiError
 from rollout_pool.sampling.sample import SampleFailed
 from tests.support.endpoint_scene import (
     MODEL,
@@ -441,3 +442,9 @@ async def test_quiet_stream_is_kept_alive(make_scene):
             if num_comments == 3:
                 gate.set()
     assert num_comments >= 3
+
+
+def test_words_of_a_request_are_not_taken_for_the_name_of_a_field():
+    own, quoted = "response_format: no", "stop: 'response_format: x' is odd"
+    said = [ApiError(400, one).anthropic_body("r")["error"]["message"] for one in (own, quoted)]
+    assert said == ["output_config.format: no", quoted]

@@ -222,6 +222,15 @@ async def test_request_of_a_coding_agent_is_read_and_goes_on_with_its_tokens(sce
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(("within", "name"), [("sky", "now.rain"), ("sky.high", "rain")])
+async def test_names_with_dots_come_back_as_they_were_given(scene, within, name):
+    scene.author.says = iter([call(f"{within}.{name}")])
+    tools = [{"type": "namespace", "name": within, "tools": [{**TOOL, "name": name}]}]
+    events = await numbered(scene.http(scene.session().key), agent_body([USER], tools=tools))
+    [made] = events[-1]["response"]["output"]
+    assert (made["namespace"], made["name"]) == (within, name)
+
+
 @pytest.mark.parametrize("way", ["items", "named"])
 async def test_function_of_a_namespace_is_called_by_its_own_name_within_it(scene, way):
     said = call("sky.weather", city="Bern") + call("weather.rain")
