@@ -100,7 +100,7 @@ def train_step(
     `before_update` is called before each change of the weights. `guard` may skip updates.
     With `accumulation` the gradient is added to those of the steps before, and the weights change
     only if it `is_complete`. `critic` gives the values of `gae`, and learns from the batch.
-    `trained` is told what the loss had of each trajectory.
+    `trained` notes what the loss had of each trajectory.
     Raises ValueError naming a group that was not sampled from the policy's own distribution.
     """
     speed = StepSpeed(device=policy.device)

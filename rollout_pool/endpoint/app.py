@@ -56,7 +56,7 @@ from rollout_pool.endpoint.schema import (
 )
 from rollout_pool.endpoint.sessions import Outcome, Serving, Session, SessionOver, Sessions
 from rollout_pool.endpoint.stream import Stream, Turn, ended
-from rollout_pool.episodes.episode import ROLE, check_parts
+from rollout_pool.episodes.episode import ROLE, EpisodeFailed, check_parts
 
 log = logging.getLogger(__name__)
 
@@ -296,6 +296,12 @@ class _Api:
         if session.num_turns == 0:
             raise ApiError(409, "the model gave no token in this session", should_retry=False)
         if not session.outcome.done():
+            try:
+                session.episode(end="done", outcome=outcome)
+            except EpisodeFailed as error:
+                raise refuse(
+                    "advantages" if outcome.advantages else "rewards", str(error)
+                ) from error
             session.outcome.set_result(outcome)
         elif session.outcome.result() != outcome:
             raise ApiError(409, "a different reward was already posted", should_retry=False)
@@ -374,7 +380,7 @@ def _is_retry(request: Request) -> bool:
 def _read_outcome(body: bytes) -> Outcome:
     posted = decode(body, Reward)
     try:
-        check_parts(posted.parts)
+        check_parts([*posted.parts, *posted.rewards, *posted.advantages])
     except ValueError as error:
         raise refuse("parts", str(error)) from error
     if posted.reward is None and not (posted.rewards or posted.advantages):

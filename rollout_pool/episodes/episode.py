@@ -253,7 +253,7 @@ class Episode:
             raise EpisodeFailed(f"its environment gave {what}; give one of them")
         for what, by_role in given.items():
             unknown, missing = sorted(by_role.keys() - {*roles}), {*roles} - by_role.keys()
-            if unknown or (missing and self.end == "done"):
+            if (unknown or missing) and self.end == "done":  # else one may not have come to answer
                 raise EpisodeFailed(
                     f"{what}={dict(by_role)!r:.200}: the roles that answered are {roles}; name "
                     "each of them, as the observations that asked it do, and no others"

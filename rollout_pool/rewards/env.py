@@ -36,8 +36,16 @@ class EnvReward(Reward):
                 by_role=judged,
             )
         if episode.env_reward is None:
+            if episode.advantages or lacks_rewards(episode):
+                return PartScore(value=0.0)
             return PartScore(failure="the environment gave no reward")
         return PartScore(value=episode.env_reward)
+
+
+def lacks_rewards(episode: Episode) -> bool:
+    """Whether it was broken off before its environment gave a reward to one of its roles."""
+    is_broken_off = episode.end != "done" and not episode.rewards
+    return is_broken_off and any(branch.role for branch in episode.branches)
 
 
 KIND = EnvReward

@@ -17,6 +17,7 @@ from dataclasses import replace
 from configs.choices import RewardScope
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.episode import Episode
+from rollout_pool.rewards.env import lacks_rewards
 from rollout_pool.rewards.reward import Reward, class_of, parts_of
 from rollout_pool.rewards.service import RemoteFailure
 from rollout_pool.rewards.types import Columns, PartScore, Score, ScoringPool, encode_request
@@ -90,7 +91,8 @@ class _MemberScorer:
         the episode is unscored; if one cannot judge the completion, it is left open."""
         rewards = self._rewards
         if self._chooses:
-            name = "task" if episode.env_reward is None and not episode.rewards else "env"
+            is_own = episode.env_reward is not None or episode.rewards or lacks_rewards(episode)
+            name = "env" if is_own else "task"
             rewards = {name: rewards[name]}
         works = [self._part(name, reward, prompt, episode) for name, reward in rewards.items()]
         # One needs no task of its own.

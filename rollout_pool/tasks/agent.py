@@ -13,6 +13,7 @@ from configs.rollout_schema import TaskConfig
 from host.network import NO_TLS
 from host.user_code import load_callable
 from rollout_pool.episodes.environment import Step
+from rollout_pool.episodes.episode import ROLE
 from rollout_pool.tasks.task import Prompt, Task
 
 if TYPE_CHECKING:
@@ -38,7 +39,13 @@ class SessionHandle:
     _clients: list[AsyncOpenAI] = field(default_factory=list, init=False, repr=False)
 
     def of_role(self, role: str) -> SessionHandle:
-        """The same for one role of the episode: what it reaches the model by, is this role's."""
+        """The same for one role of the episode: what it reaches the model by, is this role's.
+        Raises ValueError for what is no name of a role, and if this is a role's already."""
+        if not ROLE.fullmatch(role) or "." in self.api_key:
+            raise ValueError(
+                f"of_role({role!r:.100}): a name must have the form {ROLE.pattern}; call of_role "
+                "of the handle that the agent was given"
+            )
         url, key = self.keyed_url.replace(self.api_key, f"{self.api_key}.{role}"), self.api_key
         handle = replace(self, api_key=f"{key}.{role}", keyed_url=url)
         handle._clients = self._clients  # all are closed with the episode

@@ -1,4 +1,4 @@
-"""A headless Chromium that is told what to do through its debugging protocol."""
+"""A headless Chromium that is driven through its debugging protocol."""
 
 from __future__ import annotations
 

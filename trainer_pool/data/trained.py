@@ -71,6 +71,8 @@ class TrainedLog(LineLog):
         self._noted: dict[str, list[tuple[Row, Tensor]]] = {}
         self._thread = ThreadPoolExecutor(1, "trained")
         self._writing = set[Future[None]]()
+        self._hangs = False
+        """The disk did, at the last step: the next ones do not wait for it."""
 
     def note(
         self, group_ids: Sequence[str], rows: Sequence[Row], batch: MicroBatch, trainer_N: Tensor
@@ -89,7 +91,9 @@ class TrainedLog(LineLog):
         noted, self._noted = self._noted, {}
         if not noted:
             return
-        if wait(self._writing, WAIT_S).not_done:
+        waited = wait(self._writing, 0 if self._hangs else WAIT_S)
+        self._hangs = bool(waited.not_done)
+        if self._hangs:
             self.lose(f"{self.path} takes no lines")
             return
         at, self._writing = time.time(), set[Future[None]]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import openai
 import pytest
@@ -310,7 +311,10 @@ async def test_roles_of_an_agent_have_trajectories_and_rewards_of_their_own(scen
 
     async def mistaken(session, prompt):
         with pytest.raises(openai.AuthenticationError, match="'a b' in the key must have the form"):
-            await ask(session.of_role("a b"), prompt.text)
+            await ask(replace(session, api_key=f"{session.api_key}.a b"), prompt.text)
+        for handle, role in ((session, "a b"), (session.of_role("a"), "b")):
+            with pytest.raises(ValueError, match=r"must have the form .*; call of_role of the"):
+                handle.of_role(role)
         await ask(session, prompt.text)
         return Step(advantages={"critic": 1.0})
 

@@ -70,6 +70,13 @@ async def test_program_posts_rewards_by_role(scene):
     for member, credit in zip(group["sessions"], credits, strict=True):
         for role in next(iter(credit.values())):
             await scene.say_hello({**member, "api_key": f"{member['api_key']}.{role}"})
+        wrong = {what: {**by_role, "c": 1} for what, by_role in credit.items()}
+        refused = await scene.post_reward(member, **wrong)
+        said = refused.json()["error"]
+        assert (refused.status_code, said["param"]) == (400, next(iter(credit)))
+        assert "the roles that answered are ['a'" in said["message"]
+        many = await scene.post_reward(member, rewards={f"r{i}": 0 for i in range(101)})
+        assert many.status_code == 400 and "at most 100 parts" in many.text
         assert (await scene.post_reward(member, **credit)).status_code == 200
     one, two = await serving
     assert one.rewards == {"a": 1.0, "b": None} and two.advantages == {"a": -1.0}

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -94,6 +95,25 @@ async def test_default_reward_is_the_environments_or_else_the_tasks(scorer_of):
     assert (score.reward, dict(score.parts), dict(score.failures)) == (0.25, {"task": 0.25}, {})
     score = await scorer.score(PROMPT, episode(env_reward=2.0, env_parts={"moves": 4.0}))
     assert (score.reward, dict(score.parts)) == (2.0, {"moves": 4.0, "env": 2.0})
+
+
+def of_roles(end: str, **fields) -> Episode:
+    own = replace(unmasked_branch([1, 2]), role="a")
+    return replace(episode(), branches=[own], end=end, **fields)
+
+
+async def test_missing_rewards_of_roles_are_zero_in_an_episode_that_was_broken_off(scorer_of):
+    by_default, by_env = scorer_of(Pool(task=0.25)), scorer_of(env=ENV)
+    for scorer in (by_default, by_env):
+        score = await scorer.score(PROMPT, of_roles("episode_timeout"))
+        assert (dict(score.parts), score.failures) == ({"env": 0.0}, {})
+        # b had not come to answer.
+        score = await scorer.score(PROMPT, of_roles("length", rewards={"a": 1.0, "b": -1.0}))
+        assert {role: one.reward for role, one in score.by_role.items()} == {"a": 1.0}
+    assert (await by_default.score(PROMPT, of_roles("done"))).reward == 0.25
+    assert "env" in (await by_env.score(PROMPT, of_roles("done"))).failures
+    finished = of_roles("done", advantages={"a": 1.0})
+    assert (await by_env.score(PROMPT, finished)).failures == {}
 
 
 async def test_reward_is_the_weighted_sum_of_parts_scored_concurrently(scorer_of):

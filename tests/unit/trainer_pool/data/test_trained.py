@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,28 @@ def test_disk_that_takes_nothing_costs_lines_alone(
     log.write(step=1, version=0)
     log.close()
     assert log.num_lost == 1
+
+
+def test_disk_that_hangs_is_waited_for_once(
+    ranks: Collectives, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, may_end, waits_for = list[float](), threading.Event(), trained.wait
+    monkeypatch.setattr(trained, "WAIT_S", 0.01)
+    monkeypatch.setattr(trained, "wait", lambda all, s: (waits.append(s), waits_for(all, s))[1])
+    log = TrainedLog(tmp_path, 0, rate=1.0, seed=0)
+    monkeypatch.setattr(log, "append", lambda make: may_end.wait(60))
+
+    def write() -> None:
+        note(log, ranks, 1.0)
+        log.write(step=1, version=0)
+
+    for _ in range(4):
+        write()
+    assert (waits, log.num_lost) == ([0.01, 0.01, 0, 0], 3)
+    may_end.set()
+    waits_for(log._writing, 60)
+    write()
+    waits_for(log._writing, 60)
+    write()
+    assert (waits[4:], log.num_lost) == ([0, 0.01], 3)
+    log.close()
