@@ -7,7 +7,7 @@ cd "$(dirname "$0")/../.."
 record=/runs/$RUN/run.json job=/runs/$RUN/job # this job's id, then `stop` once that was asked for
 refused=/runs/.$RUN.refused # the id of a job whose words were bad
 NOTICE_S=20 # the pods of a cluster that is deleted end in any order
-is_here() { grep -qs "\"host\": \"$(hostname)\"" "$record"; }
+is_here() { [ -z "$is_look" ] && grep -qs "\"host\": \"$(hostname)\"" "$record"; }
 ask() {
     if is_here; then echo stop >>"$job"; fi
     .venv/bin/leash stop --dir /runs --run "$RUN"
@@ -33,11 +33,11 @@ code=$(mktemp)
 # Ray signals every descendant of a job that it stops, Redis too; `setsid --fork` makes this none, and `stop` asks in order.
 # shellcheck disable=SC2016
 setsid --fork bash -c '"${@:2}"; echo "$?" >"$1"' bash "$code" .venv/bin/leash "${words[@]}" cluster.stop_timeout_s=85 cluster.ray_address=auto
-trap ask TERM
+[ -n "$is_look" ] || trap ask TERM
 until [ -s "$code" ] || is_here; do sleep 1 || true; done
 if is_here; then echo "$JOB" >"$job"; fi
 until [ -s "$code" ]; do sleep 1 || true; done
 code=$(<"$code")
 # KubeRay would build three more clusters for the same error.
-if [ "$code" = 2 ] || { [ "$code" != 0 ] && [[ ${words[0]} = doctor || ${words[0]} = dry-run ]]; }; then echo "$JOB" >"$refused"; fi
+if [ "$code" = 2 ] || { [ "$code" != 0 ] && [ -n "$is_look" ]; }; then echo "$JOB" >"$refused"; fi
 exit "$code"

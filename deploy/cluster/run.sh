@@ -5,7 +5,7 @@
 here=$(hostname)
 others=()
 node_pids=()
-asked='' leash='' waiter=''
+asked='' leash='' waiter='' is_look=''
 START_S=300
 END_S=60
 
@@ -20,6 +20,8 @@ show() { # the words of a command, as a shell would read them
 
 read_words() { # those of `leash launch`, `resume`, `doctor` or `dry-run`: sets run_dir, run_name, and words that name both
     local word before=
+    # A look has no run, and one of its name may live: it touches nothing of that.
+    case $1 in doctor | dry-run) is_look=1 ;; *) is_look='' ;; esac
     run_dir=runs run_name=''
     for word in "$@"; do
         case $word in run.dir=*) run_dir=${word#*=} ;; run.name=*) run_name=${word#*=} ;; esac
@@ -37,7 +39,7 @@ read_words() { # those of `leash launch`, `resume`, `doctor` or `dry-run`: sets 
 
 go_on() { # words of a run whose job is started again: of what it had started before, nothing is left
     local begun=$run_dir/$run_name
-    [ -e "$begun/run.json" ] || return 0
+    [ -z "$is_look" ] && [ -e "$begun/run.json" ] || return 0
     sed -i 's/"state": "running"/"state": "failed"/' "$begun/run.json"
     if [ "${words[0]}" = launch ] && [ -e "$begun/checkpoints/latest" ]; then
         words=(resume --dir "$run_dir" --run "$run_name")
@@ -69,7 +71,7 @@ run_on_nodes() { # this machine's address, then the command of the run
     local address=$1 other
     shift
     # For the token and what the nodes print, until the run's own folder is there.
-    folder=$(realpath -m -- "$run_dir")/.$run_name.nodes
+    folder=$(realpath -m -- "$run_dir")/.$run_name${is_look:+.look-$$}.nodes
     export LOGS=$folder/logs RAY_AUTH_TOKEN_PATH=$folder/token
     if [ -n "${DRY:-}" ]; then
         [ "${#others[@]}" = 0 ] || start_node head "$here" "$address"
@@ -110,8 +112,9 @@ end_run() {
         timeout $((deadline > SECONDS ? deadline - SECONDS : 1)) tail -f -s 0.2 --pid="$pid" /dev/null || kill -KILL "$pid" || true
     done
     rm -f -- "$RAY_AUTH_TOKEN_PATH"
-    case ${words[0]} in doctor | dry-run) rm -rf -- "$folder" ;; esac # they leave no run to keep the logs
-    if [ -d "$run_dir/$run_name/logs" ] && [ -d "$LOGS" ]; then cp -rP -- "$LOGS/." "$run_dir/$run_name/logs/" && rm -rf -- "$folder"; fi
+    if [ -n "$is_look" ]; then
+        [ -z "$leash" ] || rm -rf -- "$folder" # else the nodes' logs say why they did not start
+    elif [ -d "$run_dir/$run_name/logs" ] && [ -d "$LOGS" ]; then cp -rP -- "$LOGS/." "$run_dir/$run_name/logs/" && rm -rf -- "$folder"; fi
     if [ "$(type -t after_end)" = function ]; then after_end "$code"; fi
     exit "$code"
 }

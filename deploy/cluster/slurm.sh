@@ -47,6 +47,7 @@ start_node() {
 }
 stop_nodes() { kill -TERM "${node_pids[@]}" 2>/dev/null || true; } # srun passes it on
 after_end() { # Slurm calls a job that it is ending itself no longer running
+    [ -z "$is_look" ] || return 0 # or it would be queued again for ever
     if [ "$asked" != TERM ] || [ "$1" = 0 ]; then return; fi
     scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q JobState=RUNNING || return 0
     echo "cluster: job $SLURM_JOB_ID is queued again, and goes on with the run $run_name"

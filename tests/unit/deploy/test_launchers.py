@@ -365,6 +365,35 @@ def test_slurm_job_may_only_look_at_its_machines(scene: Scene, verb: str) -> Non
     assert [*(scene.path / "runs/looked").iterdir()] == [], "no run keeps the logs of its nodes"
 
 
+@pytest.mark.parametrize("verb", ["doctor", "dry-run"])
+def test_slurm_look_leaves_a_live_run_of_its_name_and_is_not_queued_again(
+    scene: Scene, verb: str
+) -> None:
+    record = '{"state": "running"}'
+    scene.write("runs/night/run.json", record)
+    scene.write("runs/night/logs/ray-n1.log", "of the run")
+    scene.write("runs/.night.nodes/token", "of the run")
+    scene.write("job-state", "JobState=RUNNING")
+    job = scene.start("slurm", verb, "run.name=night", **in_a_job("n1 n2", restarts=1))
+    scene.wait_for_call("leash")
+    job.terminate()
+    job.communicate(timeout=LIMIT_S)
+    assert scene.calls("leash")[1:] == ["leash saves"]
+    assert scene.calls("scontrol requeue") == []
+    assert {file.name for file in (scene.path / "runs").iterdir()} == {"night", ".night.nodes"}
+    assert (scene.path / "runs/night/run.json").read_text() == record
+    assert (scene.path / "runs/night/logs/ray-n1.log").read_text() == "of the run"
+    assert (scene.path / "runs/.night.nodes/token").read_text() == "of the run"
+
+
+def test_look_keeps_the_logs_of_nodes_that_do_not_start(scene: Scene) -> None:
+    scene.write("worker-fails")
+    code, output = scene.run("ssh", "doctor", "run.name=night", HOSTS="b")
+    assert code == 2 and scene.calls("leash") == [], output
+    (log,) = (scene.path / "runs").glob(".night.look-*.nodes/logs/ray-b.log")
+    assert "no room" in log.read_text() and not (log.parents[1] / "token").exists()
+
+
 def test_ssh_may_only_look_at_its_machines(scene: Scene) -> None:
     scene.write("leash-exits", "0")
     code, output = scene.run("ssh", "doctor", "--json", HOSTS="b c")
