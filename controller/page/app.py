@@ -44,7 +44,7 @@ from controller.run_dir import RunDir
 from host.http_server import HttpLimits, ServerConfig, read_body
 from host.loop_thread import LoopThread
 from host.network import is_loopback, listen_for
-from trainer_pool.data.trained import read_trained
+from trainer_pool.data.trained import Trained, read_trained
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {"index.html": "text/html", "page.css": "text/css", "page.js": "text/javascript"}
@@ -153,6 +153,8 @@ class _Page:
         self._own = WatchedRun(run_dir)
         self._root = run_dir.path.parent
         self._others: dict[str, WatchedRun] = {}
+        self._trained: Trained | None = None
+        """As found last: a group is asked for again with each of its trajectories."""
         self._lock = threading.Lock()
 
     def _names(self) -> list[str]:
@@ -207,7 +209,9 @@ class _Page:
         index, _ = self._own.groups()
         try:
             recorded = index.find(given.get("id", ""))
-            trained = read_trained(self._own.dir.path, recorded.group.group_id)
+            trained, name = self._trained, recorded.group.group_id
+            if trained is None or trained.group_id != name:
+                self._trained = trained = read_trained(self._own.dir.path, name)
             return _json(describe(recorded, place, start, self._own.decode, trained))
         except (KeyError, ValueError, FileNotFoundError):
             raise HTTPException(

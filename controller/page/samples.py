@@ -211,10 +211,12 @@ class GroupIndex:
 
 
 def _last_chunk(file: BinaryIO, size: int) -> int:
-    """Where the first line begins of the last CHUNK_BYTES; 0 if none does."""
+    """Where the first line begins of the last CHUNK_BYTES; 0 if none does, as in a long one that
+    is being written."""
     start = max(0, size - CHUNK_BYTES)
     file.seek(start)
-    return start + file.read(CHUNK_BYTES).find(b"\n") + 1 if start else 0
+    place = file.read(CHUNK_BYTES).find(b"\n")
+    return start + place + 1 if start and place >= 0 else 0
 
 
 def describe(

@@ -139,14 +139,21 @@ def _numbers(values: NDArray[Any]) -> list[float | None]:
 def read_trained(folder: Path, group_id: str) -> Trained | None:
     """The record of the group when it was last trained, in the run's `folder`; None if it has none,
     or one that a full disk or a kill has cut off."""
-    begin, found = b'{"group_id":' + msgspec.json.encode(group_id) + b",", list[Trained]()
+    begin, files = b'{"group_id":' + msgspec.json.encode(group_id) + b",", []
     for path in (folder / FOLDER).glob("*.jsonl*"):
+        with suppress(FileNotFoundError):
+            files.append((path.stat().st_mtime, path))
+    last: Trained | None = None
+    for changed, path in sorted(files, reverse=True):
+        if last is not None and changed < last.at:
+            break  # neither this nor an older one has a later line
         with suppress(FileNotFoundError, ValueError):
             data = read_bytes(path)
             if (start := data.rfind(begin)) >= 0:
                 line = data[start:].partition(b"\n")[0]
-                found.append(msgspec.json.decode(line, type=Trained))
-    return max(found, key=lambda line: line.at, default=None)
+                found = msgspec.json.decode(line, type=Trained)
+                last = found if last is None or found.at > last.at else last
+    return last
 
 
 def by_place(trained: Trained | None, number: int) -> list[TrainedTrajectory | None]:

@@ -60,6 +60,24 @@ def test_index_reads_on_where_it_ended_and_waits_for_the_end_of_a_line(run_dir: 
     assert index.find("later").group.group_id == "later"
 
 
+def test_long_line_that_is_being_written_when_the_page_opens_is_found_at_its_end(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samples, "CHUNK_BYTES", 100)
+    record_groups(run_dir, [recorded_group("first")])
+    path = run_dir.path / "rollouts" / "worker-0.jsonl"
+    whole = path.read_bytes().replace(b'"first"', b'"later"')
+    with path.open("ab") as file:
+        file.write(whole[:-50])
+        file.flush()
+        index = GroupIndex(run_dir.path)
+        index.read(60.0)
+        assert ids(index, Filter()) == ["first"]
+        file.write(whole[-50:])
+    assert index.read(60.0) == 0
+    assert {*ids(index, Filter())} == {"first", "later"}
+
+
 def test_index_passes_over_a_line_that_was_cut_off(run_dir: RunDir) -> None:
     record_groups(run_dir, [recorded_group("cut")])
     path = run_dir.path / "rollouts" / "worker-0.jsonl"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+<<<<<<< HEAD
 import threading
+=======
+import os
+>>>>>>> 9125392e (The page finds a long group that was being written when it opened, and reads trained/ once a group)
 from pathlib import Path
 
 import pytest
@@ -54,6 +58,27 @@ def test_group_has_the_advantages_of_the_loss_and_the_trainers_logprobs(
     assert second.logprobs == [None, None, -7.25, None, -5.25, -4.25]
     assert first.advantages is None
     assert read_trained(tmp_path, "g") is None and by_place(None, 2) == [None, None]
+
+
+def test_newest_files_are_read_first_and_older_ones_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trained").mkdir()
+    for name, at, changed in (
+        ("rank-1.jsonl", 20.0, 31.0),
+        ("rank-0.jsonl", 30.0, 30.5),
+        ("rank-0.jsonl.1", 10.0, 10.5),
+    ):
+        path = tmp_path / "trained" / name
+        line = {"group_id": "g", "step": int(at), "version": 0, "at": at, "trajectories": []}
+        path.write_text(json.dumps(line, separators=(",", ":")) + "\n")
+        os.utime(path, (changed, changed))
+    read = list[str]()
+    own = trained.read_bytes
+    monkeypatch.setattr(trained, "read_bytes", lambda path: (read.append(path.name), own(path))[1])
+    found = read_trained(tmp_path, "g")
+    assert found is not None and found.step == 30
+    assert read == ["rank-1.jsonl", "rank-0.jsonl"]
 
 
 def test_advantages_that_differ_by_token_are_kept_by_token(tmp_path: Path) -> None:
