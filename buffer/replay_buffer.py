@@ -628,8 +628,10 @@ class ReplayBuffer(Leasing):
         Every value must be one that a launch would take. A lower max_staleness applies from the
         next sweep or lease.
         """
-        request = {"values": values, "expected": expected or {}}
-        return bool(await self._scripts.run("run_state/change_settings", int, **request))
+        is_made = await self._scripts.run(
+            "run_state/change_settings", int, values=values, expected=expected or {}
+        )
+        return bool(is_made)
 
     async def get_max_staleness(self) -> int:
         value = await self.setting("max_staleness")

@@ -137,7 +137,7 @@ async def test_lease_is_renewed_again_when_the_server_has_memory_again(
     server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (
-        _opened(server, lease_timeout_s=0.15) as buffer,
+        _opened(server, lease_timeout_s=0.15, outage_timeout_s=0.2) as buffer,
         asyncio.timeout(60),
         Redis.from_url(server.url) as admin,
     ):

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
-import threading
-=======
 import os
->>>>>>> 9125392e (The page finds a long group that was being written when it opened, and reads trained/ once a group)
+import threading
 from pathlib import Path
 
 import pytest
