@@ -194,10 +194,10 @@ class BufferRedis(Redis):
                 if isinstance(error, exceptions.BusyLoadingError):
                     # It replies only between two parts of its data, so it advances: no limit.
                     failed_at, away_s = now, 0.0
-                if is_full(error):
+                if isinstance(error, exceptions.ResponseError) and is_full(error):
                     away_s = now - failed_at  # it answers, and refuses again
                     if away_s > self.try_for_s:
-                        raise
+                        raise explained(error, self.where) from error
                 elif away_s > self.try_for_s:
                     raise BufferConnectionError(
                         f"Redis at {self.where} has been down for {away_s:.0f} s "
