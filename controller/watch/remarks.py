@@ -114,8 +114,8 @@ def stall_finding(stall: Mapping[str, Scalar], now: float) -> Finding:
 
 
 def reported_since(engines: Sequence[Record], since: float) -> list[Record]:
-    """Those that tell of the time after the last movement: many engines report rarely, and an
-    older record may count requests that have ended."""
+    """Records of the time after the last movement: many engines report rarely, and an older record
+    may count requests that have ended."""
     return [one for one in engines if one.t >= since]
 
 
