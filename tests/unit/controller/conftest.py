@@ -28,6 +28,16 @@ def _umask() -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.fixture(autouse=True)
+def _ray_variables() -> Iterator[None]:
+    """Commands on a cluster set some for their process; a later test may start a Ray of its own."""
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        if name.startswith("RAY_"):
+            del os.environ[name]
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """The folder that holds the runs of a test."""
