@@ -41,7 +41,7 @@ class Trainer:
     commit: Callable[[], Awaitable[None]]
     """The engine takes new weights."""
     token_s: float = 0.0
-    """What a token adds to a step."""
+    """Seconds that a token adds to a step."""
     hold: Callable[[], Awaitable[None]] | None = None
     """Stops what runs in the engines themselves, which compute it again after the commit: the same
     for them as if the client interrupted it, without a request for each answer."""

@@ -68,7 +68,7 @@ class Schedule(NamedTuple):
     retracts: bool = True
     """False: what runs keeps its KV cache when weights change."""
     has_memory: bool = True
-    """What a step trains depends on the steps before: it is measured in the later half alone."""
+    """A step depends on the steps before: it is measured in the later half alone."""
 
 
 SCHEDULES = {

@@ -139,7 +139,7 @@ class Pool:
     train_s: float = 0.0
     """A training step."""
     token_s: float = 0.0
-    """What a token adds to it."""
+    """Seconds that a token adds to it."""
     engines: Sequence[str] = (ENGINE,)
 
     async def run(self, num_groups: int) -> Tally:

@@ -71,7 +71,7 @@ class WorkSize:
     scale_groups: int = 21
     """A step takes so many groups of 16, each of which stands for 16."""
     scale_places: int = 8
-    """Of an engine; 128 requests of the GPU."""
+    """Requests that an engine runs at once; 128 of the GPU."""
     scale_steps: int = 14
     scale_staleness: int = 8
     prefix_tokens: int = 2000

@@ -43,7 +43,7 @@ class EnvReward(Reward):
 
 
 def lacks_rewards(episode: Episode) -> bool:
-    """Whether it was broken off before its environment gave a reward to one of its roles."""
+    """Returns whether it was broken off before its environment gave one of its roles a reward."""
     is_broken_off = episode.end != "done" and not episode.rewards
     return is_broken_off and any(branch.role for branch in episode.branches)
 

@@ -81,19 +81,13 @@ class RemoteContainer(Container):
         return Ran(output[-MAX_OUTPUT_BYTES:], code, len(output) <= MAX_OUTPUT_BYTES)
 
     async def _post(self, body: dict[str, object]) -> bytes:
-        url, content = f"{str(self._config.url).rstrip('/')}/run_code", bytearray()
+        url = f"{str(self._config.url).rstrip('/')}/run_code"
         async with (
             httpx.AsyncClient(headers=self._headers, timeout=None, verify=_tls()) as client,
             client.stream("POST", url, json=body) as response,
         ):
             response.raise_for_status()
-            async for part in response.aiter_raw():
-                content += part
-                if len(content) > MAX_RESPONSE_BYTES:
-                    raise httpx.ReadError(
-                        f"more than {MAX_RESPONSE_BYTES} bytes: the folder is too large for it"
-                    )
-        return bytes(content)
+            return await _whole(response, "the folder is too large for it")
 
     async def _do(self, verb: str, limit_s: float) -> Ran:
         return Ran(b"", 0, True)  # there is nothing to start or to remove
@@ -212,13 +206,8 @@ class E2bContainer(Container):
         return printed.ran(exit_code)
 
     async def _ask(self, method: str, url: str, **request: Any) -> bytes:
-        content = bytearray()
         async with self._asked(method, url, **request) as response:
-            async for part in response.aiter_raw():
-                content += part
-                if len(content) > MAX_RESPONSE_BYTES:
-                    raise httpx.ReadError(f"more than {MAX_RESPONSE_BYTES} bytes from {url}")
-        return bytes(content)
+            return await _whole(response, f"from {url}")
 
     @asynccontextmanager
     async def _asked(
@@ -253,6 +242,16 @@ class E2bContainer(Container):
         except (httpx.HTTPError, TimeoutError, ValueError, LookupError, *_ODD_JSON) as error:
             why = f"{type(error).__name__}: {error}".replace(self._key, "KEY")
             raise ContainerError(f"{self._kind}: {why}") from error
+
+
+async def _whole(response: httpx.Response, what: str) -> bytes:
+    """Raises ReadError for more than a reply may have."""
+    content = bytearray()
+    async for part in response.aiter_raw():
+        content += part
+        if len(content) > MAX_RESPONSE_BYTES:
+            raise httpx.ReadError(f"more than {MAX_RESPONSE_BYTES} bytes: {what}")
+    return bytes(content)
 
 
 async def _messages(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

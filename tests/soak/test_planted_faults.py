@@ -23,7 +23,7 @@ from controller.metrics.history import read_metrics
 from tests.soak.crash.size import size
 from tests.soak.rollouts import planted
 from tests.soak.rollouts.chaos import small_disk
-from tests.soak.rollouts.planted import IN_A_HEALTHY_RUN, OUT_OF_MEMORY, Planter, Told
+from tests.soak.rollouts.planted import IN_A_HEALTHY_RUN, OUT_OF_MEMORY, FirstLine, Planter
 from tests.support.launches import LEASH, RUN
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(0)]
@@ -57,9 +57,9 @@ def _is_asked_for(name: str) -> bool:
     return not ONLY or any(word in name for word in ONLY.split(","))
 
 
-@pytest.mark.skipif(not HEALTHY_S, reason="only by `make soak-faults`: it takes half an hour")
+@pytest.mark.skipif(not HEALTHY_S, reason="only by `make soak-faults`")
 def test_first_line_of_status_names_each_fault(tmp_path: Path) -> None:
-    told, alarms = list[Told](), list[str]()
+    found, alarms = list[FirstLine](), list[str]()
     if any(_is_asked_for(fault.name) for fault in IN_A_HEALTHY_RUN):
         runs = tmp_path / "healthy" / "runs"
         with small_disk(runs, RUN_BYTES) as refusal, _launched(runs, *HEALTHY) as process:
@@ -69,17 +69,17 @@ def test_first_line_of_status_names_each_fault(tmp_path: Path) -> None:
             for fault in IN_A_HEALTHY_RUN:
                 if _is_asked_for(fault.name) and not (refusal and "disk" in fault.parts):
                     planter.plant(fault)
-        told, alarms = planter.told, planter.alarms
+        found, alarms = planter.found, planter.alarms
     if _is_asked_for(OUT_OF_MEMORY.name):
         runs = tmp_path / "little" / "runs"
         with _launched(runs, *LITTLE_MEMORY) as process:
             planter = Planter(run=runs / RUN, is_alive=lambda: process.poll() is None, healthy_s=0)
-            told.append(Told(fault=OUT_OF_MEMORY.name, load=os.getloadavg()[0]))
-            planter.await_words(OUT_OF_MEMORY, told[-1], time.monotonic())
-    print("\n".join(planted.table(told)))
-    result = {"faults": [asdict(one) for one in told], "false_alarms": alarms}
+            found.append(FirstLine(fault=OUT_OF_MEMORY.name, load=os.getloadavg()[0]))
+            planter.await_words(OUT_OF_MEMORY, found[-1], time.monotonic())
+    print("\n".join(planted.table(found)))
+    result = {"faults": [asdict(one) for one in found], "false_alarms": alarms}
     print(f"RESULT {json.dumps(result)}", flush=True)
-    late = [one.fault for one in told if one.seconds is None or one.seconds > WITHIN_S]
+    late = [one.fault for one in found if one.seconds is None or one.seconds > WITHIN_S]
     assert (late, alarms) == ([], [])
 
 

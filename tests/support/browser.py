@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import shutil
@@ -71,13 +70,6 @@ class Tab:
             for node in one["nodes"]
             if one["impact"] in ("serious", "critical")
         ]
-
-    async def picture(self, path: Path, *, width: int, dark: bool) -> None:
-        """The whole page as it is at that width."""
-        await self.show(width=width, dark=dark)
-        await asyncio.sleep(3)  # nothing tells when plotly has drawn again
-        found = await self.ask("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @asynccontextmanager

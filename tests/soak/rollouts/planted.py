@@ -64,7 +64,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Told:
+class FirstLine:
     """The first line about a fault, and when it came."""
 
     fault: str
@@ -79,13 +79,13 @@ class Told:
 
 def verdict(run: Path) -> tuple[str, str, str]:
     """Level, part and first line of `make status JSON=1`; the error if it has no answer."""
-    told = io.StringIO()
+    printed = io.StringIO()
     try:
-        with redirect_stdout(told):
+        with redirect_stdout(printed):
             print_status(RunDir(path=run), as_json=True)
     except (OSError, RuntimeError, ValueError) as error:
         return "error", "", f"{error}"
-    found = json.loads(told.getvalue())["verdict"]
+    found = json.loads(printed.getvalue())["verdict"]
     return (found["level"], found["part"], found["sentence"]) if found else ("", "", "nothing")
 
 
@@ -181,8 +181,8 @@ IN_A_HEALTHY_RUN = (
     ),
     Fault(
         name="slow receiver",
-        parts=("engine-0", "engine-1", "receiver-0", "weights"),
-        word="",
+        parts=("engine-0", "receiver-0", "weights"),
+        word="engine-0",
         plant=_slowed(Kind.receiver, "receiver-0"),
     ),
     Fault(
@@ -231,36 +231,36 @@ class Planter:
     give_up_s: float = 90.0
     heal_s: float = 180.0
     look_s: float = 1.0
-    told: list[Told] = field(default_factory=list)
+    found: list[FirstLine] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
     """First lines in healthy time that were alarms."""
 
     def plant(self, fault: Fault) -> None:
         self._be_healthy()
-        told = Told(fault=fault.name, load=os.getloadavg()[0])
-        self.told.append(told)
+        first = FirstLine(fault=fault.name, load=os.getloadavg()[0])
+        self.found.append(first)
         with ExitStack() as healing:
             began = time.monotonic()
             fault.plant(self.run, healing)
-            self.await_words(fault, told, began)
+            self.await_words(fault, first, began)
         began = time.monotonic()
         num_quiet = 0
         while num_quiet < QUIET_LOOKS and time.monotonic() < began + self.heal_s:
             num_quiet = 0 if verdict(self.run)[0] in ("alarm", "error") else num_quiet + 1
             self._pause(f"{fault.name} was healed")
-        told.healed_s = time.monotonic() - began
+        first.healed_s = time.monotonic() - began
 
-    def await_words(self, fault: Fault, told: Told, began: float) -> None:
+    def await_words(self, fault: Fault, first: FirstLine, began: float) -> None:
         while (after := time.monotonic() - began) < self.give_up_s:
             level, part, sentence = verdict(self.run)
             line = f"{level}: {sentence}"
             if part in fault.parts and fault.word in sentence:
-                told.seconds, told.sentence = time.monotonic() - began, line
+                first.seconds, first.sentence = time.monotonic() - began, line
                 break
-            if not told.before or _but_numbers(told.before[-1][1]) != _but_numbers(line):
-                told.before.append((round(after, 1), line))
+            if not first.before or _but_numbers(first.before[-1][1]) != _but_numbers(line):
+                first.before.append((round(after, 1), line))
             self._pause(f"{fault.name} was named")
-        print(f"{told}\n", flush=True)
+        print(f"{first}\n", flush=True)
 
     def _be_healthy(self) -> None:
         until = time.monotonic() + self.healthy_s
@@ -280,9 +280,9 @@ def _but_numbers(line: str) -> str:
     return re.sub(r"[0-9.]+( m?s)?", "", line)
 
 
-def table(told: list[Told]) -> Iterator[str]:
+def table(found: list[FirstLine]) -> Iterator[str]:
     yield "| fault | seconds | load | first line |"
     yield "|---|---:|---:|---|"
-    for one in told:
+    for one in found:
         seconds = "never" if one.seconds is None else f"{one.seconds:.0f}"
         yield f"| {one.fault} | {seconds} | {one.load:.1f} | {one.sentence or one.before[-1:]} |"
