@@ -205,47 +205,47 @@ chaos: install ## a quickstart that is hit by CHAOS_FAULTS=100 faults of every k
 		$(PYTHON_BIN) -m pytest tests/soak/test_chaos.py --timeout 0 -s
 
 bench: install ## the buffer against a Ray queue, bare Redis and its own targets; the last line is RESULT {json}
-	@$(PYTHON_BIN) benchmarks/buffer.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.buffer $(call said,ARGS)
 
 bench-weights: install ## the checkpoint engine against the wire and other ways to send weights; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/weight_sync.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.weight_sync $(call said,ARGS)
 
 bench-rollout: install ## four ways to schedule rollouts on a real engine, and the pool's overhead; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/rollout.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.rollout $(call said,ARGS)
 
 bench-checkpoint: install ## what a checkpoint costs training, against a bare copy and DeepSpeed's own; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/checkpoint.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.training.checkpoint $(call said,ARGS)
 
 bench-long-rows: install ## memory and time of one long row, by what is computed again and by ranks (ARGS="--tokens 131072"); last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/long_rows.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.training.long_rows $(call said,ARGS)
 
 bench-packing: install ## tokens/s of a step: padded, packed, shared prefixes (ARGS="--prompts gsm8k.jsonl"); last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/packing.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.training.packing $(call said,ARGS)
 
 bench-staleness: install ## accuracy by algorithm and max_staleness, on the quickstart (an hour; goes on where it was stopped)
-	@$(PYTHON_BIN) benchmarks/staleness.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.loops.staleness $(call said,ARGS)
 
 bench-parity: build/parity/verl ## our losses, corrections and advantages against those of TRL, verl and OpenRLHF; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/parity.py --rivals build/parity
+	@$(PYTHON_BIN) -m benchmarks.algorithms.parity --rivals build/parity
 
 bench-e2e: build/parity/verl ## the same training by this project and by TRL: seconds, tokens/s, what was learnt; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/end_to_end.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.loops.end_to_end $(call said,ARGS)
 
 bench-learning: install ## reward over time and trained tokens, by the rule that schedules rollouts (half an hour; goes on where it was stopped)
-	@$(PYTHON_BIN) benchmarks/learning.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.loops.learning $(call said,ARGS)
 
 build/parity/verl: | install # the other systems, beside ours; what is installed here comes first
 	@$(PYTHON_BIN) -m pip --version >/dev/null 2>&1 || $(PYTHON_BIN) -m ensurepip -q
-	@$(PYTHON_BIN) -m pip install -q --no-deps --target build/parity -r benchmarks/parity-requirements.txt
+	@$(PYTHON_BIN) -m pip install -q --no-deps --target build/parity -r benchmarks/algorithms/parity-requirements.txt
 
 bench-models: install ## a launch for each type of model: engine against trainer (ARGS="gemma3 olmo2": these types); last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/models.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.training.models $(call said,ARGS)
 
 bench-routing: install ## log-probabilities of engine and trainer with and without the engine's experts; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/routing.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.training.routing $(call said,ARGS)
 
 bench-head: install ## the tiled output head against full logits: memory and time; last line RESULT {json}
-	@$(PYTHON_BIN) benchmarks/head.py $(call said,ARGS)
+	@$(PYTHON_BIN) -m benchmarks.training.head $(call said,ARGS)
 
 lint: install ## ruff, and formatting
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -1,7 +1,7 @@
 """The replay buffer against a Ray actor queue, bare Redis and its own targets; ends with RESULT.
 
-    python benchmarks/buffer.py            # about ten minutes
-    python benchmarks/buffer.py --short    # every part within seconds; the figures mean little
+    python -m benchmarks.buffer            # about ten minutes
+    python -m benchmarks.buffer --short    # every part within seconds; the figures mean little
 
 What is compared runs in turn, in the same minutes on the same machine, so ratios can be trusted
 more than rates. Each round is one warm team of processes: 2 producers and 2 consumers.
@@ -10,14 +10,9 @@ more than rates. Each round is one warm team of processes: 2 producers and 2 con
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-
-# This folder, which comes first, would hide the package `buffer` behind this very file.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.replay_buffer.depth import measure_depth
 from benchmarks.replay_buffer.memory import measure_memory

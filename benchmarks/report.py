@@ -12,9 +12,7 @@ class Report:
     def __init__(self, title: str) -> None:
         self.result: dict[str, float] = {}
         self._console = Console()
-        self._table = Table(title=title)
-        for column in ("measure", "figure", "target", ""):
-            self._table.add_column(column)
+        self._table = Table("measure", "figure", "target", "", title=title)
 
     def say(self, text: str) -> None:
         self._console.print(f"[dim]{text}[/dim]")

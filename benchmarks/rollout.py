@@ -1,6 +1,6 @@
 """Rollouts with a heavy tail at a real engine and an emulated GPU, prefixes, and the pool's cost.
 
-    python benchmarks/rollout.py [--short] [--only PART]
+    python -m benchmarks.rollout [--short] [--only PART]
 
 The last line is RESULT and a JSON object. Each ratio's two sides ran in this one process, in turn.
 """
@@ -9,13 +9,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import tempfile
 from pathlib import Path
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
 from benchmarks.rollouts.cost import measure_cost

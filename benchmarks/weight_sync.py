@@ -1,21 +1,15 @@
 """The checkpoint engine against the wire, other ways to move weights and its own targets.
 
-python benchmarks/weight_sync.py                       # the wire to a receiver, engines under load
-python benchmarks/weight_sync.py --full                # two receivers as well, and pauses by mode
-python benchmarks/weight_sync.py --only pause_500M     # a part that runs only by its name
-python benchmarks/weight_sync.py --short               # small sizes; the figures mean little
+python -m benchmarks.weight_sync                       # the wire to a receiver, engines under load
+python -m benchmarks.weight_sync --full                # two receivers as well, and pauses by mode
+python -m benchmarks.weight_sync --only pause_500M     # a part that runs only by its name
+python -m benchmarks.weight_sync --short               # small sizes; the figures mean little
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib import import_module
-from pathlib import Path
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.report import Report
 

@@ -29,7 +29,7 @@ SCRIPTS: dict[str, Sequence[str]] = {
     "weights_nccl": ["benchmarks.gpu.weights_nccl"],
     "launch": ["benchmarks.gpu.launch"],
     "mfu": ["benchmarks.gpu.mfu"],
-    "packing": ["benchmarks.packing"],
+    "packing": ["benchmarks.training.packing"],
     "head": ["benchmarks.gpu.head"],
 }
 

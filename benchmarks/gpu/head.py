@@ -1,6 +1,6 @@
 """The tiled output head on a GPU: against full logits, its tiles compiled, and Liger's head.
 
-    python benchmarks/gpu/head.py [--rows 16384] [--vocab 151936] [--hidden 1536]
+    python -m benchmarks.gpu.head [--rows 16384] [--vocab 151936] [--hidden 1536]
 
 In bfloat16, for each of them: peak memory and time of a forward and backward pass, and how far the
 loss and its gradients by hidden states and weight are from those of float32 full logits, with and
@@ -13,15 +13,11 @@ entropy, so it has no error with entropy, and is a bound for time only.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor

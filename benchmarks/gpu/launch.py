@@ -17,8 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from benchmarks.gpu.device import require_gpu, require_packages
 from benchmarks.report import Report
 from controller.metrics.history import of_kind, read_metrics, series

@@ -1,6 +1,6 @@
 """Model FLOPs utilisation of training steps on a GPU, with packed rows of 16k and 64k tokens.
 
-    python benchmarks/gpu/mfu.py [--layers 28] [--steps 3]
+    python -m benchmarks.gpu.mfu [--layers 28] [--steps 3]
 
 The shape of Qwen2.5 1.5B with random weights, in bfloat16 with float32 master weights, one ZeRO-3
 rank, gradient checkpointing. Each step is the trainer's own, four passes long, with answers of
@@ -10,15 +10,9 @@ lognormal lengths after prompts of 200 tokens. docs/training.md says what is cou
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
-from socket import create_server
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
@@ -27,7 +21,6 @@ from benchmarks.gpu.device import require_gpu, require_packages, take_older_torc
 from benchmarks.report import Report
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 from configs.algorithm_schema import AlgorithmConfig
-from configs.choices import Backend
 from configs.schema import TrainerConfig
 
 PROMPT, GROUP_SIZE, PASSES = 200, 8, 4
@@ -48,8 +41,8 @@ def main() -> None:
 def measure(num_layers: int, num_steps: int) -> None:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
+    from benchmarks.ranks import free_port, join
     from trainer_pool.algorithms.registry import Algorithm
-    from trainer_pool.collectives import RankAddress, join_ranks
     from trainer_pool.data.rows import StepBatch
     from trainer_pool.model.zero3 import Zero3Policy
     from trainer_pool.step import train_step
@@ -69,12 +62,7 @@ def measure(num_layers: int, num_steps: int) -> None:
     # Before the policy, whose first pass compares the attention of a packed row.
     if (difference := take_older_torch()) is not None:
         report.say(difference)
-    listener = create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    address = RankAddress(rank=0, num_ranks=1, host="127.0.0.1", port=port, uses_gpu=True)
-    ranks = join_ranks(address, Backend.auto, 600.0, listener)
+    address, ranks = join(0, 1, free_port(), 600.0, uses_gpu=True)
     config = TrainerConfig(num_ranks=1, gradient_checkpointing=True)
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(shape).save_pretrained(folder)

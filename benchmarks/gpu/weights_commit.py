@@ -1,6 +1,6 @@
 """How long a real SGLang engine on a GPU stands still to take a staged version, by strategy.
 
-    python benchmarks/gpu/weights_commit.py [--shapes 0.5B 1.5B 7B] [--strategies staged_disk ipc]
+    python -m benchmarks.gpu.weights_commit [--shapes 0.5B 1.5B 7B] [--strategies staged_disk ipc]
 
 For each shape: random bfloat16 weights in tmpfs, one engine under load, commits of both of two
 versions in turn. Told beside the pause is the bare /update_weights_from_disk on the idle engine,
@@ -18,8 +18,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

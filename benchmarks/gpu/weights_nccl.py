@@ -1,6 +1,6 @@
 """The checkpoint engine over NCCL: the same sender and receivers, bit-exact, and GB/s.
 
-    python benchmarks/gpu/weights_nccl.py [--receivers 2] [--shape 0.5B|1.5B|7B] [--publishes 6]
+    python -m benchmarks.gpu.weights_nccl [--receivers 2] [--shape 0.5B|1.5B|7B] [--publishes 6]
 
 Shards lie on a GPU, travel over an nccl weight group to real receiver processes, and are compared
 byte for byte in the file that each of them stages: in full, as a delta, and after a receiver was
@@ -17,15 +17,12 @@ import asyncio
 import os
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from torch import Tensor

@@ -1,1 +1,1 @@
-"""The same training work, by this project and by others: of end_to_end.py and learning.py."""
+"""Whole launches of one work: beside other systems, by rule of scheduling, by staleness."""

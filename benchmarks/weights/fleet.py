@@ -35,7 +35,7 @@ from benchmarks import KEY
 from benchmarks.engines import make_engine, random_qwen3
 from benchmarks.report import Report
 from benchmarks.team import Member
-from benchmarks.weights.load import SHORT, FleetSize, Load, pin, worst_difference
+from benchmarks.weights.load import SHORT, FleetSize, Load, bare_loads, pin, worst_difference
 from benchmarks.weights.model import SharedWeights, views_of
 from benchmarks.weights.ours import receiver_in
 from benchmarks.weights.sglang_broadcast import SGLangBroadcast
@@ -151,10 +151,7 @@ async def _measure(
             await fleet.publish()
             await fleet.all_serve()
             report.say("bare loads")
-            bare = {
-                name: await fleet.bare_loads(engine, size.num_bare_loads)
-                for name, engine in fleet.engines.items()
-            }
+            bare = await fleet.bare_loads(size.num_bare_loads)
             loads = {name: Load(engine, size) for name, engine in fleet.engines.items()}
             report.say("load")
             await asyncio.gather(*(load.start() for load in loads.values()))
@@ -392,16 +389,13 @@ class Fleet:
             ]
         return found
 
-    async def bare_loads(self, engine: SGLangEngine, number: int) -> list[float]:
-        """Seconds of /update_weights_from_disk with nothing else going on; the first warms up."""
+    async def bare_loads(self, number: int) -> dict[str, list[float]]:
         staged = await self._client.newest(-1, timeout_s=_CALL_S)
         assert staged is not None
-        seconds = []
-        for _ in range(number + 1):
-            began = time.perf_counter()
-            await engine.client.update_from_disk(staged.path, staged.version, 120)
-            seconds.append(time.perf_counter() - began)
-        return seconds[1:]
+        return {
+            name: await bare_loads(engine, staged.path, staged.version, number)
+            for name, engine in self.engines.items()
+        }
 
 
 def _give_cores(engines: Sequence[int]) -> None:

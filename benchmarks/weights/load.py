@@ -156,6 +156,16 @@ class Load:
             await self._streaming.generate_tokens(sample, f"{sample.sample_id}!", on_arrival)
 
 
+async def bare_loads(engine: SGLangEngine, path: str, version: int, number: int) -> list[float]:
+    """Seconds of /update_weights_from_disk with nothing else going on; the first warms up."""
+    seconds = []
+    for _ in range(number + 1):
+        began = time.perf_counter()
+        await engine.client.update_from_disk(path, version, 600.0)
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
 def worst_difference(
     model: torch.nn.Module,
     tensors_of: Callable[[int], dict[str, torch.Tensor]],

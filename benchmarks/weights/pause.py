@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +26,7 @@ import torch
 
 from benchmarks.engines import make_engine, random_qwen3
 from benchmarks.report import Report
-from benchmarks.weights.load import FleetSize, Load, pin
+from benchmarks.weights.load import FleetSize, Load, bare_loads, pin
 from benchmarks.weights.sglang_broadcast import SGLangBroadcast
 from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
@@ -43,7 +42,6 @@ SIZES = {
     ),
 }
 TARGET = 1.3
-_LOAD_S = 600.0
 
 
 def measure(report: Report, *, is_short: bool, size: str = "100M") -> None:
@@ -70,7 +68,7 @@ async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> 
     pauses: dict[str, list[float]] = defaultdict(list)
     stops: dict[str, list[float]] = defaultdict(list)
     async with _engine(folder) as engine:
-        bare = await _bare_loads(engine, folder, size.num_bare_loads)
+        bare = await bare_loads(engine, str(folder), 0, size.num_bare_loads)
         version = 1
         load = Load(engine, size)
         await load.start()
@@ -94,7 +92,7 @@ async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> 
                         stops[way].append(done.stop_s)
                     await load.steady()
         await load.stop()
-        bare += await _bare_loads(engine, folder, size.num_bare_loads)
+        bare += await bare_loads(engine, str(folder), 0, size.num_bare_loads)
     report.row(f"{name}: median bare load", f"{1e3 * median(bare):.0f} ms")
     for way, seconds in pauses.items():
         report.figure(f"pause_{way}_{name}", median(seconds) / median(bare), _how(seconds))
@@ -118,13 +116,3 @@ async def _engine(folder: Path) -> AsyncIterator[SGLangEngine]:
         yield engine
     finally:
         await engine.stop()
-
-
-async def _bare_loads(engine: SGLangEngine, folder: Path, number: int) -> list[float]:
-    """Seconds of /update_weights_from_disk with nothing else going on; the first warms up."""
-    seconds = []
-    for _ in range(number + 1):
-        began = time.perf_counter()
-        await engine.client.update_from_disk(str(folder), 0, _LOAD_S)
-        seconds.append(time.perf_counter() - began)
-    return seconds[1:]

@@ -1,6 +1,6 @@
 """The benchmarks' short forms run to their end; what they measure depends on the machine.
 
-Those of benchmarks/gpu, and packing.py beside them: tests/unit/test_gpu_benchmarks.py.
+Those of benchmarks/gpu, and training/packing.py beside them: tests/unit/test_gpu_benchmarks.py.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from benchmarks.rollouts.gpu_engine import ROOFLINES, Roofline
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
 FIGURES = {
-    "checkpoint.py": "stall_vs_copy deepspeed_vs_copy step_beside_vs_step durable_s "
+    "training.checkpoint": "stall_vs_copy deepspeed_vs_copy step_beside_vs_step durable_s "
     "memory_copy_vs_copy",
-    "end_to_end.py": "quickstart_leash_seconds quickstart_leash_step_s "
+    "loops.end_to_end": "quickstart_leash_seconds quickstart_leash_step_s "
     "quickstart_leash_tokens_per_s quickstart_leash_cpu_s quickstart_leash_reward "
     "quickstart_leash_accuracy",
-    "head.py": "memory_ratio_32k memory_ratio_131k time_ratio_h1024 time_ratio_h256 "
+    "training.head": "memory_ratio_32k memory_ratio_131k time_ratio_h1024 time_ratio_h256 "
     "memory_ratio_131k_with_entropy time_ratio_h256_with_entropy",
-    "long_rows.py": "gradient_tiled_2_ranks gb_tiled_2_ranks counted_gb_tiled_2_ranks",
-    "models.py": "llama_rope_llama3 largest",
-    "routing.py": "staleness_0 own_0 replayed_0 own_0_bfloat16 replayed_0_bfloat16 own_1 own_2 "
-    "replayed_1 replayed_2 own_4 replayed_4 own_8 replayed_8 bytes compressed_bytes",
-    "staleness.py": "decoupled_PPO_TIS_0 decoupled_PPO_TIS_4",
-    "buffer.py": "vs_ray_16k vs_ray_16k_lean vs_raw_set_get p99_growth_1e6 max_script_ms wakeup_ms "
+    "training.long_rows": "gradient_tiled_2_ranks gb_tiled_2_ranks counted_gb_tiled_2_ranks",
+    "training.models": "llama_rope_llama3 largest",
+    "training.routing": "staleness_0 own_0 replayed_0 own_0_bfloat16 replayed_0_bfloat16 own_1 "
+    "own_2 replayed_1 replayed_2 own_4 replayed_4 own_8 replayed_8 bytes compressed_bytes",
+    "loops.staleness": "decoupled_PPO_TIS_0 decoupled_PPO_TIS_4",
+    "buffer": "vs_ray_16k vs_ray_16k_lean vs_raw_set_get p99_growth_1e6 max_script_ms wakeup_ms "
     "idle_commands_per_s memory_ratio",
-    "weight_sync.py": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire cpu_vs_raw_wire "
+    "weight_sync": "vs_per_tensor vs_per_tensor_one_rank vs_raw_wire cpu_vs_raw_wire "
     "trainer_stall_vs_memcpy decode_while_moving decode_in_publish direct_decode_in_publish "
     "pause_vs_bare_load "
     "standstill_vs_bare_load direct_pause_vs_bare_load max_rescoring_difference "
     "pause_resubmit_tiny standstill_resubmit_tiny pause_retract_tiny pause_in_place_tiny "
     "pause_direct_tiny",
-    "rollout.py": "vs_sync vs_stream vs_partial short_leash_vs_sync wasted_tokens "
+    "rollout": "vs_sync vs_stream vs_partial short_leash_vs_sync wasted_tokens "
     "engine_utilisation pool_efficiency prefill_ratio_group prefill_ratio_group_without "
     "prefix_speedup_group prefill_ratio_turns prefill_ratio_turns_without prefix_speedup_turns "
     "recovery_s recovery_s_without "
@@ -61,15 +61,17 @@ FIGURES = {
 
 
 def run(script: str, *arguments: str, cwd: Path, timeout_s: float) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s)
+    command = [sys.executable, "-m", f"benchmarks.{script}", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # the folder of runs and files is another
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s
+    )
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="an engine wants a core of its own")
 @pytest.mark.parametrize("script", FIGURES)
 def test_benchmark_ends_with_all_its_figures(script: str, tmp_path: Path) -> None:
-    # It does not depend on where it is started.
     ended = run(script, "--short", cwd=tmp_path, timeout_s=540)
     # The first error says why; what its end tears down follows.
     assert ended.returncode == 0, f"{ended.stderr[:3000]}\n...\n{ended.stderr[-1000:]}"
@@ -125,7 +127,7 @@ def test_token_and_request_that_stand_for_many_take_the_time_of_all() -> None:
     assert many.prefill_s(300) == pytest.approx(one.prefill_s(300 * tokens * requests))
 
 
-@pytest.mark.parametrize("script", ["parity.py", "end_to_end.py"])
+@pytest.mark.parametrize("script", ["algorithms.parity", "loops.end_to_end"])
 def test_comparison_with_others_says_what_it_needs(script: str, tmp_path: Path) -> None:
     """The other systems are not installed here; all of its own is loaded."""
     ended = run(script, "--rivals", str(tmp_path), cwd=tmp_path, timeout_s=120)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cells import path_of
+from benchmarks.loops.cells import path_of
 from benchmarks.loops.policies import BASELINE, POLICIES
 from benchmarks.loops.work import CALCULATOR, QUICKSTART
 from configs.load import load_config
@@ -60,8 +60,8 @@ def test_learning_goes_on_from_kept_runs_to_its_figures_and_plot(tmp_path: Path)
     words = ["--steps", "10", "--seeds", "2", "--folder", str(tmp_path)]
     words += ["--policies", BASELINE, "ours 2"]
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "learning.py"), *words],
-        cwd=tmp_path,
+        [sys.executable, "-m", "benchmarks.loops.learning", *words],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,

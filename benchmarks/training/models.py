@@ -1,8 +1,8 @@
 """A launch for each type of model: do engines and trainer compute the same?
 
-python benchmarks/models.py                 # all types: half an hour on two cores
-python benchmarks/models.py gemma3 olmo2    # these
-python benchmarks/models.py --short         # one
+python -m benchmarks.training.models                 # all types: half an hour on two cores
+python -m benchmarks.training.models gemma3 olmo2    # these
+python -m benchmarks.training.models --short         # one
 
 A launch trains NUM_STEPS synchronous steps from random weights, norms and biases, with a learning
 rate so large that a weight which the engines do not take shows in their log-probabilities. Prompts
@@ -27,18 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import transformers as hf
 from rich.table import Table
 
+from benchmarks.loops.launches import run_to_its_end
 from benchmarks.report import Report
 from controller.metrics.history import read_metrics
 from controller.start import fork_servers
-from processes.child import Child
 from trainer_pool.model.scratch import VOCAB_SIZE, byte_tokenizer
 from trainer_pool.state.export import export_checkpoint
 
@@ -205,14 +201,8 @@ def launch(folder: Path) -> None:
     settings = [f"model.path={folder}/model", f"run.dir={folder}", "run.name=run", *SETTINGS]
     settings += [f"task.path={folder}/questions.jsonl"]
     settings += [f"task.rewards={{r: {{kind: function, function: '{folder}/reward.py:score'}}}}"]
-    output = folder / "output"
-    child = Child([sys.executable, "-m", "controller.main", "launch", *settings], output)
-    try:
-        code = child.wait()
-    finally:
-        child.stop(60)
-    if code:
-        raise RuntimeError(output.read_text()[-3000:])
+    command = [sys.executable, "-m", "controller.main", "launch", *settings]
+    run_to_its_end(command, folder / "output")
 
 
 def final_models(folder: Path, run: Path) -> tuple[Any, Any]:
@@ -234,9 +224,8 @@ def final_models(folder: Path, run: Path) -> tuple[Any, Any]:
 def measure_all(types: Sequence[str], keep: Path | None) -> bool:
     """Prints a table and RESULT; returns whether all launches have succeeded."""
     report, found = Report("Models"), dict[str, Agreement]()
-    table = Table(title=f"Engine against trainer: {NUM_LAYERS} layers of {WIDTH}, in nats")
-    for column in ("type", "tied", "mean", "largest", "tokens", "moved", "s"):
-        table.add_column(column)
+    title = f"Engine against trainer: {NUM_LAYERS} layers of {WIDTH}, in nats"
+    table = Table("type", "tied", "mean", "largest", "tokens", "moved", "s", title=title)
     with fork_servers.fork_servers():
         for name in types:
             with tempfile.TemporaryDirectory() as scratch:

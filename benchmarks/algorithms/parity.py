@@ -2,7 +2,7 @@
 and OpenRLHF, at equal settings.
 
 make bench-parity       # installs the three, without what they depend on, into build/parity
-python benchmarks/parity.py --rivals build/parity
+python -m benchmarks.algorithms.parity --rivals build/parity
 
 The batches are random, in float64, with masks in the middle of answers, tokens of older policies
 and ratios far from 1. Compared are a loss and its gradient by log-probability, or advantages; the
@@ -19,10 +19,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.table import Table
 
@@ -48,9 +44,9 @@ def main() -> int:
         "OpenRLHF": openrlhf_comparisons(rivals.resolve()),
         "TRL": trl_comparisons(),
     }
-    table = Table(title="Largest difference, and the tokens at which each bound is active")
-    for column in ("system", "comparison", "functions of ours", "active", "difference"):
-        table.add_column(column)
+    columns = ("system", "comparison", "functions of ours", "active", "difference")
+    title = "Largest difference, and the tokens at which each bound is active"
+    table = Table(*columns, title=title)
     outcomes = []
     for system, comparisons in systems.items():
         for name, comparison in comparisons.items():

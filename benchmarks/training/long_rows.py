@@ -1,7 +1,7 @@
 """Memory and time of one long row in a training step, by what is computed again and by ranks.
 
-python benchmarks/long_rows.py                     # 32,768 tokens; some minutes
-python benchmarks/long_rows.py --tokens 131072 --ways tiled tiled_2_ranks
+python -m benchmarks.training.long_rows                     # 32,768 tokens; some minutes
+python -m benchmarks.training.long_rows --tokens 131072 --ways tiled tiled_2_ranks
 
 A Llama of two layers, small but for its MLP, in float32 over gloo. Every way gives a gradient of
 the first one's norm. Beside the memory that a rank's passes take stands what `make dry-run` counts.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,9 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 16)  # what torch frees goes back to the system
 

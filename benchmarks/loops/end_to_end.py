@@ -1,8 +1,8 @@
 """The same training work by this project and by TRL: seconds, tokens, and what was learnt.
 
-python benchmarks/end_to_end.py --rivals build/parity     # half an hour on two cores
-python benchmarks/end_to_end.py --works quickstart --rounds 3
-python benchmarks/end_to_end.py --short                   # a few steps; without TRL
+python -m benchmarks.loops.end_to_end --rivals build/parity     # half an hour on two cores
+python -m benchmarks.loops.end_to_end --works quickstart --rounds 3
+python -m benchmarks.loops.end_to_end --short                   # a few steps; without TRL
 
 Model to begin with, prompts and their order, rewards, optimizer, number and size of groups are the
 same; each has all cores of this machine. In each round they run one after the other in a random
@@ -30,10 +30,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
 import torch
@@ -152,11 +148,10 @@ def compare(report: Report, name: str, work: Work, given: argparse.Namespace) ->
                 run = train(who, name, work, folder, seed, given.rivals)
                 runs[who].append(run)
                 report.say(f"{name}, {who}: {run.seconds:.1f} s, a step {run.step_s:.3f} s")
-    table = Table(title=f"{work.title}; {work.num_steps} steps; medians of {given.rounds}")
     columns = ["", "s in all", "s a step", "tokens/s", "CPU s", "last rewards"]
     columns += ["s to the goal", "accuracy"] if work.goal is not None else []
-    for column in columns:
-        table.add_column(column)
+    title = f"{work.title}; {work.num_steps} steps; medians of {given.rounds}"
+    table = Table(*columns, title=title)
     for who, ended in runs.items():
         figures = {
             "seconds": median(run.seconds for run in ended),

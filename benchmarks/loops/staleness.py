@@ -1,7 +1,7 @@
 """Measures what staleness does to learning: accuracy by algorithm and max_staleness.
 
-python benchmarks/staleness.py            # 60 cells: an hour on two cores
-python benchmarks/staleness.py --short    # two cells of a few steps; the figures mean little
+python -m benchmarks.loops.staleness            # 60 cells: an hour on two cores
+python -m benchmarks.loops.staleness --short    # two cells of a few steps; the figures mean little
 
 Each cell trains the quickstart's model on its task, with SETTINGS besides its own, by the real
 step: ZeRO-3 of one rank, packing, the algorithm. So that staleness is exact, generation is in the
@@ -26,13 +26,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from socket import create_server
 from statistics import mean, pstdev
 from typing import Any
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -41,11 +36,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.cells import Cell, measure_missing, plain, results_of
+from benchmarks.loops.cells import Cell, measure_missing, plain, results_of
+from benchmarks.ranks import free_port, join
 from benchmarks.report import Report
 from buffer.types import PromptRef, SamplingParams, Trajectory, TrajectoryGroup, VersionSpan
 from configs.algorithm_schema import AlgorithmConfig
-from configs.choices import Backend, Proximal
+from configs.choices import Proximal
 from configs.load import load_config
 from configs.losses import LOSSES
 from configs.schema import Config
@@ -53,7 +49,6 @@ from controller.start.warm_start import supervised_examples
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from trainer_pool.algorithms.registry import Algorithm
-from trainer_pool.collectives import RankAddress, join_ranks
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.model.scratch import build_scratch_model, byte_tokenizer
 from trainer_pool.model.zero3 import Zero3Policy
@@ -86,7 +81,6 @@ def run_cell(
     name: str, max_staleness: int, seed: int, num_steps: int, given: Sequence[str]
 ) -> dict[str, Any]:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = [*given, f"run.seed={seed}"]
     if num_steps < NUM_STEPS:
         settings.append("trainer.warm_start.num_steps=5")
@@ -104,11 +98,7 @@ def learn(
     build_scratch_model(config.model.scratch, folder / "model", seed=seed)
     # Before ZeRO-3, which would take the sampler's model for one to shard.
     sampler = Sampler(config, folder / "model", build_task(config.task))
-    listener = create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    address = RankAddress(rank=0, num_ranks=1, host="127.0.0.1", port=port, uses_gpu=False)
-    ranks = join_ranks(address, Backend.gloo, 60.0, listener)
+    address, ranks = join(0, 1, free_port(), 60.0)
     policy = Zero3Policy(str(folder / "model"), config.trainer, address)
     warm_start(policy, ranks, supervised_examples(config, str(folder / "model")), config.trainer)
     algorithm = Algorithm.load(ALGORITHMS[name])
@@ -245,7 +235,7 @@ class Sampler:
 
 
 def measure(cell: Cell, num_steps: int, settings: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--steps", str(num_steps)]
+    command = [sys.executable, "-m", "benchmarks.loops.staleness", "--steps", str(num_steps)]
     command += ["--cell", *map(str, cell), "--set", *settings]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     if ended.returncode:
@@ -267,9 +257,8 @@ def summarize(
     folder: Path, names: Sequence[str], staleness: Sequence[int], seeds: Sequence[int]
 ) -> None:
     report = Report("Staleness")
-    table = Table(title="Accuracy in percent: mean of the seeds, and their deviation")
-    for column in ("algorithm", *(f"max_staleness {value}" for value in staleness)):
-        table.add_column(column)
+    title = "Accuracy in percent: mean of the seeds, and their deviation"
+    table = Table("algorithm", *(f"max_staleness {value}" for value in staleness), title=title)
     means: dict[tuple[str, int], float] = {}
     for name in names:
         line = []

@@ -1,8 +1,8 @@
 """Routing replay: the log-probabilities of engine and trainer, by staleness; bytes in the buffer.
 
-python benchmarks/routing.py           # two minutes
-python benchmarks/routing.py --short
-python benchmarks/routing.py --glm     # of GLM-4 MoE, whose groups and corrected scores choose
+python -m benchmarks.training.routing           # two minutes
+python -m benchmarks.training.routing --short
+python -m benchmarks.training.routing --glm     # of GLM-4 MoE: groups and corrected scores choose
 
 An engine samples with random weights. The trainer's weights are the same, and then those after so
 many steps of a random walk, as if so many versions had been trained since. It scores the sampled
@@ -13,15 +13,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers as hf
@@ -123,9 +118,8 @@ def apart(model: Any, replay: RoutingReplay, trajectories: list[Trajectory], on:
 
 
 def measure_gaps(folder: Path, trajectories: list[Trajectory], report: Report) -> None:
-    table = Table(title="Engine and trainer, nats a token")
-    for column in ("versions", "drift", "own mean", "own largest", "replayed", "largest"):
-        table.add_column(column)
+    columns = ("versions", "drift", "own mean", "own largest", "replayed", "largest")
+    table = Table(*columns, title="Engine and trainer, nats a token")
     model = hf.AutoModelForCausalLM.from_pretrained(folder)
     replay, dice, walked = RoutingReplay(model), torch.Generator().manual_seed(1), 0
 

@@ -1,7 +1,7 @@
 """The tiled output head against full logits: peak memory and seconds of a pass, there and back.
 
-python benchmarks/head.py            # about two minutes on two cores
-python benchmarks/head.py --short    # small shapes; the figures mean little
+python -m benchmarks.training.head            # about two minutes on two cores
+python -m benchmarks.training.head --short    # small shapes; the figures mean little
 
 Memory: rows, vocabulary and hidden size of Qwen2.5 1.5B at 32k and 131k tokens, each divided by the
 same number, and the tile of a GPU by its square, so that the ratios are those of the real shapes.
@@ -17,19 +17,13 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import resource
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 

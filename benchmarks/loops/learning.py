@@ -1,8 +1,8 @@
 """Reward over wall time and over trained tokens, by the rule that schedules rollouts.
 
-python benchmarks/learning.py                         # 33 launches: half an hour on two cores
-python benchmarks/learning.py --works calculator --seeds 2 --policies synchronous "ours 2"
-python benchmarks/learning.py --short                 # one launch of a few steps
+python -m benchmarks.loops.learning                         # 33 launches: half an hour on two cores
+python -m benchmarks.loops.learning --works calculator --seeds 2 --policies synchronous "ours 2"
+python -m benchmarks.loops.learning --short                 # one launch of a few steps
 
 Each run is a launch of a user, with the same engine, trainer, buffer, algorithm, prompts and model
 to begin with; only the settings of benchmarks/loops/policies.py differ. `ours K` is this project's
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,17 +28,13 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from rich.table import Table
 
-from benchmarks.cells import Cell, measure_missing, plain, results_of
 from benchmarks.loops import launches
+from benchmarks.loops.cells import Cell, measure_missing, plain, results_of
 from benchmarks.loops.policies import BASELINE, POLICIES
 from benchmarks.loops.work import CALCULATOR, QUICKSTART, Work
 from benchmarks.report import Report
@@ -103,9 +98,8 @@ Found = Mapping[str, Sequence[dict[str, Any]]]
 
 def summarize(report: Report, name: str, work: Work, found: Found) -> None:
     for title, columns in COLUMNS.items():
-        table = Table(title=f"{work.title}, {work.num_steps} steps: {title}")
-        for column in ("", *columns.values()):
-            table.add_column(column)
+        title = f"{work.title}, {work.num_steps} steps: {title}"
+        table = Table("", *columns.values(), title=title)
         for policy, runs in found.items():
             cells = {column: figures(work, runs, column) for column in columns}
             table.add_row(policy, *map(shown, cells.values()))

@@ -15,17 +15,12 @@ import argparse
 import copy
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -291,9 +286,9 @@ def main() -> None:
     }
     outcomes = {name: measure(work, rounds, device) for name, work in works.items()}
     for name, work in works.items():
-        table = Table(title=f"{work.name}: {len(work.rows)} rows, {work.num_tokens} tokens")
-        for column in ("way", "passes", "padding", "tokens/s", "gradient differs by"):
-            table.add_column(column)
+        title = f"{work.name}: {len(work.rows)} rows, {work.num_tokens} tokens"
+        columns = ("way", "passes", "padding", "tokens/s", "gradient differs by")
+        table = Table(*columns, title=title)
         for way, outcome in outcomes[name].items():
             table.add_row(
                 way,

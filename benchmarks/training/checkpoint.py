@@ -1,14 +1,13 @@
 """Measures what a checkpoint costs training: our copy of the state, and DeepSpeed's own.
 
-python benchmarks/checkpoint.py            # two ranks, 113M parameters; a minute
-python benchmarks/checkpoint.py --short    # a tiny model; the figures mean little
+python -m benchmarks.training.checkpoint            # two ranks, 113M parameters; a minute
+python -m benchmarks.training.checkpoint --short    # a tiny model; the figures mean little
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,9 +16,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-# This folder, which comes first, would hide the package `buffer` behind `buffer.py`.
-sys.path.pop(0)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 import numpy as np
