@@ -205,14 +205,20 @@ def _short(base: type, value: Mapping[str, Any]) -> Any:
     return {"kind": kind, **changed} if changed else kind
 
 
-def _without_passwords(value: Any) -> Any:
+def _changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """`value`, which may hold mappings and lists, with every value of this kind changed."""
     if isinstance(value, dict):
-        return {key: _without_passwords(item) for key, item in value.items()}
+        return {key: _changed(item, kind, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_passwords(item) for item in value]
-    if isinstance(value, str):
-        return re.sub(r"\w+://\S+", lambda url: _without_password(url[0]), value)
-    return value
+        return [_changed(item, kind, change) for item in value]
+    return change(value) if isinstance(value, kind) else value
+
+
+def _without_passwords(value: Any) -> Any:
+    def masked(text: str) -> str:
+        return re.sub(r"\w+://\S+", lambda url: _without_password(url[0]), text)
+
+    return _changed(value, str, masked)
 
 
 def _flat(tree: Any, prefix: str) -> dict[str, Any]:
@@ -228,11 +234,7 @@ def _flat(tree: Any, prefix: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value.name if isinstance(value, Enum) else value
+    return _changed(value, Enum, lambda choice: choice.name)
 
 
 def _is_quoted(text: str) -> bool:
@@ -336,11 +338,7 @@ def _value(name: str, text: str) -> object:
 
 def _literal(value: Any) -> Any:
     """The value with `${` escaped, so that OmegaConf sees no variable."""
-    if isinstance(value, dict):
-        return {name: _literal(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    return _changed(value, str, lambda text: text.replace("${", "\\${"))
 
 
 def _check_option(group: str, option: str) -> None:

@@ -173,7 +173,7 @@ def _when(test: int, value: int, then: list[bytes]) -> list[bytes]:
 def _if_argument(index: int, test: int, values: tuple[int, ...]) -> list[bytes]:
     """Allows the call if the low half of an argument passes the test with one of `values`."""
     checks = [
-        _step(test, value, len(values) - place, 0)  # skips the other checks and the refusal
+        _step(test, value, len(values) - place, 0)  # skips the other checks and what follows them
         for place, value in enumerate(values)
     ]
     load = _step(_LOAD, _ARGUMENTS + 8 * index)
@@ -199,9 +199,8 @@ def _unless_other(index: int, value: int) -> list[bytes]:
 
 def _unless_argument(index: int, values: tuple[int, ...], test: int = _EQUAL) -> list[bytes]:
     """Refuses the call if the low half of an argument passes the test with one of `values`."""
-    checks = [_step(test, value, len(values) - place, 0) for place, value in enumerate(values)]
-    load = _step(_LOAD, _ARGUMENTS + 8 * index)
-    return [load, *checks, _step(_RETURN, ALLOW), _refuse(errno.EPERM)]
+    *checks, refuse, allow = _if_argument(index, test, values)
+    return [*checks, allow, refuse]
 
 
 def _refuse(error: int) -> bytes:
