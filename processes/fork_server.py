@@ -353,8 +353,11 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
     _show_environment(request.environment)
     _set_title(" ".join([sys.executable, *(["-m"] if request.is_module else []), *request.words]))
     if (torch := sys.modules.get("torch")) is not None:
+        # Its threads would take the signals that the guard of a launch blocks, to wait for them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         # OpenMP has read the variable when it was loaded.
         torch.set_num_threads(int(request.environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # Python's own generator does so by itself
     sys.argv = list(request.words)

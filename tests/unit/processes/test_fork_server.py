@@ -34,6 +34,11 @@ print(json.dumps({
     "seekable": sys.stdout.seekable(),
     "line_buffering": [sys.stdout.line_buffering, sys.stderr.line_buffering],
     "descriptors": len(os.listdir("/proc/self/fd")),
+    "blocked": [
+        line.split()[1]
+        for thread in os.listdir("/proc/self/task") if int(thread) != os.getpid()
+        for line in open(f"/proc/self/task/{thread}/status") if line.startswith("SigBlk")
+    ],
 }))
 sys.exit(7)
 """
@@ -117,6 +122,10 @@ def test_forked_program_has_what_an_executed_one_would_have(
     assert seen["variables"] == expected
     assert seen["session"] and seen["imported"] and seen["threads"] == 3
     assert not seen["seekable"] and seen["line_buffering"] == [False, True]
+    # A signal goes to any thread that does not block it, and the guard of a launch reads its own.
+    stops = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    masks = seen["blocked"]
+    assert isinstance(masks, list) and all(int(mask, 16) & stops == stops for mask in masks)
     assert seen["descriptors"] == 4  # the streams, and the folder that is being listed
 
 
