@@ -209,6 +209,13 @@ class Window(Generic[K]):
         """Begin anew: nothing grew in the time since the last sample."""
         self._samples.clear()
 
+    def last(self, seconds: float) -> Window[K]:
+        """Its own last `seconds`."""
+        found = Window[K](seconds)
+        for t, totals in self._samples:
+            found.add(t, totals)
+        return found
+
     @property
     def elapsed_s(self) -> float:
         return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0

@@ -92,6 +92,14 @@ def silent_workers(engines: Mapping[tuple[str, str], Record], since: float) -> F
     return alarm(first, words, f"its groups wait; logs/{first}.log may say why")
 
 
+def lost_workers(away: Mapping[str, str]) -> Finding | None:
+    """The alarm of workers whose processes are gone. `away`: how each was lost."""
+    if not away:
+        return None
+    first, words = next(iter(away)), ", ".join(f"{name} {how}" for name, how in away.items())
+    return alarm(first, words, f"Ray starts it again, and its groups; logs/{first}.log may say why")
+
+
 def paused(stats: BufferStats, changes: Sequence[Record], now: float) -> Finding:
     """The alarm of a run that somebody has paused."""
     made = [one for one in changes if one.values.get("setting") == PAUSED]

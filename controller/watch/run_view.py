@@ -33,7 +33,9 @@ from controller.watch.finding import Finding, log_once
 from controller.watch.learning import learning_alarms
 from controller.watch.length_bias import Lengths, measure_lengths
 
-WAITS_HORIZON_S = 120.0
+WAITS_HORIZON_S, WAITS_STEPS = 120.0, 10
+"""Waits are those of so many steps, of RATE_HORIZON_S at least and of the former at most: where
+steps are short, the present does not hide behind two minutes."""
 RATE_HORIZON_S = 30.0
 LENGTHS_HORIZON_S = 3600.0
 ENGINES_HORIZON_S = 30.0
@@ -114,8 +116,8 @@ class RunView:
     """When a token or a pushed group was last seen to have come."""
     trainer_at: float = 0.0
     """When the trainer was last seen to take a batch, to hand over a version, or to end a step."""
-    workers_away: int = 0
-    """Workers that have lost their process and are not back."""
+    workers_away: dict[str, str] = field(default_factory=dict)
+    """Workers that have lost their process and are not back, and how."""
     changes: list[Record] = field(default_factory=list)
     """Changes of live settings."""
     stall: Record | None = None
@@ -176,9 +178,9 @@ class RunView:
             with suppress(KeyError, ValueError):
                 self._follow(record)
         elif record.kind == WORKER_LOST:
-            self.workers_away += 1
-            lost = str(record.values.get("worker")).removeprefix("worker-")
-            for key in [key for key in self.engines if key[1] == lost]:
+            lost = str(record.values.get("worker"))
+            self.workers_away[lost] = str(record.values.get("detail"))
+            for key in [key for key in self.engines if f"worker-{key[1]}" == lost]:
                 del self.engines[key]  # its silence is no fault of its own
         elif record.kind in (STALL, STALL_ENDED):
             self.stall = record if record.kind == STALL else None
@@ -210,7 +212,7 @@ class RunView:
 
     def _begin_again(self, t: float) -> None:
         """Forgets what was lost, late or failed before `t`, which says nothing about now."""
-        self.resumed_at, self.workers_away = t, 0
+        self.resumed_at, self.workers_away = t, {}
         self.eval_failure = self.checkpoint_failure = None
         self.weights = WeightsView(publish_every=self.weights.publish_every)
         self.engines.clear()
@@ -260,7 +262,8 @@ class RunView:
         self._sampled_at[source] = t
         restarts = "workers_restarted"
         if (back := counters.get(restarts, 0.0) - self.counters.get(restarts, 0.0)) > 0:
-            self.workers_away = max(0, self.workers_away - int(back))
+            for name in list(self.workers_away)[: int(back)]:  # who is back is not counted
+                del self.workers_away[name]
             self._measure_anew(t)
         self.counters = counters
         self.waits.add(t, waits)
@@ -339,7 +342,13 @@ class RunView:
 
     @property
     def wait_fractions(self) -> WaitFractions:
-        return wait_fractions(self.waits.growth(), self.waits.elapsed_s, self.rollout.num_workers)
+        lately = self.recent_waits
+        return wait_fractions(lately.growth(), lately.elapsed_s, self.rollout.num_workers)
+
+    @property
+    def recent_waits(self) -> Window[tuple[str, str]]:
+        steps_s = WAITS_STEPS * (self.usual_step_s or math.inf)
+        return self.waits.last(min(WAITS_HORIZON_S, max(RATE_HORIZON_S, steps_s)))
 
     @property
     def learning_alarms(self) -> list[Finding]:

@@ -36,6 +36,7 @@ from controller.watch.remarks import (
     engine_findings,
     eval_failed,
     late_step,
+    lost_workers,
     paused,
     rewritten_histories,
     silent_workers,
@@ -82,6 +83,7 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     yield from full_caches(grown, elapsed_s, view.recent_engines, waited, lately, most)
     if view.stall is not None:
         yield stall_finding(view.stall.values, view.now)
+    yield lost_workers(view.workers_away)
     if stats is not None:
         # Before what bounded the run so far.
         is_moving = view.phase == "training" and view.stall is None and not stats.paused
@@ -98,7 +100,7 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
             yield _bottleneck(view, stats)
         yield from engine_findings(stats, view.weights)
         yield silent_workers(view.engines, view.changed_at)
-        yield from buffer_findings(stats, view.waits.growth().get(PUSHES, 0.0), _when(view))
+        yield from buffer_findings(stats, view.recent_waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms
     if view.eval_failure is not None:
         yield eval_failed(view.eval_failure)
@@ -143,7 +145,7 @@ def _more_groups(view: RunView, stats: BufferStats) -> Iterator[str]:
 
 
 def _when(view: RunView) -> str:
-    return f"of the last {format_duration(view.waits.elapsed_s)}"
+    return f"of the last {format_duration(view.recent_waits.elapsed_s)}"
 
 
 def _possible(found: Finding, view: RunView) -> Finding:

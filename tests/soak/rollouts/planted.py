@@ -100,6 +100,16 @@ def _stopped(kind: Kind, name: str) -> Callable[[Path, ExitStack], None]:
     return plant
 
 
+def _killed(kind: Kind, name: str) -> Callable[[Path, ExitStack], None]:
+    """Once: the run starts it again."""
+
+    def plant(run: Path, healing: ExitStack) -> None:
+        for pid in _pids(run, kind, name):
+            _signal(pid, signal.SIGKILL)
+
+    return plant
+
+
 def _slowed(kind: Kind, name: str) -> Callable[[Path, ExitStack], None]:
     def plant(run: Path, healing: ExitStack) -> None:
         pids, over = _pids(run, kind, name), threading.Event()
@@ -193,10 +203,10 @@ IN_A_HEALTHY_RUN = (
     ),
     Fault(name="disk full", parts=("disk",), word="disk", plant=_full_disk),
     Fault(
-        name="dead router (a worker stands still)",
+        name="dead router (SIGKILL of the worker that has it)",
         parts=("worker-0",),
         word="worker-0",
-        plant=_stopped(Kind.worker, "worker-0"),
+        plant=_killed(Kind.worker, "worker-0"),
     ),
     Fault(
         name="engine at an old version (its actor stands still)",

@@ -285,11 +285,28 @@ def test_hint_is_not_drawn_from_the_time_before_a_change(change: str) -> None:
     else:
         view.apply(Record(t=30.5, kind=change, values=values))
     view.observe(30.6, HEALTHY, {("trainer", "rollout"): 27.1}, {})
-    assert findings(view) == []
+    assert [one for one in findings(view) if one.level is Level.hint] == []
     for step in range(2):  # in which nobody waited
         view.apply(step_record(30 + step, 31.0 + step))
         view.observe(31.0 + step, HEALTHY, {("trainer", "rollout"): 27.1}, {})
-    assert verdict(view).words.startswith("well balanced: the trainer waited 0%")
+    assert findings(view)[-1].words.startswith("well balanced: the trainer waited 0%")
+
+
+def test_worker_that_lost_its_process_is_named_until_one_is_back() -> None:
+    view, values = view_of(), {"worker": "worker-1", "detail": "lost its process"}
+    view.apply(Record(t=30.5, kind="worker_lost", values=values))
+    assert (verdict(view).level, verdict(view).words) == (Level.alarm, "worker-1 lost its process")
+    assert verdict(view).part == "worker-1" and "logs/worker-1.log" in verdict(view).advice
+    view.observe(31.0, HEALTHY, {}, {"workers_restarted": 1.0})
+    assert [one for one in findings(view) if one.level is Level.alarm] == []
+
+
+def test_wait_that_begins_after_minutes_without_is_named_within_half_a_minute() -> None:
+    view = view_of(num_steps=150)
+    for t in range(150, 165):
+        waited = {**IDLE_RATES, "rewards": 0.9 * (1 - 149 / t)}
+        _observe(view, float(t), HEALTHY, waited, {"episodes_ended:stop": 20.0})
+    assert verdict(view).words.startswith("the reward pool is too small: episodes waited 4")
 
 
 def test_worker_that_was_restarted_is_such_a_change() -> None:
