@@ -19,6 +19,8 @@ def address(url: str) -> str:
     if parts.scheme == "unix":
         return parts.path
     place = parts.netloc.rpartition("@")[2] or "localhost"
+    # In a URL that is cut off or not quoted right, a password stands where a port should.
+    place = re.sub(r"^([^:\[]*):(?!\d*$).*", r"\1", place)
     return place if ":" in place else f"{place}:6379"
 
 

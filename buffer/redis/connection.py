@@ -232,8 +232,9 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
             **{name: value for name, value in options.items() if name not in _OF_THE_POOL}
         )
     except (ValueError, TypeError) as error:
+        why = f"{error}".partition(" as ")[0]  # a bad port follows, which may be a password
         raise BufferConnectionError(
-            f"buffer.url at {where} is not a valid Redis URL: {error}; write it as "
+            f"buffer.url at {where} is not a valid Redis URL: {why}; write it as "
             "redis://user@host:port/0"
         ) from None
     if "path" not in options:

@@ -47,12 +47,11 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
             raise ValueError(
                 f"{name} cannot be changed in a running job: {why}. What can: {CHOICES}"
             )
-    url = run_dir.read_redis_url()
-    if url is None or not run_dir.read_record().is_alive:
-        raise RunDirError(
-            f"{run_dir.name} is not running, so there is nothing to tune; give the settings to "
-            "`make resume`"
-        )
+    url, is_running = run_dir.read_redis_url(), run_dir.read_record().is_running
+    if url is None or not is_running:
+        over = "is not running, so there is nothing to tune; give the settings to `make resume`"
+        starting = "is starting; its Redis is not up yet: try again soon"
+        raise RunDirError(f"{run_dir.name} {starting if is_running else over}")
     settings = run_dir.read_config().buffer
     address = BufferAddress(url=url, run=run_dir.name, settings=impatient(settings))
     for one in asyncio.run(change(address, run_dir, overrides, {"who": _who()})):

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 . deploy/cluster/run.sh
 record=/runs/$RUN/run.json job=/runs/$RUN/job # this job's id, then `stop` once that was asked for
-refused=/runs/.$RUN.refused # the id of a job whose words were bad
+refused=/runs/.$RUN.refused # the ids of jobs whose words were bad, and of looks that found something
 NOTICE_S=20 # the pods of a cluster that is deleted end in any order
 is_here() { [ -z "$is_look" ] && grep -qs "\"host\": \"$(hostname)\"" "$record"; }
 ask() {
@@ -39,5 +39,5 @@ if is_here; then echo "$JOB" >"$job"; fi
 until [ -s "$code" ]; do sleep 1 || true; done
 code=$(<"$code")
 # KubeRay would build three more clusters for the same error.
-if [ "$code" = 2 ] || { [ "$code" != 0 ] && [ -n "$is_look" ]; }; then echo "$JOB" >"$refused"; fi
+if [ "$code" = 2 ] || { [ "$code" != 0 ] && [ -n "$is_look" ]; }; then echo "$JOB" >>"$refused"; fi
 exit "$code"

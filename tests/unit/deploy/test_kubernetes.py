@@ -123,14 +123,18 @@ def test_submission_is_refused_with_the_fix(
     assert (told.returncode, told.stdout) == (2, "") and fix in told.stderr
 
 
-def test_launch_submits_what_a_dry_run_prints(tmp_path: Path) -> None:
-    kubectl = tmp_path / "kubectl"
+def submit_by_kubectl(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A false one leaves its words and what was submitted in files beside it."""
+    kubectl = folder / "kubectl"
     kubectl.write_text(
         '#!/bin/sh\necho "$@" >"$0.call"; cat >"$0.got"; echo rayjob.ray.io/night-1\n'
     )
     kubectl.chmod(0o755)
-    given = {**VARIABLES, "DRY": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    told = submit("launch", "run.name=night", **given)
+    return submit(*words, **{**VARIABLES, "DRY": "", "PATH": f"{folder}:{os.environ['PATH']}"})
+
+
+def test_launch_submits_what_a_dry_run_prints(tmp_path: Path) -> None:
+    told = submit_by_kubectl(tmp_path, "launch", "run.name=night")
     assert "kubectl delete rayjob night-1 ends it in order" in told.stdout
     assert (tmp_path / "kubectl.call").read_text() == "create -o name -f -\n"
     submitted = yaml.safe_load((tmp_path / "kubectl.got").read_text())
@@ -212,6 +216,36 @@ def test_look_at_the_machines_is_made_once_whatever_it_finds(checkout: Path) -> 
     assert (checkout / "calls").read_text().splitlines()[0] == "doctor"
     assert start(checkout, "run", words).wait(LIMIT_S) == 2, "another attempt of the job"
     assert (checkout / "calls").read_text().count("doctor") == 1
+
+
+def test_look_that_is_submitted_leaves_a_live_run_of_its_name_alone(checkout: Path) -> None:
+    """Also one on a machine of this name, a job that was refused, and as its pods end."""
+    assert submit_by_kubectl(checkout, "doctor", "run.name=night").returncode == 0
+    document = yaml.safe_load((checkout / "kubectl.got").read_text())
+    (container,) = document["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"][
+        "containers"
+    ]
+    given = {pair["name"]: pair["value"] for pair in container["env"]}
+    assert document["metadata"] == {"generateName": "night-"} and given["RUN"] == "night"
+    runs, record = checkout / "runs", '"host": "{}"\n"state": "running"\n'
+    (runs / "night/checkpoints").mkdir(parents=True)
+    (runs / "night/checkpoints/latest").write_text("step-4")
+    (runs / "night/job").write_text("live\n")
+    (runs / ".night.refused").write_text("another\n")
+    (checkout / "exit-code").write_text("1")
+    for host, verb, code in ((os.uname().nodename, "run", 1), ("the-head", "stop", 0)):
+        (runs / "night/run.json").write_text(record.format(host))
+        before = contents(runs / "night")
+        assert start(checkout, verb, given["WORDS"], given["JOB"]).wait(LIMIT_S) == code
+        assert contents(runs / "night") == before
+    assert (runs / ".night.refused").read_text().split() == ["another", given["JOB"]]
+    assert sorted(path.name for path in runs.iterdir()) == [".night.refused", "night"]
+    words = (checkout / "calls").read_text().splitlines()
+    assert words[0] == "doctor" and "stop" not in words
+
+
+def contents(folder: Path) -> dict[Path, str]:
+    return {path: path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("is_pod_ended", [False, True])

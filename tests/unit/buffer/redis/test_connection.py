@@ -211,6 +211,13 @@ async def test_invalid_url_is_refused(url: str) -> None:
         await connect(url)
 
 
+@pytest.mark.parametrize("rest", ["me:hunter2", "me:1:hunter2", ":hunter2/x@host:6379/0"])
+async def test_password_of_a_url_that_is_cut_off_or_not_quoted_is_not_shown(rest: str) -> None:
+    with pytest.raises(BufferConnectionError, match="Port could not be cast") as info:
+        await connect(f"redis://{rest}")
+    assert "hunter2" not in str(info.value)
+
+
 async def test_server_that_evicts_is_refused_with_the_fix(server: EmbeddedServer) -> None:
     with _client(server.url) as client:
         client.config_set("maxmemory-policy", "allkeys-lru")

@@ -186,6 +186,11 @@ def test_run_that_is_over_is_not_tuned(open_run: RunDir, leash: Command) -> None
     assert "is not running, so there is nothing to tune" in error
 
 
+def test_run_that_is_starting_is_not_tuned_yet(run_dir: RunDir, leash: Command) -> None:
+    error = leash("tune", "rollout.tail=postpone", exit_code=EXIT_BAD_INPUT)
+    assert "is starting; its Redis is not up yet: try again soon" in error
+
+
 @pytest.fixture
 def lazy_trainer(open_run: RunDir) -> RunView:
     """A run whose trainer has never waited, with buffer.max_staleness=2."""
