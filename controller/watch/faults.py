@@ -88,11 +88,11 @@ def full_caches(
     elapsed_s: float,
     engines: Sequence[Record],
     trainer_waited: float,
-    lately: Mapping[str, float],
+    of_hour: Mapping[str, float],
     most: int,
 ) -> Iterator[Finding]:
     """`engines`: the last record of each by each worker. `trainer_waited`: fraction of the time.
-    `lately`: as `grown`, while waits are counted. `most`: the requests that an engine may run."""
+    `of_hour`: as `grown`, of the last hour. `most`: the requests that an engine may run."""
     for name in sorted({str(one.values.get("engine")) for one in engines}):
         of_it = [one for one in engines if one.values.get("engine") == name]
         used, queued = (max(one.number(field) for one in of_it) for field in ("kv_usage", "queued"))
@@ -107,8 +107,9 @@ def full_caches(
             words += f", {queued:.0f} requests queue, and the trainer waited "
             words += f"{trainer_waited:.0%}"
             yield hint(name, words, f"a lower {MOST} would not help; {advice}")
-        elif queued > 0 and trainer_waited >= MUCH and lately.get(f"preemptions:{name}", 0.0) > 0:
-            # Since then the workers send so few that the cache is seldom full.
+        elif queued > 0 and trainer_waited >= MUCH and of_hour.get(f"preemptions:{name}", 0.0) > 0:
+            # Since then the workers send so few that the cache is seldom full, and hardly any lose
+            # theirs.
             running = max(one.number("running") for one in of_it)
             limit = sum(one.number("limit") for one in of_it)
             if max(running, limit) <= LOW_LIMIT * most:

@@ -79,8 +79,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     if view.checkpoint_failure is not None:
         yield checkpoint_failed(view.checkpoint_failure)
     yield failed_rewards(grown, elapsed_s, view.rollout)
-    lately, most = view.recent.growth(), view.rollout.engine.max_running_requests
-    yield from full_caches(grown, elapsed_s, view.recent_engines, waited, lately, most)
+    of_hour, most = view.answers.growth(), view.rollout.engine.max_running_requests
+    yield from full_caches(grown, elapsed_s, view.recent_engines, waited, of_hour, most)
     if view.stall is not None:
         yield stall_finding(view.stall.values, view.now)
     yield lost_workers(view.workers_away)

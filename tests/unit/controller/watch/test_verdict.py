@@ -292,6 +292,17 @@ def test_hint_is_not_drawn_from_the_time_before_a_change(change: str) -> None:
     assert findings(view)[-1].words.startswith("well balanced: the trainer waited 0%")
 
 
+def test_cache_of_which_workers_have_learnt_to_take_little_is_named_long_after_a_loss() -> None:
+    counted = {"preemptions:engine-0": 0.1, "tokens_generated": 0.0}
+    view = view_of(engine=SQUEEZED, waited={"trainer": 0.6}, counts=counted)
+    for t in range(31, 331, 5):
+        view.apply(step_record(t, float(t)))
+        view.apply(engine_record(float(t), **SQUEEZED))
+        counts = {"episodes_ended:stop": 20.0 * t, "preemptions:engine-0": 3.0}
+        view.observe(float(t), HEALTHY, {("trainer", "rollout"): 0.6 * t}, counts)
+    assert verdict(view).words.startswith("the KV cache of engine-0 is too small")
+
+
 def test_worker_that_lost_its_process_is_named_until_one_is_back() -> None:
     view, values = view_of(), {"worker": "worker-1", "detail": "lost its process"}
     view.apply(Record(t=30.5, kind="worker_lost", values=values))
