@@ -328,7 +328,7 @@ def _value(name: str, text: str) -> object:
         return None if text == "null" else _literal(text[1:-1] if _is_quoted(text) else text)
     is_open = any(s.is_open and name.startswith(f"{s.name}.") for s in all_settings())
     if setting is None and not is_open and name not in all_sections():
-        raise ConfigError(f"{name}: {_unknown(name)}")
+        raise ConfigError(f"{name}: {unknown_setting(name)}")
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -534,7 +534,7 @@ def _explain(error: OmegaConfBaseException, composed: DictConfig, prefix: str = 
         return f"{name}={value!r}: expected {setting.expected}"
     if name in all_sections():
         return f"{name}: expected a mapping of its settings"
-    return f"{name}: {_unknown(name)}"
+    return f"{name}: {unknown_setting(name)}"
 
 
 def _anchor_paths(config: Config) -> None:
@@ -605,7 +605,7 @@ def _absolute_tool(name: str) -> str:
     return kind + colon + shlex.join(_absolute(w) if Path(w).is_file() else w for w in words)
 
 
-def _unknown(name: str) -> str:
+def unknown_setting(name: str) -> str:
     """The message for an unknown setting: the nearest name, or the names in its section."""
     mapping, _ = in_mapping(name)
     names = [setting.name for setting in named_settings().get(mapping, all_settings())]

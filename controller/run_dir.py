@@ -221,8 +221,8 @@ class RunDir:
         it."""
         record = self.read_record()
         if record.state != "running":
-            fix = self.resume_command or "launch it again"
-            raise RunDirError(f"RUN={self.name!r}: it has ended; `{fix}` if it is to go on")
+            fix = f"`{self.resume_command}`" if self.has_checkpoint else "launch it again"
+            raise RunDirError(f"RUN={self.name!r}: it has ended; {fix} if it is to go on")
         if record.is_alive and not record.is_of_parent:
             raise RunDirError(
                 f"RUN={self.name!r}: its controller, process {record.pid}"

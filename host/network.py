@@ -6,6 +6,7 @@ loopback (Debian maps the name to 127.0.1.1) or none, so members on two machines
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from ipaddress import ip_address
@@ -29,6 +30,8 @@ def is_loopback(host: str) -> bool:
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A socket that listens at this address (port 0: a free one), and its URL. Raises OSError."""
+    if not 0 <= port < 2**16:  # else an OverflowError
+        raise OSError(errno.EINVAL, "a port is 0 to 65535")
     is_v6 = ":" in host
     listener = socket.create_server(
         (host, port), family=socket.AF_INET6 if is_v6 else socket.AF_INET

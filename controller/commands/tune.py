@@ -15,6 +15,7 @@ from buffer.results import BufferStats
 from configs.checks import Rule, live_text
 from configs.choices import OnStale
 from configs.introspection import live_settings, setting_named
+from configs.load import unknown_setting
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, impatient, live_texts, opened, opened_state
 from controller.metrics.history import TUNED, Scalar, read_metrics, series
@@ -26,7 +27,6 @@ from controller.watch.run_view import RunView
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
 AT_THE_START = "the parts of the run read it once, when they start"
-NO_SETTING = "there is no such setting"
 EXAMPLE = 'make tune ARGS="buffer.max_staleness=1 rollout.oversampling=1.5"'
 WHY_NOT = {"buffer.selector": BY_ITS_ORDER}
 LIVE = live_settings()
@@ -43,7 +43,9 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
         raise ValueError(f"name a setting, as {EXAMPLE}. What can be changed: {CHOICES}")
     for name in names:
         if name not in LIVE.values():
-            why = WHY_NOT.get(name, AT_THE_START if setting_named(name) else NO_SETTING)
+            why = (
+                WHY_NOT.get(name) or AT_THE_START if setting_named(name) else unknown_setting(name)
+            )
             raise ValueError(
                 f"{name} cannot be changed in a running job: {why}. What can: {CHOICES}"
             )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from host.network import interface_towards, own_address_towards
+from host.network import interface_towards, listen_for, own_address_towards
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "localhost"])
@@ -18,3 +18,9 @@ def test_interface_towards_another_machine_is_the_one_with_the_address_towards_i
         pytest.skip("this machine has no way to other networks")
     addresses = psutil.net_if_addrs()[interface_towards("192.0.2.1")]
     assert own in [entry.address for entry in addresses]
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_number_that_is_no_port_is_refused_with_the_name_of_what_was_set(port: int) -> None:
+    with pytest.raises(ValueError, match=rf"--port={port}: .*a port is 0 to 65535.*another port"):
+        listen_for("--port", "127.0.0.1", port)

@@ -97,7 +97,7 @@ def test_suggestion_of_tune_without_a_setting_can_be_pasted(
         ("buffer.capacity_groups=3", "would never fit"),
         ("buffer.selector=shortest", "the groups that the buffer holds are stored by it"),
         ("trainer.groups_per_step=2", "read it once, when they start"),
-        ("rollout.tale=postpone", "there is no such setting"),
+        ("rollout.tale=postpone", "there is no such setting; did you mean rollout.tail?"),
         ("weight_sync=in_place", "there is no such setting"),
         ("rollout.oversampling=0.5", "must be at least 1"),
         ("rollout.tail=hurry", "expected one of continue_across_versions"),
