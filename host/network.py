@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """A socket that listens at this address (port 0: a free one), and its URL. Raises OSError."""
     if not 0 <= port < 2**16:  # else an OverflowError
-        raise OSError(errno.EINVAL, "a port is 0 to 65535")
+        raise OSError(errno.EINVAL, "a port is 0...65535")
     is_v6 = ":" in host
     listener = socket.create_server(
         (host, port), family=socket.AF_INET6 if is_v6 else socket.AF_INET

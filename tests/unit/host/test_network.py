@@ -22,5 +22,5 @@ def test_interface_towards_another_machine_is_the_one_with_the_address_towards_i
 
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_number_that_is_no_port_is_refused_with_the_name_of_what_was_set(port: int) -> None:
-    with pytest.raises(ValueError, match=rf"--port={port}: .*a port is 0 to 65535.*another port"):
+    with pytest.raises(ValueError, match=rf"--port={port}: .*a port is 0\.\.\.65535.*another port"):
         listen_for("--port", "127.0.0.1", port)
