@@ -89,6 +89,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self.waiters: dict[Sample, Waiter] = {}
         self._queues: dict[Priority, dict[QueueKey, list[Waiter]]] = {p: {} for p in Priority}
+        self.has_shrunk = asyncio.Event()
 
     def queues(self, priority: Priority) -> dict[QueueKey, list[Waiter]]:
         """The non-empty queues, each in order. The mapping is a copy, the queues are not."""
@@ -110,6 +111,7 @@ class WaitingLine:
         del queue[bisect_left(queue, waiter.order, key=_order)]
         if not queue:
             del queues[waiter.key]
+        self.has_shrunk.set()
 
 
 _order, _tokens = attrgetter("order"), attrgetter("tokens")
@@ -205,6 +207,13 @@ class Router:
     @property
     def num_waiting(self) -> int:
         return len(self._line.waiters)
+
+    async def wait_room(self, num_samples: int) -> None:
+        """Returns once fewer rollout samples than these wait for a slot. None waits for ever: see
+        `assign`."""
+        while sum(map(len, self._line.queues(Priority.rollout).values())) >= num_samples:
+            self._line.has_shrunk.clear()
+            await self._line.has_shrunk.wait()
 
     # Assignment -----------------------------------------------------------------------------------
 

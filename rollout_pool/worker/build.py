@@ -211,6 +211,7 @@ class WorkerParts:
             state=self._state,
             services=[*services, *([endpoint.serving] if endpoint and endpoint.serving else [])],
             completer=sampler,
+            wait_room=router.wait_room,
             counters=counters,
             group_log=RolloutLog(
                 Path(spec.run_dir), f"worker-{self._index}", config.log_rate, spec.seed

@@ -15,6 +15,7 @@ Backpressure, from the trainer to the prompt:
 
     scarce resource           what waits                       until
     credits                   the next admission               the trainer consumes a batch
+    slots at the engines      the next admission               fewer samples wait than a group has
     max_groups_in_flight      the next admission               any group ends
     memory of the buffer      a group's push                   the trainer consumes a batch
     scoring processes         a finished episode               a process is free
@@ -30,7 +31,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
@@ -119,6 +120,8 @@ class RolloutWorker:
     ends when any of them does."""
     completer: Completer
     """Completes the samples of `episode_source`."""
+    wait_room: Callable[[int], Awaitable[None]]
+    """Returns once fewer samples than so many wait for slots at the engines."""
     group_log: GroupLog | None = None
     counters: Counters
     """May be shared; the worker sends them."""
@@ -131,6 +134,8 @@ class RolloutWorker:
     _waiting: str | None = field(default=None, init=False)
     """Id of a group whose prompt is to run alone, until the others have ended."""
     _admission: asyncio.Task[None] | None = field(default=None, init=False)
+    _asking: str | None = field(default=None, init=False)
+    """Id of the group that is admitted once there is a credit."""
     _unfinished: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
     """Tasks that are never cancelled; the worker waits for them at its end."""
     _completed: asyncio.Queue[asyncio.Future[Any] | None] = field(
@@ -278,10 +283,14 @@ class RolloutWorker:
     # Starting groups ------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Waits for a credit, takes a prompt and starts the group."""
+        """Waits for room at the engines and a credit, takes a prompt and starts the group."""
+        # A group's age counts from its credit: one that had it while it waits in line would leave
+        # its longest answer too few versions, and with on_stale=wait the trainer waits for that.
+        await self.wait_room(self._live.group_size)
         order = self._next_order
         self._next_order += 1
         group_id = f"{self.index}-{order}-{secrets.token_hex(4)}"
+        self._asking = group_id
         try:
             admission = await self._credit(group_id)
             group_id = admission.group_id
@@ -295,7 +304,7 @@ class RolloutWorker:
             self._see_through(self.buffer.abandon(group_id, "stopped", Rerun.always))
             raise
         finally:
-            self._waiting = None
+            self._asking = self._waiting = None
         if taken is None:
             return
         ref, prompt, kept = taken
@@ -504,12 +513,12 @@ class RolloutWorker:
         """Gives up external groups without a request while their credits are needed, the one that
         has idled longest first."""
         limit_s = self.spec.config.openai.idle_timeout_s
-        seen: asyncio.Task[None] | None = None
+        seen: str | None = None
         while True:
             await asyncio.sleep(IDLE_CHECK_INTERVAL_S)  # groups become idle by time alone
-            is_waiting = self._admission is not None and self._admission is seen
+            is_waiting = self._asking is not None and self._asking == seen
             is_full = len(self._runs) >= self._live.max_groups_in_flight
-            seen = self._admission
+            seen = self._asking
             if not (is_waiting or is_full) or not self._idle_for(limit_s):
                 continue
             if await self.state.is_paused():  # then no group needs a credit

@@ -104,6 +104,7 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
         await state.record_commits({"engine-0": 0})
         own = FakeCompleter(lambda sample: "own")
         scene.go = asyncio.Event()
+        scene.wait_room = lambda num_samples: asyncio.sleep(0)
         own.hold = lambda sample: scene.go
         task, task_config, chat = Numbers(), TaskConfig(), plain_chat()
         worker = RolloutWorker(
@@ -129,6 +130,7 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
             state=state,
             services=[asyncio.get_running_loop().create_future()],
             completer=scene.author,
+            wait_room=scene.wait_room,
             counters=counters,
         )
 

@@ -502,6 +502,22 @@ async def test_full_engines_cost_a_sample_no_call_each():
     assert work.num_calls < 150
 
 
+async def test_there_is_room_while_fewer_rollouts_wait_than_a_group_has():
+    one = router(1, max_running_requests=1)
+    await one.wait_room(2)
+    taken = await place(one)
+    lines = [asking(one, evaluation()), asking(one, evaluation()), asking(one, sample())]
+    await turn()
+    await one.wait_room(2)  # one waits
+    lines.append(asking(one, sample()))
+    room = asyncio.create_task(one.wait_room(2))
+    await turn()
+    assert not room.done()
+    taken.release()
+    await asyncio.wait_for(room, 60)
+    await end(lines)
+
+
 async def test_sample_that_waits_for_its_engine_blocks_no_other():
     """Both failed at the only engine, one before it got tokens again and one after."""
     one = router(1)

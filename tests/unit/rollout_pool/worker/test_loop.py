@@ -206,6 +206,7 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
             services=[asyncio.get_running_loop().create_future()],
             counters=Counters(state),
             completer=completer,
+            wait_room=make.room,
             group_log=log,
             stop_again_s=stop_again_s,
         )
@@ -220,7 +221,10 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
         worker, buffer = await make(**settings)
         return worker, buffer, await start(worker)
 
-    make.start, make.run = start, run
+    async def room(num_samples):
+        pass
+
+    make.start, make.run, make.room = start, run, room
     yield make
     for worker, task in tasks:
         worker.stop()
@@ -302,6 +306,24 @@ async def test_epochs_go_on_after_a_restart_and_with_pools_no_prompt_is_lost_or_
     assert (await state.task_positions())[0] <= len(begun) + counters["passed_over:easy"]
     task = build_task(task_config)
     assert counters["epochs_begun:0/few"] == epoch_of(task, max(begun))[1] == max(begun) // 4 + 1
+
+
+async def test_group_takes_no_credit_before_there_is_room_for_its_samples(make_worker):
+    room, asked = asyncio.Event(), []
+
+    async def wait_room(num_samples):
+        asked.append(num_samples)
+        if len(asked) > 1:
+            await room.wait()
+
+    make_worker.room = wait_room
+    _, buffer, _ = await make_worker.run()
+    await until(ready(buffer, 1))
+    await until(lambda: asked == [2, 2])  # as many samples as a group has
+    stats = await buffer.stats()
+    assert (stats.ready, stats.running) == (1, 0)
+    room.set()
+    await until(ready(buffer, 2 * GROUPS_PER_STEP))
 
 
 async def test_worker_fills_the_buffer_up_to_its_credits_only(make_worker, state, completer):
