@@ -169,7 +169,7 @@ class Engine:
         self.version = 0
         self.place_s = 0.0
         self.load = 0
-        """Requests that run or wait."""
+        """Requests that run or wait; while its cache is full at least as many as it has places."""
         self.next_end = math.inf
         """When the next answer ends; infinite if none runs."""
         self._machine, self._prompt = machine, prompt_tokens
@@ -206,7 +206,6 @@ class Engine:
         running.sort()
         for _ in lengths:
             self._begun += counter
-        self.load += len(lengths)
         self._fill()
 
     def go_on(self, now: float, answers: Sequence[tuple[float, float, Group]]) -> None:
@@ -214,7 +213,6 @@ class Engine:
         self._advance(now)
         self._at += self._machine.prefill_s(self._prompt + sum(had for _, had, _ in answers))
         self._waiting.extend(answers)
-        self.load += len(answers)
         self._fill()
 
     def fail(self, now: float) -> tuple[dict[Group, list[tuple[float, float, Group]]], float]:
@@ -229,7 +227,7 @@ class Engine:
             left[group].append((end - self._counter + unsent, had - unsent, group))
         for answer in self._waiting:
             left[answer[2]].append(answer)
-        self._running, self._begun, self.load = [], 0.0, 0
+        self._running, self._begun = [], 0.0
         self._waiting.clear()
         self._fill()
         return left, lost
@@ -262,7 +260,6 @@ class Engine:
             self._begun -= began
             ended.append(group)
         if ended:
-            self.load -= len(ended)
             self._fill()
         return ended
 
@@ -279,7 +276,6 @@ class Engine:
                 kept.append(request)
         self._running = kept
         self._waiting = deque(one for one in self._waiting if one[2] not in groups)
-        self.load = len(kept) + len(self._waiting)
         self._fill()
         return lost
 
@@ -302,6 +298,9 @@ class Engine:
             began = counter - had
             self._begun += began
             bisect.insort(running, (counter + left, next(self._numbers), began, group))
+        self.load = len(running)
+        if waiting:
+            self.load = max(self._max_running, self.load + len(waiting))
         if not running:
             self.next_end = math.inf
             return
@@ -329,9 +328,12 @@ def simulate(setting: Setting, draw: Draw, tune: Tune | None = None) -> Outcome:
 class _Run:
     def __init__(self, setting: Setting, draw: Draw, tune: Tune | None) -> None:
         self._setting, self._draw, self._tune = setting, draw, tune
-        engines = range(setting.num_engines)
+        engines, self._max_running = range(setting.num_engines), setting.machine.max_running
         self._engines = [Engine(setting.machine, setting.prompt_tokens) for _ in engines]
-        self._engine_of: dict[Group, Engine] = {}
+        self._engines_of: dict[Group, list[Engine]] = {}
+        """Where answers of each running group began."""
+        self._line: deque[tuple[float, float, Group]] = deque()
+        """Answers that wait for a place: (tokens left, tokens sampled before, group)."""
         self._listed = [0] * setting.num_engines
         """Load under which each engine stands in `_loads`; other entries of it are void."""
         self._fallen = set[int]()
@@ -363,8 +365,6 @@ class _Run:
         self._dice = random.Random(0)
         self._down = set[int]()
         """Engines that have failed and do not work again yet."""
-        self._homeless: dict[Group, list[tuple[float, float, Group]]] = {}
-        """Answers of failed engines, until another takes them."""
         self._to_fail = 0
         """Failures that are planned."""
         self._ranks_work = 0.0
@@ -412,8 +412,8 @@ class _Run:
                 groups_per_version=setting.groups_per_step,
                 oversampling=setting.oversampling,
             )
-        stale: list[tuple[int, int]] = []
-        while self._served and self._num_in_flight < self._limit:
+        self._serve(now)
+        while self._served and not self._line and self._num_in_flight < self._limit:
             if self._again:
                 group = self._again.popleft()
             elif lengths := self._draw():
@@ -421,33 +421,32 @@ class _Run:
                 self._outcome.drawn.append(group.num_tokens)
             else:
                 break
-            self._begin(now, group, stale)
-        for one in stale:
-            heapq.heappush(self._loads, one)
+            group.version, group.num_left = self._version, len(group.lengths)
+            self._engines_of[group] = []
+            self._line.extend((length, 0.0, group) for length in group.lengths)
+            self._serve(now)
 
     @property
     def _num_in_flight(self) -> int:
-        return len(self._engine_of) + len(self._scored) + len(self._ready) + self._leased
+        return len(self._engines_of) + len(self._scored) + len(self._ready) + self._leased
 
-    def _begin(self, now: float, group: Group, stale: list[tuple[int, int]]) -> None:
-        number = self._least_loaded(stale)
-        assert number is not None  # else none is admitted
-        engine = self._engines[number]
-        group.version, group.num_left = engine.version, len(group.lengths)
-        self._engine_of[group] = engine
-        engine.add(now, group)
-        self._list(number)
-        self._plan(number)
-
-    def _go_on(self, now: float) -> None:
-        """Answers of failed engines go on where there is one of a version young enough."""
-        stale: list[tuple[int, int]] = []
-        while self._homeless and (number := self._least_loaded(stale)) is not None:
-            group = next(iter(self._homeless))
-            engine = self._engine_of[group] = self._engines[number]
-            engine.go_on(now, self._homeless.pop(group))
+    def _serve(self, now: float) -> None:
+        """Answers begin, as many of a group at an engine as there are places."""
+        line, stale = self._line, list[tuple[int, int]]()
+        while line and (number := self._least_loaded(stale)) is not None:
+            engine, group = self._engines[number], line[0][2]
+            answers = list[tuple[float, float, Group]]()
+            while line and line[0][2] is group and engine.load + len(answers) < self._max_running:
+                answers.append(line.popleft())
+            if answers:
+                begun = self._engines_of[group]
+                group.version = min(group.version, engine.version) if begun else engine.version
+                begun.append(engine)
+                engine.go_on(now, answers)
+                self._plan(number)
             self._list(number)
-            self._plan(number)
+            if not answers:  # nor has any other engine a place
+                break
         for one in stale:
             heapq.heappush(self._loads, one)
 
@@ -493,7 +492,7 @@ class _Run:
             for group in engine.pop_ended(now):
                 group.num_left -= 1
                 if group.num_left == 0:
-                    del self._engine_of[group]
+                    del self._engines_of[group]
                     self._scored.add(group)
                     self._at(now + self._setting.reward_s, partial(self._push, group))
             self._fallen.add(number)
@@ -502,6 +501,8 @@ class _Run:
             heapq.heapreplace(self._ends_next, (when, next(self._numbers), number))
         else:
             heapq.heappop(self._ends_next)
+        if number in self._fallen:
+            self._admit(now)
 
     def _push(self, group: Group, now: float) -> None:
         self._scored.remove(group)
@@ -533,7 +534,7 @@ class _Run:
             return
         if setting.on_stale is OnStale.wait and any(
             not is_fresh(self._version + 1, group.version, setting.max_staleness)
-            for group in itertools.chain(self._engine_of, self._scored)
+            for group in itertools.chain(self._engines_of, self._scored)
         ):
             return
         self._leased = setting.groups_per_step
@@ -573,18 +574,22 @@ class _Run:
             self._give_up(group, group.num_tokens)
         if self._setting.on_stale is OnStale.wait:
             return
+        dropped = {
+            g: None for g in self._engines_of if not is_fresh(self._version, g.version, most)
+        }
         stale = defaultdict[Engine, dict[Group, None]](dict)  # in the order of their begin
-        versions = {group.version for group in self._engine_of}
-        too_old = {v for v in versions if not is_fresh(self._version, v, most)}
-        for group, engine in self._engine_of.items() if too_old else ():
-            if group.version in too_old:
+        for group in dropped:
+            for engine in self._engines_of.pop(group):
                 stale[engine][group] = None
         for engine, groups in stale.items():
             self._outcome.lost_tokens += engine.stop(now, groups)
-            for group in groups:
-                del self._engine_of[group]
-                self._outcome.lost_tokens += sum(h for _, h, _ in self._homeless.pop(group, ()))
-                self._give_up(group, 0.0)
+        if dropped:
+            self._outcome.lost_tokens += sum(
+                had for _, had, group in self._line if group in dropped
+            )
+            self._line = deque(one for one in self._line if one[2] not in dropped)
+        for group in dropped:
+            self._give_up(group, 0.0)
         for number, engine in enumerate(self._engines) if stale else ():
             if engine in stale:
                 self._list(number)
@@ -638,9 +643,7 @@ class _Run:
             self._committing -= 1
             heapq.heappush(self._by_version, (self._engines[number].version, number))
             begun += self._begin_commits(now)
-            if self._homeless:
-                self._go_on(now)
-            if self._limit is None:  # the first engine of a version may let groups in
+            if self._limit is None or self._line:  # the first engine of a version may let groups in
                 self._admit(now)
         self._await_commits(begun, now)
 
@@ -667,10 +670,10 @@ class _Run:
         self._count_served(engine.version, -1)
         left, lost = engine.fail(now)
         outcome.lost_tokens += lost
-        self._homeless.update(left)
+        self._line.extendleft(itertools.chain(*left.values()))
         self._planned[number] = math.inf
         self._at(now + self._setting.restart_s, partial(self._restart_engine, number))
-        self._go_on(now)
+        self._serve(now)
 
     def _restart_engine(self, number: int, now: float) -> None:
         self._down.remove(number)
@@ -678,7 +681,6 @@ class _Run:
         self._count_served(self._newest, 1)
         heapq.heappush(self._by_version, (self._newest, number))
         self._list(number)
-        self._go_on(now)
         self._admit(now)
 
     def _fail_rank(self, now: float) -> None:
