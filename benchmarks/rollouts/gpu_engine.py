@@ -78,7 +78,7 @@ ROOFLINES = {
     # Qwen2.5 1.5B: 28 layers, 2 heads of 128. An answer of 31,744 tokens is one of 248 here.
     "1.5b": Roofline(
         parameters=1.54e9, kv_bytes=2 * 28 * 2 * 128 * 2, load_s=0.1,
-        capacity=2_260_000 // (128 * 16), tokens=128, requests=16,
+        capacity=2_260_000 // (128 * 4), tokens=128, requests=4,
     ),
 }  # fmt: skip
 

@@ -1,17 +1,19 @@
-"""Part SCALE: an emulated run as AReaL's with 1.5B parameters, 64 engines and trainer, by schedule.
+"""Part SCALE: an emulated run as AReaL's with 1.5B parameters, engines and trainer, by schedule.
 
 AReaL published (blog/AReaL_v0_3.md and benchmark/ of its repository): 128 GPUs, 512 prompts of 16
 answers a step, at most 31,744 tokens, 1,000 steps in 41.0 h synchronously and in 14.8 h
-asynchronously. Here are two thirds of it: 64 GPUs generate and 21.3 train; a colocated schedule has
-all for each phase in turn. Assumed: the lengths (lognormal, median 5,000, one in a hundred above
+asynchronously. Here is a sixth of it: 16 GPUs generate and 5.3 train; a colocated schedule has all
+for each phase in turn. Assumed: the lengths (lognormal, median 5,000, one in a hundred above
 47,500 before the cut), 0.4 MFU, 10 s to change phases in a colocated run.
 
-A group of the emulation stands for 16, a token for 128 (`gpu_engine.ROOFLINES`). Engines are behind
-real HTTP, in one process. A version is taken by all engines at once; what runs is computed again.
+A request of the emulation stands for 4, so that an engine has 32 at once, and a token for 128
+(`gpu_engine.ROOFLINES`). With a request for 16 an engine has 8: some get several of the longest
+answers at once, whose KV cache is then read 16 times a step, and all wait for these. Engines are
+behind real HTTP, in one process. A version is taken by all engines at once; what runs is computed again.
 Measured are the steps after the first ones, in which the pools fill. `bound` is what the longer of
 generation and training takes, if the engines are always full, nothing is computed twice and no
 step waits; the efficiency is the bound's time over the time taken. `trained length` is the mean
-answer trained, over the mean of all drawn.
+answer trained, over the mean of all drawn. The simulation (controller/simulate) has the same work.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +35,7 @@ from rich.table import Table
 from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu import gpus_at
-from benchmarks.rollouts.gpu_engine import ROOFLINES
+from benchmarks.rollouts.gpu_engine import ROOFLINES, Roofline
 from benchmarks.rollouts.rivals import (
     Trainer,
     _Run,
@@ -45,6 +48,9 @@ from benchmarks.rollouts.rivals import (
 from benchmarks.rollouts.scene import pool_at
 from benchmarks.rollouts.strategies import Rival
 from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs
+from configs.choices import OnStale
+from controller.simulate.events import Setting, simulate
+from controller.simulate.machine import Machine
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.engines.sglang.client import SGLangClient
@@ -81,6 +87,32 @@ SCHEDULES = {
     "stream": Schedule("first to end, the rest given up", run_stream),
     "counter": Schedule("admitted by number, as AReaL", run_counter),
 }
+
+
+@dataclass(kw_only=True, frozen=True)
+class _Emulated(Machine):
+    """The emulated engines and their trainer, for the simulation."""
+
+    roofline: Roofline
+    trained_s: float
+    """Seconds of training for a token of the emulation."""
+
+    def token_s(self, num_running: float, num_tokens: float) -> float:
+        return self.roofline.step_s(num_running, num_tokens)
+
+    def prefill_s(self, num_tokens: float) -> float:
+        return self.roofline.prefill_s(round(num_tokens))
+
+    def train_s(self, num_tokens: float, num_gpus: int) -> float:
+        return num_tokens * self.trained_s
+
+    @property
+    def places(self) -> float:
+        return self.roofline.capacity
+
+    @property
+    def load_s(self) -> float:
+        return self.roofline.load_s
 
 
 class _EnoughError(Exception):
@@ -165,12 +197,44 @@ async def measure_scale(size: WorkSize, folder: Path, report: Report) -> None:
         report.say(f"{name}: {', '.join(row)}")
         table.add_row(f"{name}: {schedule.what}", *row)
     report.show(table)
+    simulated = _simulated_rate(size, jobs, train_s)
+    how = "rate of ours over that of the simulation"
+    report.target("scale_simulated_ours", rates["ours"] / simulated, ">=", 0.95, how)
     report.target("scale_of_bound", rates["ours"] / bound, ">=", 0.95, "overlap efficiency of ours")
     for name, rate in rates.items():
         if SCHEDULES[name].rival is not None:
             least = {"sync": 2.8, "partial": 1.2}.get(name, 1.0)
             how = "trained tokens/s of ours over it"
             report.target(f"scale_vs_{name}", rates["ours"] / rate, ">=", least, how)
+
+
+def _simulated_rate(size: WorkSize, jobs: Sequence[Job], trained_s: float) -> float:
+    """Tokens of the later half of the steps, for a second of the emulated clock."""
+    machine = _Emulated(
+        gpu="H100",
+        num_params=GPU.parameters,
+        active_params=GPU.parameters,
+        kv_elements=GPU.kv_bytes / 2,
+        tp_size=1,
+        max_running=size.max_running,
+        wire_bytes_per_s=float("inf"),
+        roofline=GPU,
+        trained_s=trained_s,
+    )
+    setting = Setting(
+        machine=machine,
+        num_engines=size.scale_engines,
+        num_trainer_gpus=1,
+        num_steps=size.scale_steps,
+        groups_per_step=size.batch_groups,
+        prompt_tokens=0,  # shorter than the 128 for which a token stands
+        max_staleness=size.max_staleness,
+        on_stale=OnStale.wait,
+        max_commits=size.scale_engines,
+    )
+    lengths = iter([job.lengths for job in jobs])
+    outcome = simulate(setting, partial(next, lengths, ()))
+    return sum(outcome.trained[outcome.half * size.batch_groups :]) / outcome.seconds
 
 
 async def _run(

@@ -66,11 +66,11 @@ class WorkSize:
     gpu_rounds: int = 3
     gpu_speed: float = 6.0
     """Seconds of the emulated GPU per second."""
-    scale_engines: int = 64
+    scale_engines: int = 16
     scale_speed: float = 6.0
     scale_groups: int = 21
-    """A step takes so many groups of 16, each of which stands for 16."""
-    scale_places: int = 8
+    """A step takes so many groups of 16 requests, each of which stands for 4."""
+    scale_places: int = 32
     """Requests that an engine runs at once; 128 of the GPU."""
     scale_steps: int = 14
     scale_staleness: int = 8

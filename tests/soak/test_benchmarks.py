@@ -55,8 +55,8 @@ FIGURES = {
     "gpu_wasted_tokens gpu_early_length_ours_5 gpu_early_length_postpone_5 "
     "gpu_early_length_interrupt_and_resume_5 gpu_simulated_sync_5 gpu_simulated_ours_5 "
     "gpu_of_bound_one_off_train_0.5 gpu_of_bound_counter_train_0.5 gpu_of_bound_ours_train_0.5 "
-    "scale_of_bound scale_of_bound_in_place scale_length_ours scale_vs_sync scale_vs_partial "
-    "scale_vs_counter",
+    "scale_simulated_ours scale_of_bound scale_of_bound_in_place scale_length_ours scale_vs_sync "
+    "scale_vs_partial scale_vs_counter",
 }
 
 
