@@ -9,11 +9,12 @@ for each phase in turn. Assumed: the lengths (lognormal, median 5,000, one in a 
 A request of the emulation stands for 4, so that an engine has 32 at once, and a token for 128
 (`gpu_engine.ROOFLINES`). With a request for 16 an engine has 8: some get several of the longest
 answers at once, whose KV cache is then read 16 times a step, and all wait for these. Engines are
-behind real HTTP, in one process. A version is taken by all engines at once; what runs is computed again.
-Measured are the steps after the first ones, in which the pools fill. `bound` is what the longer of
-generation and training takes, if the engines are always full, nothing is computed twice and no
-step waits; the efficiency is the bound's time over the time taken. `trained length` is the mean
-answer trained, over the mean of all drawn. The simulation (controller/simulate) has the same work.
+behind real HTTP, in one process. A version is taken by all engines at once; what runs is computed
+again. Measured are the steps after the first ones, in which the pools fill. `bound` is what the
+longer of generation and training takes, if the engines are always full, nothing is computed twice
+and no step waits; the efficiency is the bound's time over the time taken. `trained length` is the
+mean answer trained, over the mean of all drawn. The simulation (controller/simulate) gets the same
+work.
 """
 
 from __future__ import annotations

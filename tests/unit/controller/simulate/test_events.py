@@ -153,6 +153,18 @@ def test_long_answers_are_lost_at_a_short_leash_and_trained_where_the_trainer_wa
     assert waited.ends[-1] > dropped.ends[-1]
 
 
+def test_group_is_admitted_when_there_is_a_place_and_does_not_age_before() -> None:
+    found = simulate(
+        setting(max_staleness=9, num_engines=1, num_steps=20), drawing(itertools.repeat((10, 10)))
+    )
+    assert max(found.staleness) <= 1
+
+
+def test_answers_of_a_group_take_places_at_several_engines() -> None:
+    one = setting(machine=machine(max_running=1), groups_per_step=1, max_staleness=0, num_steps=1)
+    assert simulate(one, drawing([(10, 10)])).ends == [pytest.approx(0.1)]
+
+
 def test_run_in_which_no_step_can_come_says_so() -> None:
     for mtbf_s in (math.inf, 1e6):
         with pytest.raises(ValueError, match=r"after 2 steps nothing runs and nothing is ready"):
