@@ -424,6 +424,9 @@ class WeightSyncConfig(Section):
     """Size of one message; a tensor may span several, and several share one."""
     num_buffers: int = field(default=2, metadata=at_least(1))
     """Buckets in flight at once, per member."""
+    num_chains: int = field(default=1, metadata=at_least(1))
+    """Chains of receivers that a version goes down at the same time, each with a thread, and a link
+    where there are several; the trainer's ranks are divided over them."""
     num_staged: int = field(default=2, metadata=at_least(2))
     """Versions that a receiver can hold: the one it offers and the one that arrives."""
     stage_dir: str | None = field(default=None, metadata=STAGE_DIR)
@@ -668,6 +671,12 @@ class Config(Section):
             "with --kv-cache-dtype in rollout.engine.extra_args engines sample from another policy "
             "than the one that is trained: weight their tokens, as by [{kind: tis_token}]",
             algorithm.corrections,
+        )
+        yield Rule(
+            sync.num_chains <= (self.trainer.num_ranks or 1),
+            "weight_sync.num_chains",
+            "each chain needs a rank that sends in it: set it to 1, or trainer.num_ranks to at "
+            f"least {sync.num_chains}",
         )
         yield Rule(
             sync.commit_timeout_s < engine.request_timeout_s,

@@ -72,6 +72,14 @@ def interface_towards(host: str) -> str:
     return interface_of(own_address_towards(host))
 
 
+def address_of(interface: str) -> str:
+    """An IP address that this machine has on the interface. Raises OSError if it has none."""
+    for entry in psutil.net_if_addrs().get(interface, ()):
+        if entry.family in (socket.AF_INET, socket.AF_INET6):
+            return entry.address
+    raise OSError(f"this machine has no network interface {interface!r} with an address")
+
+
 def interface_of(address: str) -> str:
     """Name of the interface that has this address of this machine. Raises OSError if none has."""
     own = ip_address(address)

@@ -114,6 +114,7 @@ class CheckpointEngine:
                 receivers=(),
                 backend=backend,
                 timeout_s=config.timeout_s,
+                num_chains=config.num_chains,
             )
             self._coordinator = _CoordinatorThread(
                 self._timeouts, sending, control, group, key, open_board, store

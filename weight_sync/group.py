@@ -1,13 +1,14 @@
 """Process groups beside torch's default one: one weight group for each membership epoch.
 
-A weight group is not registered in torch.distributed. It belongs to its owner and ends when the
-owner drops it. Senders are ranks 0 to num_senders - 1; the receivers follow.
+Or one for each of an epoch's chains. A weight group is not registered in torch.distributed. It
+belongs to its owner and ends when the owner drops it. Its senders come first; the receivers follow.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from socket import socket
@@ -21,12 +22,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.choices import Backend as BackendChoice
-from host.network import listen, own_address_towards
+from host.network import address_of, listen, own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
 
 _FAILURE_KEY = "exception_dump"
 """A failed NCCL group sets it for all users of its store, whatever their epoch, and they would dump
 and end."""
+_ENVIRONMENT = threading.Lock()
 
 
 def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
@@ -120,11 +122,11 @@ class WeightGroup:
             raise ValueError(f"rank {rank} of a weight group of {spec.world_size} members")
         try:
             store = store or store_at(spec.host, spec.port, spec.timeout_s)
-            meeting = PrefixStore(f"{spec.name}/{spec.epoch}", store)
+            meeting = PrefixStore(f"{spec.name}/{spec.epoch}/{spec.chain}", store)
             _await_members(meeting, spec, rank)
             if spec.backend == "gloo":
                 device = torch.device("cpu")
-                address = own_address_towards(spec.host)
+                address = _address_in(spec)
                 group = gloo_group(meeting, rank, spec.world_size, address, spec.timeout_s)
             else:
                 assert device is not None, "nccl needs a device"
@@ -198,13 +200,23 @@ class WeightGroup:
 
 
 def member_name(spec: GroupSpec, rank: int) -> str:
-    if rank < spec.num_senders:
-        return f"sender {rank}"
-    return f"receiver {spec.receivers[rank - spec.num_senders]}"
+    senders = spec.senders
+    if rank < len(senders):
+        return f"sender {senders[rank]}"
+    return f"receiver {spec.receivers[rank - len(senders)]}"
 
 
 def epoch_name(spec: GroupSpec) -> str:
-    return f"epoch {spec.epoch} of weight group {spec.name!r}"
+    chain = f"chain {spec.chain} of " if spec.num_chains > 1 else ""
+    return f"{chain}epoch {spec.epoch} of weight group {spec.name!r}"
+
+
+def _address_in(spec: GroupSpec) -> str:
+    """This machine's address for the chain: a link each, where GLOO_SOCKET_IFNAME names several."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    if len(names) == 1:
+        return own_address_towards(spec.host)
+    return address_of(names[spec.chain % len(names)])
 
 
 def _await_members(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
@@ -276,13 +288,14 @@ def _errors_stay_in_the_group() -> Iterator[None]:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with _ENVIRONMENT:  # a receiver's chains make their groups at the same time
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value

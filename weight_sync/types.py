@@ -170,7 +170,11 @@ class ManifestNote:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class GroupSpec:
-    """One membership epoch: the senders are ranks 0 to num_senders - 1, the receivers follow."""
+    """One membership epoch, or one chain of it: a group of its senders and of all receivers.
+
+    The trainer's ranks take turns: with two chains, ranks 0, 2, ... send in chain 0. In each
+    chain's group its senders come first, and the receivers follow.
+    """
 
     epoch: int
     host: str
@@ -178,15 +182,28 @@ class GroupSpec:
     """The rendezvous store's, on trainer rank 0."""
     name: str
     num_senders: Annotated[int, Meta(ge=1)]
+    """Of all chains together."""
     receivers: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Names, in the order of their ranks: the chain that every bucket goes down."""
     backend: str
     timeout_s: Annotated[float, Meta(gt=0, le=86_400)]
     """Bounds the rendezvous, and each silence of a member after it."""
+    num_chains: Annotated[int, Meta(ge=1)] = 1
+    chain: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def senders(self) -> range:
+        """The trainer's ranks that send in this chain, in the order of their ranks in its group."""
+        return range(self.chain, self.num_senders, self.num_chains)
 
     @property
     def world_size(self) -> int:
-        return self.num_senders + len(self.receivers)
+        return len(self.senders) + len(self.receivers)
+
+    @property
+    def num_sharing(self) -> int:
+        """Members whose buckets may share one link: those of all chains."""
+        return self.world_size * self.num_chains
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

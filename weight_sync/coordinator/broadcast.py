@@ -80,6 +80,8 @@ class Delivery:
     wire_at: float = 0.0
     wire_s: float = 0.0
     """From the first byte of the first attempt to the last byte of the first successful one."""
+    chains_s: tuple[float, ...] = ()
+    """Of that attempt, by chain: the time of its slowest rank."""
     verify_at: float = 0.0
     verify_s: float = 0.0
     """Verification time of the slowest receiver."""
@@ -221,6 +223,9 @@ class Broadcaster:
         sent = await self._together(receives, self._ranks.command(message, timeout_s), delivery)
         if not delivery.arrived:
             delivery.wire_s = time.time() - delivery.wire_at
+            number = self._group.num_chains
+            ranks = [sent[chain::number] for chain in range(number)]
+            delivery.chains_s = tuple(max(reply["send_s"] for reply in each) for each in ranks)
         checksums = tuple(tuple(reply["checksums"]) for reply in sent)
         return Manifest.of(transfer.version, layout, checksums)
 
@@ -258,7 +263,7 @@ class Broadcaster:
         tasks: list[asyncio.Task[Any]] = [ranks, *calls]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            notice_s = self._timeouts.notice_s(self._group.world_size)
+            notice_s = self._timeouts.notice_s(self._group.num_sharing)
             _, late = await asyncio.wait(tasks, timeout=notice_s)
             late.discard(ranks)
             await asyncio.wait([ranks])

@@ -8,8 +8,9 @@ One version at a time goes through
     (next epoch)  and the next epoch continues from there
 
 It receives the buckets from the previous member, puts them in place, and forwards them down the
-chain. num_buffers receives are always posted ahead. While a bucket is checked and put in place, the
-next ones arrive, and the bucket itself is forwarded:
+chain. With several chains it does so in each of them at once, into one slot. num_buffers receives
+are always posted ahead. While a bucket is checked and put in place, the next ones arrive, and the
+bucket itself is forwarded:
 
     receive    2   3   4   5        (posted ahead)
     place      0   1   2   3
@@ -24,7 +25,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,11 +89,17 @@ class Receiver:
             self._merging = Merging(
                 spec.merge, folder, spec.num_slots, self.store, device, lambda: self.on_merged()
             )
-        # One buffer more than those that arrive: for the bucket that is forwarded.
-        self._group_thread = GroupThread("weights-receiver", spec.num_buffers + 1, device)
+        self._chains = [self._chain(0)]
         self._arrival: Arrival | None = None
-        self._turn = threading.Lock()  # guards _group_thread, _arrival and the steps of a version
+        self._turn = threading.Lock()  # guards _chains, _arrival and the steps of a version
         self._doing = "nothing"
+
+    def _chain(self, number: int) -> GroupThread:
+        device = torch.device(self.spec.device)
+        if device.type == "cuda":  # NCCL takes the network card that is nearest to the GPU
+            device = torch.device("cuda", number % torch.cuda.device_count())
+        # One buffer more than those that arrive: for the bucket that is forwarded.
+        return GroupThread(f"weights-receiver-{number}", self.spec.num_buffers + 1, device)
 
     @property
     def served(self) -> StagedStore:
@@ -99,7 +107,7 @@ class Receiver:
         return self.store if self._merging is None else self._merging.store
 
     def status(self) -> ReceiverStatus:
-        spec, arrival, layout = self._group_thread.spec, self._arrival, self.store.layout
+        spec, arrival, layout = self._chains[0].spec, self._arrival, self.store.layout
         has_room = layout is not None and self.store.has_room
         if self._merging is not None and layout is not None:
             has_room = has_room and self._merging.is_ready_for(layout)
@@ -136,13 +144,39 @@ class Receiver:
         return layout
 
     def join(self, group: GroupSpec) -> None:
-        """Leave the last epoch's group and join this one; blocks until it has formed, for at most
-        twice its timeout."""
-        if self.spec.name not in group.receivers:
-            raise ValueError(f"{self.spec.name} is not a receiver of {group}")
+        """Leave the last epoch's groups and join all chains of this one; blocks until they have
+        formed, for at most twice its timeout."""
+        if self.spec.name not in group.receivers or group.num_chains > group.num_senders:
+            raise ValueError(f"{self.spec.name} is not a receiver of {group}, or a chain is empty")
+
+        def join(chain: int) -> None:
+            spec = replace(group, chain=chain)
+            rank = len(spec.senders) + group.receivers.index(self.spec.name)
+            self._chains[chain].join(spec, rank)
+
         with self._one_at_a_time(f"joining epoch {group.epoch}"):
-            rank = group.num_senders + group.receivers.index(self.spec.name)
-            self._group_thread.join(group, rank)
+            if len(self._chains) != group.num_chains:
+                self._leave()
+                self._chains = [self._chain(number) for number in range(group.num_chains)]
+            self._in_all_chains(join, group.epoch)
+
+    def _in_all_chains(self, step: Callable[[int], None], epoch: int) -> None:
+        """Carry out `step` for every chain at once. The first failure ends the others' epoch."""
+        with ThreadPoolExecutor(len(self._chains)) as pool:
+            steps = [pool.submit(step, chain) for chain in range(len(self._chains))]
+            failed = [each for each in wait(steps, None, FIRST_EXCEPTION).done if each.exception()]
+            if failed:  # the others give up at their next bucket; none may still write afterwards
+                self._leave(epoch)
+        try:
+            if failed:
+                self._leave(epoch)  # a group may have formed meanwhile
+                failed[0].result()
+        finally:
+            del steps, failed  # an error's traceback refers to this frame
+
+    def _leave(self, epoch: int | None = None) -> None:
+        for chain in self._chains:
+            chain.leave(epoch)
 
     def receive(self, transfer: Transfer, epoch: Count, first: Count) -> int:
         """Receive the buckets from `first` on; returns the number of buckets received: all of them.
@@ -154,8 +188,8 @@ class Receiver:
         try:
             with self._one_at_a_time(f"receiving version {transfer.version}"):
                 arrival = self._begin(transfer)
-                spec = self._group_thread.spec
-                if spec is None or spec.epoch != epoch:
+                specs = [chain.spec for chain in self._chains]
+                if any(spec is None or spec.epoch != epoch for spec in specs):
                     message = f"{self.spec.name} is not a member of epoch {epoch}"
                     raise TransferFailed(message)
                 if first > arrival.received:
@@ -163,10 +197,10 @@ class Receiver:
                         f"buckets from {first} on would leave a gap: {arrival.received} are here"
                     )
                     raise TransferFailed(message)
-                self._relay(arrival, first)
+                self._relay(arrival, first, epoch)
                 return arrival.received
         except BaseException:
-            self._group_thread.leave(epoch)  # the next one may have been joined meanwhile
+            self._leave(epoch)  # the next one may have been joined meanwhile
             raise
 
     def _begin(self, transfer: Transfer) -> Arrival:
@@ -181,23 +215,29 @@ class Receiver:
             self._arrival = Arrival(layout, transfer, slot, base)
         return self._arrival
 
-    def _relay(self, arrival: Arrival, first: int) -> None:
+    def _relay(self, arrival: Arrival, first: int, epoch: int) -> None:
         buckets = arrival.buckets[first:]
-
-        def relay(group: WeightGroup) -> None:
-            in_flight = arrival.max_bucket_bytes * self.spec.num_buffers * group.spec.world_size
-            Relay(
-                group,
-                self._group_thread.staging,
-                arrival,
-                num_buffers=self.spec.num_buffers,
-                limit_s=self._limit_s(in_flight),
-            ).run(buckets)
-
         # The senders give up earlier; this is for a call that ignores every other timeout.
         limit_s = self.spec.timeout_s + self._limit_s(sum(b.num_bytes for b in buckets))
+
+        def relay(chain: int) -> None:
+            thread = self._chains[chain]
+
+            def relay_over(group: WeightGroup) -> None:
+                spec = group.spec
+                in_flight = arrival.max_bucket_bytes * self.spec.num_buffers * spec.num_sharing
+                Relay(
+                    group,
+                    thread.staging,
+                    arrival,
+                    num_buffers=self.spec.num_buffers,
+                    limit_s=self._limit_s(in_flight),
+                ).run([bucket for bucket in buckets if bucket.rank in spec.senders])
+
+            thread.run(relay_over, limit_s)
+
         try:
-            self._group_thread.run(relay, limit_s)
+            self._in_all_chains(relay, epoch)
         except WeightSyncError as error:
             raise TransferFailed(str(error)) from None
 
@@ -285,7 +325,7 @@ class Receiver:
 
     def close(self, should_remove: bool) -> None:
         """Leave the group and the store; `should_remove` deletes the staged versions."""
-        self._group_thread.leave()
+        self._leave()
         if self._merging is not None:
             self._merging.close(should_remove)
         self.store.close(remove=should_remove)
@@ -305,7 +345,8 @@ class Receiver:
 
 
 class Arrival:
-    """Places buckets in their global order, across epochs; ignores those that it has already.
+    """Places buckets across epochs, each chain's in their global order; ignores those that it has
+    already. Chains call it at once: no rank's buckets come in two of them.
 
     A full version goes straight into its slot, and its checksums are computed as it arrives. A
     delta is collected first and applied once it is complete.
@@ -322,8 +363,8 @@ class Arrival:
         self.buckets = plan_buckets(layout, transfer)
         self.slot = slot
         self._base = base
-        self.received = len(self.buckets) if slot is None else 0
-        """Number of buckets in place: all those with a smaller index."""
+        self._is_here = bytearray([slot is None]) * len(self.buckets)
+        """By bucket: 1 if it is in place."""
         self._layout = layout
         self._sums = [StreamChecksums(layout, rank) for rank in range(layout.num_ranks)]
         self._payloads: list[Tensor] = []
@@ -331,11 +372,17 @@ class Arrival:
             self._payloads = [torch.empty(n, dtype=torch.uint8) for n in transfer.wire_bytes]
 
     @property
+    def received(self) -> int:
+        """Number of buckets before the first that lacks; others may be in place behind it."""
+        first = self._is_here.find(0)
+        return len(self.buckets) if first < 0 else first
+
+    @property
     def max_bucket_bytes(self) -> int:
         return max((bucket.num_bytes for bucket in self.buckets), default=0)
 
     def place_of(self, bucket: Bucket) -> Tensor | None:
-        if bucket.index < self.received or self.slot is None:
+        if self._is_here[bucket.index] or self.slot is None:
             return None
         if not self.transfer.is_full:
             return self._payloads[bucket.rank][bucket.start : bucket.stop]
@@ -344,16 +391,16 @@ class Arrival:
         return None
 
     def place(self, bucket: Bucket, data: Tensor) -> None:
-        if bucket.index < self.received:
+        if self._is_here[bucket.index]:
             return
-        assert self.slot is not None and bucket.index == self.received
+        assert self.slot is not None
         if self.transfer.is_full:
             self._sums[bucket.rank].feed(bucket.start, data)
             for extent in bucket.extents if bucket.direct is None else ():
                 start = extent.stream_start - bucket.start
                 place = self.slot.data[extent.file_start : extent.file_start + extent.num_bytes]
                 place.copy_(data[start : start + extent.num_bytes])
-        self.received += 1
+        self._is_here[bucket.index] = 1
 
     def verify(self, slot: Slot, manifest: Manifest) -> None:
         """Apply a delta, and compare the version with its manifest. Raises ChecksumMismatch."""
@@ -440,8 +487,9 @@ class Relay:
             self._wait_gone(before)
 
     def _prepare(self, turn: int, bucket: Bucket) -> _Passing:
-        is_first = self._group.rank == self._group.spec.num_senders
-        source = bucket.rank if is_first else self._group.rank - 1
+        senders = self._group.spec.senders
+        is_first = self._group.rank == len(senders)
+        source = senders.index(bucket.rank) if is_first else self._group.rank - 1
         place = self._arrival.place_of(bucket)
         wire = self._staging.room(turn, bucket.num_bytes, place)
         return _Passing(bucket=bucket, place=place, message=Message(wire, source, bucket.index))

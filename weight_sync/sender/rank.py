@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -61,7 +62,7 @@ class SendingRank:
                 case "encode":
                     return {"result": self._encode(command)}
                 case "join":
-                    self._sender.group_thread.join(convert(command["group"], GroupSpec), self._rank)
+                    self._sender.join(convert(command["group"], GroupSpec))
                 case "send":
                     return {"result": self._send(command)}
                 case "close":
@@ -107,9 +108,11 @@ class SendingRank:
             assert self._delta is not None and self._delta[0] == transfer.version
             payload = self._delta[1]
         buckets = plan_buckets(self._layout, transfer)
+        start = time.perf_counter()
         self._sender.send(buckets, payload, int(command["first"]), float(command["total_s"]))
+        send_s = time.perf_counter() - start
         assert self._checksums is not None and self._checksums[0] == transfer.version
-        return {"checksums": self._checksums[1].result()}
+        return {"checksums": self._checksums[1].result(), "send_s": send_s}
 
     def _stream(self, buffer: int, version: int) -> Tensor:
         return self._snapshots.stream(buffer, version, self._timeouts.control_s)
@@ -122,6 +125,11 @@ class Sender:
         self._rank = rank
         self._config = config
         self.group_thread = GroupThread(f"weights-sender-{rank}", config.num_buffers, device)
+
+    def join(self, epoch: GroupSpec) -> None:
+        """Join the epoch in this rank's chain."""
+        chain = replace(epoch, chain=self._rank % epoch.num_chains)
+        self.group_thread.join(chain, chain.senders.index(self._rank))
 
     def send(
         self,
@@ -144,12 +152,12 @@ class Sender:
         limit_s = bucket_timeout_s(
             max((b.num_bytes for b in mine), default=0)
             * self._config.num_buffers
-            * spec.world_size,
+            * spec.num_sharing,
             self._config.timeout_s,
             self._config.min_bandwidth,
         )
         deadline = time.monotonic() + total_s
-        first_receiver = spec.num_senders
+        first_receiver = len(spec.senders)
 
         def send_over(group: WeightGroup) -> None:
             in_flight: deque[tuple[Bucket, Work]] = deque()

@@ -20,14 +20,19 @@ from configs.schema import WeightSyncConfig
 from tests.support.weights.known_weights import BUCKET_BYTES, scene_layout, scene_shards
 from tests.support.weights.memory_board import MemoryBoard
 from tests.support.weights.receiver_specs import KEY
+from tests.support.weights.scene import WaitingStaging
 from weight_sync.checkpoint_engine import CheckpointEngine
 from weight_sync.types import WeightSyncError
+
+LIMIT_S = 60.0
 
 
 class EngineRank:
     """The verbs of the pipe are its methods."""
 
-    def __init__(self, rank: int, num_ranks: int, timeout_s: float, full_every: int) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, num_chains: int, timeout_s: float, full_every: int
+    ) -> None:
         self._rank = rank
         self._board = MemoryBoard()
         self._layout = scene_layout(num_ranks)
@@ -36,6 +41,7 @@ class EngineRank:
             WeightSyncConfig(
                 backend=Backend.gloo,
                 bucket_bytes=BUCKET_BYTES,
+                num_chains=num_chains,
                 timeout_s=timeout_s,
                 full_every=full_every,
             ),
@@ -61,6 +67,15 @@ class EngineRank:
         shards = scene_shards(self._layout, self._rank, version)
         return self._engine.send(version, shards).version
 
+    def halt(self) -> None:
+        """On a rank other than 0: send some buckets of the next version, and never the others."""
+        commands = self._engine._commands
+        assert commands is not None
+        self._halting = commands._sending._sender.group_thread.staging = WaitingStaging()
+
+    def halted(self) -> bool:
+        return self._halting.came.wait(LIMIT_S)
+
     def published(self, version: int, timeout_s: float) -> list[int]:
         self._board.set_engine("engine", version)
         self._engine.wait_committed(version, timeout_s)
@@ -75,14 +90,20 @@ class EngineRank:
 
 
 def serve(
-    rank: int, num_ranks: int, port: int, timeout_s: float, full_every: int, pipe: Connection
+    rank: int,
+    num_ranks: int,
+    num_chains: int,
+    port: int,
+    timeout_s: float,
+    full_every: int,
+    pipe: Connection,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     limit = timedelta(seconds=timeout_s)
     store = TCPStore("127.0.0.1", port, None, False, limit, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
-    engine = EngineRank(rank, num_ranks, timeout_s, full_every)
+    engine = EngineRank(rank, num_ranks, num_chains, timeout_s, full_every)
     while True:
         try:
             verb, *arguments = pipe.recv()

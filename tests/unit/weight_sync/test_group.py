@@ -124,10 +124,23 @@ def test_address_that_leads_nowhere_is_an_error_of_this_epoch(store: TCPStore) -
         WeightGroup.join(spec, 1, store=alone(store))
 
 
+def test_each_chain_listens_on_the_interface_that_is_named_for_it(
+    store: TCPStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere,lo")
+    spec = replace(make_spec(store), num_senders=2, num_chains=2)
+    with pytest.raises(WeightSyncError, match=r"chain 0 .* no network interface 'nowhere'"):
+        WeightGroup.join(spec, 0, store=alone(store))
+    left, right = meet(pool, replace(spec, chain=1))
+    sent, received = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    works = [left.send(sent, 1, 0), right.recv(received, 0, 0)]
+    assert all(work.wait(timedelta(seconds=60)) for work in works) and torch.equal(sent, received)
+
+
 def alone(store: TCPStore) -> TCPStore:
     """A store in which everyone has come."""
     for rank in range(2):
-        store.set(f"leash-test/1/here/{rank}", "1")
+        store.set(f"leash-test/1/0/here/{rank}", "1")
     return store
 
 

@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 class Ranks:
     """The processes, by their pipes."""
 
-    def __init__(self, num_ranks: int, timeout_s: float, full_every: int) -> None:
+    def __init__(self, num_ranks: int, num_chains: int, timeout_s: float, full_every: int) -> None:
         self.store = open_store("127.0.0.1", LIMIT_S)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([engine_rank.__name__])
@@ -33,7 +33,8 @@ class Ranks:
         self._pipes = []
         for rank in range(num_ranks):
             mine, theirs = context.Pipe()
-            arguments = (rank, num_ranks, self.store.port, timeout_s, full_every, theirs)
+            place = (rank, num_ranks, num_chains, self.store.port)
+            arguments = (*place, timeout_s, full_every, theirs)
             process = context.Process(target=engine_rank.serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -62,9 +63,9 @@ class Ranks:
 
 @contextlib.asynccontextmanager
 async def scene_of(
-    receivers: Receivers, num_ranks: int, *, full_every: int = 1
+    receivers: Receivers, num_ranks: int, *, full_every: int = 1, num_chains: int = 1
 ) -> AsyncIterator[tuple[Ranks, list[Node]]]:
-    ranks = Ranks(num_ranks, 10.0, full_every)
+    ranks = Ranks(num_ranks, num_chains, 10.0, full_every)
     nodes = [Node(await receivers.get(name, 10.0), MemoryBoard()) for name in ("a", "b")]
     try:
         await asyncio.gather(*(node.start() for node in nodes))
@@ -76,10 +77,16 @@ async def scene_of(
         await asyncio.gather(*(node.close() for node in nodes))
 
 
-async def test_shards_of_all_ranks_make_up_each_version(receivers: Receivers) -> None:
+@pytest.mark.parametrize("num_chains", [1, 2])
+async def test_shards_of_all_ranks_make_up_each_version(
+    receivers: Receivers, num_chains: int
+) -> None:
     num_ranks = 3
     layout = scene_layout(num_ranks)
-    async with scene_of(receivers, num_ranks, full_every=2) as (ranks, nodes):
+    async with scene_of(receivers, num_ranks, full_every=2, num_chains=num_chains) as (
+        ranks,
+        nodes,
+    ):
         for version in range(3):
             assert await ranks.ask_all("publish", version) == [version] * num_ranks
             await ranks.ask(0, "published", version, LIMIT_S)
@@ -90,6 +97,9 @@ async def test_shards_of_all_ranks_make_up_each_version(receivers: Receivers) ->
                     assert torch.equal(found[name], tensor), name
         records = await ranks.ask(0, "records", "publish")
         assert [record["mode"] for record in records] == ["full", "delta", "full"]
+        for record in records:
+            assert record["num_chains"] == num_chains
+            assert 0 < record["fastest_chain_s"] <= record["slowest_chain_s"] <= record["wire_s"]
         assert await ranks.ask_all("close") == [None] * num_ranks
 
 
@@ -115,6 +125,29 @@ async def test_rank_that_died_is_named_to_the_others(receivers: Receivers) -> No
         assert "weights cannot be sent: trainer rank 0, sending to rank 1: it is gone" in error
         assert await ranks.ask(0, "publish", 1) == error
         assert (await nodes[0].status()).newest == 0
+
+
+async def test_rank_that_dies_in_its_chain_publishes_nothing_and_holds_up_no_receiver(
+    receivers: Receivers,
+) -> None:
+    async with scene_of(receivers, 3, num_chains=2) as (ranks, nodes):
+        await ranks.ask_all("publish", 0)
+        await ranks.ask(0, "published", 0, LIMIT_S)
+        await ranks.ask(1, "halt")
+        await ranks.ask_all("publish", 1)
+        assert await ranks.ask(1, "halted")
+        ranks.processes[1].kill()
+        error = await ranks.ask(0, "published", 1, LIMIT_S)
+        assert "rank 1: it is gone" in error
+        for node in nodes:
+            status = await node.status()
+            assert (status.newest, status.complete) == (0, (0,))
+    async with scene_of(receivers, 3, num_chains=2) as (ranks, nodes):
+        assert await ranks.ask_all("publish", 2) == [2] * 3
+        assert await ranks.ask(0, "published", 2, LIMIT_S) == [2]
+        for node in nodes:
+            found, expected = await node.weights(2), cast_weights(scene_layout(3), 2)
+            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 async def test_loss_of_rank_0_publishes_nothing_and_is_reported_by_the_others(

@@ -66,8 +66,11 @@ class TamperedStaging(Staging):
 class Fleet:
     """Drives epochs and transfers by hand, in place of the coordinator."""
 
-    def __init__(self, folder: Path, pool: ThreadPoolExecutor, num_senders: int) -> None:
+    def __init__(
+        self, folder: Path, pool: ThreadPoolExecutor, num_senders: int, num_chains: int
+    ) -> None:
         self._pool = pool
+        self._num_chains = num_chains
         self._store = open_store("127.0.0.1", CALL_S)
         self._members: list[Receiver] = []
         self.layout = model_layout(num_senders)
@@ -89,9 +92,10 @@ class Fleet:
             receivers=tuple(receiver.spec.name for receiver in receivers),
             backend="gloo",
             timeout_s=CALL_S,
+            num_chains=self._num_chains,
         )
         joins: list[Future[None]] = [
-            *(self._pool.submit(s.group_thread.join, spec, i) for i, s in enumerate(self.senders)),
+            *(self._pool.submit(sender.join, spec) for sender in self.senders),
             *(self._pool.submit(receiver.join, spec) for receiver in receivers),
         ]
         for join in joins:
@@ -133,9 +137,9 @@ class Fleet:
         shapes = {name: tuple(tensor.shape) for name, tensor in load_file(file).items()}
         assert shapes == {spec.name: spec.shape for spec in self.layout.tensors}
 
-    def tamper(self, **at: int) -> TamperedStaging:
-        """Tamper with the buckets of the last sender."""
-        staging = self.senders[-1].group_thread.staging = TamperedStaging(**at)
+    def tamper(self, sender: int = -1, **at: int) -> TamperedStaging:
+        """Tamper with the buckets of the last sender, unless the test names another."""
+        staging = self.senders[sender].group_thread.staging = TamperedStaging(**at)
         return staging
 
     def close(self) -> None:
@@ -147,9 +151,10 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    """Two senders, unless the test asks for another number."""
+    """Two senders in one chain, unless the test asks for other numbers."""
     with ThreadPoolExecutor(8) as pool:
-        fleet = Fleet(tmp_path, pool, getattr(request, "param", 2))
+        num_senders, num_chains = getattr(request, "param", (2, 1))
+        fleet = Fleet(tmp_path, pool, num_senders, num_chains)
         yield fleet
         fleet.close()
 
@@ -165,7 +170,7 @@ def test_next_epoch_goes_on_from_the_first_bucket_that_did_not_arrive(
     staging = fleet.tamper(halt_at=20)
     sends, receives = fleet.send(1), fleet.receive(1)
     assert staging.is_there.wait(CALL_S)
-    lost._group_thread.leave()
+    lost._leave()
     staging.go_on.set()
     named = rf"receiver {survivor.spec.name} .*receiver {victim}"
     with pytest.raises(TransferFailed, match=named):
@@ -186,7 +191,7 @@ def test_next_epoch_goes_on_from_the_first_bucket_that_did_not_arrive(
     fleet.finish(1, survivor)
 
 
-@pytest.mark.parametrize("fleet", [1], indirect=True)
+@pytest.mark.parametrize("fleet", [(1, 1)], indirect=True)
 @pytest.mark.parametrize(
     ("base", "what"), [(None, "1 of 41 tensors differ"), (0, "tensors differ|damaged")]
 )
@@ -208,6 +213,7 @@ def test_flipped_bit_is_refused_and_the_version_before_it_stays(
     fleet.finish(1, fleet.east)
 
 
+@pytest.mark.parametrize("fleet", [(2, 1), (3, 2)], indirect=True)
 def test_buckets_that_are_here_already_are_passed_on_and_ignored(fleet: Fleet) -> None:
     fleet.join(fleet.east)
     fleet.transmit(1)
@@ -218,7 +224,7 @@ def test_buckets_that_are_here_already_are_passed_on_and_ignored(fleet: Fleet) -
     fleet.transmit(1)  # whole at both, which pass everything on
 
 
-@pytest.mark.parametrize("fleet", [1], indirect=True)
+@pytest.mark.parametrize("fleet", [(1, 1)], indirect=True)
 def test_receiver_without_a_place_for_a_version_leaves_and_the_others_notice(fleet: Fleet) -> None:
     east, west = fleet.east, fleet.west
     fleet.join(east, west)
@@ -248,7 +254,7 @@ def test_receiver_without_a_place_for_a_version_leaves_and_the_others_notice(fle
         fleet.join(east, west)
 
 
-@pytest.mark.parametrize("fleet", [1], indirect=True)
+@pytest.mark.parametrize("fleet", [(1, 1)], indirect=True)
 def test_receiver_that_fails_in_an_epoch_stays_in_the_next(fleet: Fleet) -> None:
     fleet.join(fleet.east)
     fleet.join(fleet.east)
@@ -256,6 +262,62 @@ def test_receiver_that_fails_in_an_epoch_stays_in_the_next(fleet: Fleet) -> None
         fleet.east.receive(make_transfer(fleet.layout, 1), 1, 0)  # it was late
     fleet.transmit(1)
     fleet.finish(1, fleet.east)
+
+
+@pytest.mark.parametrize("fleet", [(3, 2)], indirect=True)
+def test_version_waits_for_its_slowest_chain_alone(fleet: Fleet) -> None:
+    fleet.join(fleet.east, fleet.west)
+    slow = fleet.tamper(halt_at=5)
+    sends, receives = fleet.send(1), fleet.receive(1)
+    assert slow.is_there.wait(CALL_S)
+    assert sends[1].result(CALL_S) is None  # it has chain 1 for itself
+    assert not any(future.done() for future in (sends[2], *receives))
+    assert fleet.east.status().complete == fleet.west.status().complete == ()
+    slow.go_on.set()
+    for future in (*sends, *receives):
+        future.result(CALL_S)
+    for receiver in (fleet.east, fleet.west):
+        fleet.finish(1, receiver)
+
+
+@pytest.mark.parametrize("fleet", [(3, 2)], indirect=True)
+def test_chain_that_fails_ends_the_others_and_all_go_on_in_the_next_epoch(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers, have_left = (fleet.east, fleet.west), threading.Barrier(3)
+    fleet.join(*receivers)
+    fleet.transmit(0)
+    for receiver in receivers:
+        fleet.finish(0, receiver)
+        leave = receiver._chains[1].leave
+        monkeypatch.setattr(
+            receiver._chains[1],
+            "leave",
+            lambda epoch=None, leave=leave: (leave(epoch), have_left.wait(CALL_S)),
+        )
+    halted = fleet.tamper(1, halt_at=1)
+    failing = fleet.tamper(2, halt_at=1, fail_at=1)
+    sends, receives = fleet.send(1), fleet.receive(1)
+    assert halted.is_there.wait(CALL_S) and failing.is_there.wait(CALL_S)
+    failing.go_on.set()
+    have_left.wait(CALL_S)
+    monkeypatch.undo()
+    halted.go_on.set()
+    for receive in receives:
+        with pytest.raises(TransferFailed, match="chain 0 of epoch 1"):
+            receive.result(CALL_S)
+    for number, error in {1: "bucket .* chain 1 of epoch 1", 2: "the GPU is gone"}.items():
+        with pytest.raises(WeightSyncError, match=error):
+            sends[number].result(CALL_S)
+    sends[0].exception(CALL_S)
+    status = [receiver.status() for receiver in receivers]
+    assert [each.complete for each in status] == [(0,), (0,)]
+    for sender in (1, 2):
+        fleet.tamper(sender)
+    fleet.join(*receivers)
+    fleet.transmit(1, first=min(each.received for each in status))
+    for receiver in receivers:
+        fleet.finish(1, receiver)
 
 
 def test_sender_that_fails_leaves_no_version_and_no_wait(fleet: Fleet) -> None:
