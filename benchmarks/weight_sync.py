@@ -3,6 +3,7 @@
 python -m benchmarks.weight_sync                       # the wire to a receiver, engines under load
 python -m benchmarks.weight_sync --full                # two receivers as well, and pauses by mode
 python -m benchmarks.weight_sync --only pause_500M     # a part that runs only by its name
+python -m benchmarks.weight_sync --only chains         # the same, over two links; needs root
 python -m benchmarks.weight_sync --short               # small sizes; the figures mean little
 """
 
@@ -14,13 +15,13 @@ from importlib import import_module
 from benchmarks.report import Report
 
 PARTS = ("wire", "fleet", "pause")
-LARGE = "pause_500M"
+BY_NAME = ("pause_500M", "chains")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="every part once, quickly")
-    parser.add_argument("--only", choices=(*PARTS, LARGE), help="one part of it")
+    parser.add_argument("--only", choices=(*PARTS, *BY_NAME), help="one part of it")
     parser.add_argument("--full", action="store_true", help="all parts, at all sizes")
     arguments = parser.parse_args()
     report = Report("checkpoint engine")
