@@ -20,9 +20,9 @@ class ReceiverActor(PlacedActor, ReceiverKeeper):
 
     async def keep(self, gpu_ids: list[str]) -> str:
         """`run`, which Ray calls again after it has restarted this actor, and a controller that
-        attaches. `gpu_ids`: of the node's first engine; the receiver shares the first."""
+        attaches. `gpu_ids`: of the node's first engine, shared by the receiver, a chain each."""
         if self._keeping is None:
             if gpu_ids:
-                os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids[0]
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
             self._keeping = asyncio.create_task(self.run())
         return await asyncio.shield(self._keeping)

@@ -95,9 +95,7 @@ class Receiver:
         self._doing = "nothing"
 
     def _chain(self, number: int) -> GroupThread:
-        device = torch.device(self.spec.device)
-        if device.type == "cuda":  # NCCL takes the network card that is nearest to the GPU
-            device = torch.device("cuda", number % torch.cuda.device_count())
+        device = device_of(number, torch.device(self.spec.device))
         # One buffer more than those that arrive: for the bucket that is forwarded.
         return GroupThread(f"weights-receiver-{number}", self.spec.num_buffers + 1, device)
 
@@ -342,6 +340,13 @@ class Receiver:
             yield
         finally:
             self._turn.release()
+
+
+def device_of(chain: int, first: torch.device) -> torch.device:
+    """A GPU for each chain, from the `first` on: NCCL takes the network card nearest to it."""
+    if first.type == "cpu":
+        return first
+    return torch.device("cuda", ((first.index or 0) + chain) % torch.cuda.device_count())
 
 
 class Arrival:

@@ -68,13 +68,16 @@ class EngineRank:
         return self._engine.send(version, shards).version
 
     def halt(self) -> None:
-        """On a rank other than 0: send some buckets of the next version, and never the others."""
+        """On a rank other than 0: send some buckets of the next version, and then wait."""
         commands = self._engine._commands
         assert commands is not None
         self._halting = commands._sending._sender.group_thread.staging = WaitingStaging()
 
     def halted(self) -> bool:
         return self._halting.came.wait(LIMIT_S)
+
+    def go_on(self) -> None:
+        self._halting.go_on.set()
 
     def published(self, version: int, timeout_s: float) -> list[int]:
         self._board.set_engine("engine", version)

@@ -215,6 +215,9 @@ rollout.sampling.top_k=9 ; task.grammar='start: x' ; task.min_turn_tokens=4
 weight_sync.pause_mode=retract ; rollout.engine.radix_cache=true
     -> rollout.engine.radix_cache=True
 weight_sync=delta ; weight_sync.max_delta_density=0 -> weight_sync.full_every=20
+weight_sync.num_chains=2 -> weight_sync.num_chains=2
+weight_sync.num_chains=3 ; trainer.num_ranks=2
+    -> weight_sync.num_chains=3: each chain needs a rank that sends in it
 weight_sync.stage_dir=stage -> weight_sync.stage_dir='stage'
 weight_sync.commit_timeout_s=600 -> weight_sync.commit_timeout_s=600
 weight_sync.pause_mode=drain ; weight_sync.drain_timeout_s=480 -> weight_sync.drain_timeout_s=480

@@ -150,6 +150,22 @@ async def test_rank_that_dies_in_its_chain_publishes_nothing_and_holds_up_no_rec
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+async def test_receiver_that_dies_in_two_chains_costs_the_other_one_epoch(
+    receivers: Receivers,
+) -> None:
+    async with scene_of(receivers, 3, num_chains=2) as (ranks, (victim, survivor)):
+        await ranks.ask(1, "halt")
+        await ranks.ask_all("publish", 0)
+        assert await ranks.ask(1, "halted")
+        await victim.die()
+        await ranks.ask(1, "go_on")
+        assert await ranks.ask(0, "published", 0, LIMIT_S) == [0]
+        found, expected = await survivor.weights(0), cast_weights(scene_layout(3), 0)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        (record,) = await ranks.ask(0, "records", "publish")
+        assert (record["epoch"], record["num_receivers"]) == (2, 1)
+
+
 async def test_loss_of_rank_0_publishes_nothing_and_is_reported_by_the_others(
     receivers: Receivers,
 ) -> None:

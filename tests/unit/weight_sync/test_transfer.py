@@ -29,7 +29,7 @@ from tests.support.weights.wire_model import (
 from weight_sync.buckets import plan_buckets
 from weight_sync.group import open_store
 from weight_sync.group_thread import Staging
-from weight_sync.receiver.receiver import Receiver
+from weight_sync.receiver.receiver import Receiver, device_of
 from weight_sync.sender.rank import Sender
 from weight_sync.types import (
     ChecksumMismatch,
@@ -157,6 +157,15 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
         fleet = Fleet(tmp_path, pool, num_senders, num_chains)
         yield fleet
         fleet.close()
+
+
+def test_chains_take_turns_with_the_gpus_that_a_receiver_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    first = torch.device("cuda:1")
+    assert [device_of(chain, first).index for chain in range(4)] == [1, 2, 0, 1]
+    assert device_of(3, CPU) == CPU
 
 
 @pytest.mark.parametrize("victim", ["east", "west"])
@@ -295,8 +304,8 @@ def test_chain_that_fails_ends_the_others_and_all_go_on_in_the_next_epoch(
             "leave",
             lambda epoch=None, leave=leave: (leave(epoch), have_left.wait(CALL_S)),
         )
-    halted = fleet.tamper(1, halt_at=1)
-    failing = fleet.tamper(2, halt_at=1, fail_at=1)
+    halted = fleet.tamper(1, halt_at=0)
+    failing = fleet.tamper(2, halt_at=3, fail_at=3)
     sends, receives = fleet.send(1), fleet.receive(1)
     assert halted.is_there.wait(CALL_S) and failing.is_there.wait(CALL_S)
     failing.go_on.set()
