@@ -1,7 +1,8 @@
-"""Reads what this machine has: memory that its processes may use, folders, NVIDIA's driver."""
+"""The machine: memory that its processes may use, folders, its disk, NVIDIA's driver."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,15 @@ def host_memory() -> int:
 def existing(path: str | Path) -> Path:
     """The folder, or the nearest above it that exists."""
     return next(p for p in (Path(path), *Path(path).parents) if p.exists())
+
+
+def sync(path: Path) -> None:
+    """Sync a file's bytes, or a folder's entries, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _cgroup_limits() -> Iterator[int]:

@@ -17,7 +17,6 @@ The file is a zip archive whose members are stored as they are, in this order:
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +26,8 @@ from typing import Literal, Self, TypeVar, get_args
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import msgspec
+
+from host.machine import sync
 
 FORMAT_VERSION = 4
 State = Literal["ready", "leased", "consumed", "quarantined"]
@@ -136,9 +137,9 @@ def write_dump(path: Path, header: DumpHeader) -> Iterator[DumpWriter]:
             yield dump
             end = _End(dict(dump.counts), dump.num_gone, dump.num_kept)
             file.writestr(_END, msgspec.json.encode(end))
-        _sync(part)
+        sync(part)
         part.replace(path)
-        _sync(path.parent)  # the new name must reach the disk too
+        sync(path.parent)  # the new name must reach the disk too
     except BaseException as error:
         with suppress(OSError):
             part.unlink()
@@ -150,14 +151,6 @@ def write_dump(path: Path, header: DumpHeader) -> Iterator[DumpWriter]:
             "room or choose another place",
             str(path),
         ) from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_header(path: Path) -> DumpHeader:

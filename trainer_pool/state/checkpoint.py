@@ -30,6 +30,7 @@ from isal.isal_zlib import crc32
 
 from buffer.types import PromptRef
 from configs.run_files import read_json, read_text
+from host.machine import sync
 from tensors.layout import Count
 
 GROUPS_FILE = "groups.dump"
@@ -129,13 +130,13 @@ class CheckpointStore:
         (written / _CHECKSUMS_FILE).write_text(json.dumps(sums, indent=1))
         _close_to_others(written)
         for path in (*written.rglob("*"), written):
-            _sync(path)
+            sync(path)
         final = self._final_folder(state.step)
         if final.exists():
             # Only for a step repeated after a rollback: `latest` is older than this folder.
             shutil.rmtree(final)
         written.rename(final)
-        _sync(self.folder)
+        sync(self.folder)
         self._point_latest_to(final.name)
         self._prune(state.step)
         return final
@@ -181,7 +182,7 @@ class CheckpointStore:
         finally:
             os.close(file)
         if is_new:
-            _sync(self.folder)
+            sync(self.folder)
 
     def noted_version(self) -> int:
         """The newest that was noted; -1 before the first. Raises ValueError if it is damaged."""
@@ -229,9 +230,9 @@ class CheckpointStore:
         draft = self.folder / f".{name}"
         draft.write_text(line + "\n")
         _close_to_others(draft)
-        _sync(draft)
+        sync(draft)
         draft.replace(self.folder / name)
-        _sync(self.folder)
+        sync(self.folder)
 
     def _prune(self, newest: int) -> None:
         # After a rollback there are later ones, of steps that were undone. They must not count: the
@@ -355,12 +356,3 @@ def _close_to_others(folder: Path) -> None:
     """Remove write access of other users, which a lax umask may have granted."""
     for path in (folder, *folder.rglob("*")):
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~_WRITABLE_BY_OTHERS)
-
-
-def _sync(path: Path) -> None:
-    """Sync a file's bytes, or a folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
