@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 from collections import Counter
@@ -81,6 +82,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         started = [f"{number} {' '.join(words)}".strip() for words, number in forked.most_common()]
         if started:
             terminalreporter.write_line(f"forked: {', '.join(started)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """The garbage collector need not walk what is imported and collected, now or in any test: it
+    stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else libraries call what is left a leak
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
