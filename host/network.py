@@ -77,7 +77,10 @@ def address_of(interface: str) -> str:
     for entry in psutil.net_if_addrs().get(interface, ()):
         if entry.family in (socket.AF_INET, socket.AF_INET6):
             return entry.address
-    raise OSError(f"this machine has no network interface {interface!r} with an address")
+    raise OSError(
+        f"this machine has no network interface {interface!r} with an address; `ip address` lists "
+        "those that GLOO_SOCKET_IFNAME may name"
+    )
 
 
 def interface_of(address: str) -> str:

@@ -182,7 +182,7 @@ class GroupSpec:
     """The rendezvous store's, on trainer rank 0."""
     name: str
     num_senders: Annotated[int, Meta(ge=1)]
-    """Of all chains together."""
+    """Trainer ranks of all chains together."""
     receivers: Annotated[tuple[str, ...], Meta(min_length=1)]
     """Names, in the order of their ranks: the chain that every bucket goes down."""
     backend: str

@@ -81,7 +81,7 @@ class Delivery:
     wire_s: float = 0.0
     """From the first byte of the first attempt to the last byte of the first successful one."""
     chains_s: tuple[float, ...] = ()
-    """Of that attempt, by chain: the time of its slowest rank."""
+    """By chain, the time that its slowest rank took to send in that attempt."""
     verify_at: float = 0.0
     verify_s: float = 0.0
     """Verification time of the slowest receiver."""
