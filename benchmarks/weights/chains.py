@@ -89,13 +89,14 @@ def _limit(host: Host, link: str) -> None:
 def _play(hosts: list[Host], weights: SharedWeights, rounds: int) -> dict[int, list[float]]:
     """Seconds of the wire by number of chains."""
     environment = {"GLOO_SOCKET_IFNAME": ",".join(LINKS), "OMP_NUM_THREADS": "1"}
+    streams = (subprocess.PIPE, subprocess.PIPE, sys.stderr.fileno())
     running: list[subprocess.Popen[str]] = []
     urls = {}
     try:
         for host in hosts[1:]:
             spec = _receiver_spec(host).to_json()
             command = f"{sys.executable} -m weight_sync.receiver.app '{spec}'"
-            process = host.start(command, environment, (subprocess.PIPE, subprocess.PIPE, None))
+            process = host.start(command, environment, streams)
             running.append(process)
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(KEY + "\n")
@@ -104,7 +105,7 @@ def _play(hosts: list[Host], weights: SharedWeights, rounds: int) -> dict[int, l
         for rank in reversed(range(NUM_RANKS)):
             spec = json.dumps([rank, rounds, str(weights.path), hosts[0].address, urls])
             command = f"{sys.executable} -m benchmarks.weights.chains '{spec}'"
-            running.append(hosts[0].start(command, environment, (None, subprocess.PIPE, None)))
+            running.append(hosts[0].start(command, environment, streams))
         output, _ = running[-1].communicate(timeout=600)
         found = {int(key): value for key, value in json.loads(output.splitlines()[-1]).items()}
         return found
