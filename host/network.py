@@ -78,8 +78,8 @@ def address_of(interface: str) -> str:
         if entry.family in (socket.AF_INET, socket.AF_INET6):
             return entry.address
     raise OSError(
-        f"this machine has no network interface {interface!r} with an address; `ip address` lists "
-        "those that GLOO_SOCKET_IFNAME may name"
+        f"this machine has no network interface {interface!r} with an address; set "
+        "GLOO_SOCKET_IFNAME to those that `ip address` lists"
     )
 
 
