@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks.gpu import head
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu_engine import ROOFLINES, Roofline
+from tests.support.hosts import missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -44,6 +45,7 @@ FIGURES = {
     "standstill_vs_bare_load direct_pause_vs_bare_load max_rescoring_difference "
     "pause_resubmit_tiny standstill_resubmit_tiny pause_retract_tiny pause_in_place_tiny "
     "pause_direct_tiny",
+    "weight_sync --only chains": "chains_1_s chains_2_s chains_ratio",
     "rollout": "vs_sync vs_stream vs_partial short_leash_vs_sync wasted_tokens "
     "engine_utilisation pool_efficiency prefill_ratio_group prefill_ratio_group_without "
     "prefix_speedup_group prefill_ratio_turns prefill_ratio_turns_without prefix_speedup_turns "
@@ -72,7 +74,9 @@ def run(script: str, *arguments: str, cwd: Path, timeout_s: float) -> subprocess
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="an engine wants a core of its own")
 @pytest.mark.parametrize("script", FIGURES)
 def test_benchmark_ends_with_all_its_figures(script: str, tmp_path: Path) -> None:
-    ended = run(script, "--short", cwd=tmp_path, timeout_s=540)
+    if "chains" in script and (why := missing()) is not None:
+        pytest.skip(why)
+    ended = run(*script.split(), "--short", cwd=tmp_path, timeout_s=540)
     # The first error says why; what its end tears down follows.
     assert ended.returncode == 0, f"{ended.stderr[:3000]}\n...\n{ended.stderr[-1000:]}"
     last = ended.stdout.splitlines()[-1]
