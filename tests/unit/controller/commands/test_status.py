@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,6 +144,26 @@ def test_redis_of_a_run_that_does_not_answer_is_named_with_its_log(
     error = leash("status", exit_code=EXIT_FAILED)
     assert f"the Redis of {run_dir.name} does not answer" in error
     assert str(run_dir.log_of("redis")) in error and "buffer.url" not in error
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "code", "words"),
+    [
+        ("metrics.jsonl", r"(?s).*", "", 0, "Nothing is measured so far."),
+        ("metrics.jsonl", r"[^\n]{9}\n\Z", "", 0, "Rollouts are the bottleneck"),
+        ("metrics.jsonl", r"\Z", "null\n", EXIT_BAD_INPUT, "metrics.jsonl:23 is damaged: "),
+        ("config.yaml", r"(?s).*", "", EXIT_BAD_INPUT, "config.yaml contains no settings; restore"),
+        ("config.yaml", "(  )num_steps", r"\1an_old: 1\n\g<0>", EXIT_BAD_INPUT, "no such setting"),
+        ("redis.url", r"@.*", "", EXIT_FAILED, "does not answer"),
+        ("run.json", r"(?s).*", "{", EXIT_BAD_INPUT, "run.json is damaged: "),
+    ],
+)
+def test_files_of_a_start_a_crash_or_another_version_are_answered_with_words(
+    going_run: RunDir, leash: Command, name: str, before: str, after: str, code: int, words: str
+) -> None:
+    file = going_run.path / name
+    file.write_text(re.sub(before, after, file.read_text(), count=1))
+    assert words in leash("status", exit_code=code)
 
 
 def test_run_without_its_controller_is_reported(trained_run: RunDir) -> None:
