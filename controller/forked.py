@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from buffer.redis.address import PASSWORD_VARIABLE
@@ -26,14 +26,15 @@ from controller.start.fork_servers import fork_servers
 from processes import fork_server
 
 
-def run_forked(words: Sequence[str], config: Config) -> int | None:
+def run_forked(words: Sequence[str], read_config: Callable[[], Config]) -> int | None:
     """`leash` with these words; returns its exit code. None if it cannot be forked: it runs in this
-    process then. Raises KeyboardInterrupt if a signal comes before it has begun."""
+    process then. Raises what `read_config` does, and KeyboardInterrupt if a signal comes before it
+    has begun."""
     is_plain = not (sys.flags.optimize or sys.warnoptions or sys._xoptions)
     is_forked = LAUNCHER_VARIABLE in os.environ
     # A server would show the password to whoever may look at its environment.
     is_secret = PASSWORD_VARIABLE in os.environ
-    if is_forked or is_secret or not is_plain or config.cluster.ray_address is not None:
+    if is_forked or is_secret or not is_plain:
         return None
     process: fork_server.Forked | None = None
 
@@ -50,6 +51,9 @@ def run_forked(words: Sequence[str], config: Config) -> int | None:
         with fork_servers():
             if FORK_SERVERS_VARIABLE not in os.environ:
                 return None  # there is a GPU
+            # Read while the servers import: they end at once if it is refused.
+            if read_config().cluster.ray_address is not None:
+                return None
             command = [sys.executable, "-m", "controller.main", *words]
             environment = {**os.environ, LAUNCHER_VARIABLE: str(os.getpid())}
             process = fork_server.fork(command, environment, (0, 1, 2))

@@ -267,7 +267,7 @@ def _dispatch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         from controller.forked import launcher_descriptor, run_forked
 
         if arguments.verb != "attach":
-            code = run_forked(words, _config_of(arguments))
+            code = run_forked(words, lambda: _config_of(arguments))
             if code is not None:
                 return code
         return run_guarded(

@@ -69,6 +69,7 @@ def fork_servers(kinds: Sequence[Kind] = KINDS, *, is_eager: bool = True) -> Ite
     finally:
         del os.environ[FORK_SERVERS_VARIABLE]
         os.close(kept)
+        servers.terminate()  # they may be importing still
         with contextlib.suppress(subprocess.TimeoutExpired):
             servers.wait(_END_S)
         kill_group(servers.pid)
