@@ -319,7 +319,7 @@ class TrainerConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class AutotuneConfig(Section):
-    """The run moves buffer.max_staleness by itself, between these bounds
+    """The run moves buffer.max_staleness by itself, between these bounds, and engines if it may
     (docs/staleness.md#a-bound-that-moves-by-itself)."""
 
     SECTION: ClassVar[str] = "buffer.autotune"
@@ -330,6 +330,9 @@ class AutotuneConfig(Section):
     """Lower it while the effective sample size is less than this fraction of the tokens."""
     steps: int = field(default=20, metadata=at_least(5))
     """Trained steps that are measured once the leash has filled; long waits need fewer."""
+    max_engines: int | None = field(default=None, metadata=at_least(1))
+    """It also adds engines where Ray has room for them, up to so many, and takes idle ones away;
+    None: rollout.num_engines changes by `make scale` alone."""
 
     def rules(self) -> Iterator[Rule]:
         fix = f"at most buffer.autotune.max_staleness={self.max_staleness}"

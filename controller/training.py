@@ -173,7 +173,8 @@ class Training:
         ]
         log = cleanup.enter_context(MetricsLog(self.run_dir.metrics, hand_on))
         show, say = self.panel.show, self.panel.say
-        tuner = Autotuner(self.address, self.run_dir, say)
+        count_places = self.pools.rollout.count_places
+        tuner = Autotuner(self.address, self.run_dir, say, count_places)
         self._history = HistoryWriter(
             buffer,
             self._state,

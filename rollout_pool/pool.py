@@ -264,6 +264,14 @@ class RolloutPool:
     def engine_names(self) -> list[str]:
         return list(self._engines)
 
+    def count_places(self) -> int:
+        """How many more engines Ray has room for now."""
+        # A node without a resource has none of it.
+        return sum(
+            min(int(free.get(name, 0.0) // need) for name, need in self._bundle.items() if need)
+            for free in ray_state.available_resources_per_node().values()
+        )
+
     def add_engine(self) -> tuple[str, Pending[None]]:
         """One more engine's name, and its start; Ray looks for its place first."""
         place = placement_group([self._bundle], strategy="PACK", lifetime=_lifetime(self._spec))

@@ -21,7 +21,7 @@ from controller.buffer_access import BufferAddress, impatient, live_texts, opene
 from controller.metrics.history import TUNED, Scalar, read_metrics, series
 from controller.run_dir import RunDir, RunDirError
 from controller.start.plan import FLOAT32_DIFF, max_logprob_diff
-from controller.watch.autotune import SETTING, WHO, find_move
+from controller.watch.autotune import WHO, find_move
 from controller.watch.remarks import bytes_in_use
 from controller.watch.run_view import RunView
 
@@ -103,11 +103,15 @@ class Autotuner:
     address: BufferAddress
     run_dir: RunDir
     say: Callable[[str], None]
+    count_places: Callable[[], int]
+    """How many more engines Ray has room for now; it asks Ray."""
 
     def __post_init__(self) -> None:
         self._num_expected = 0
         """Changes that the run's history has once it has the last one of this class."""
         self._refused_at = -math.inf
+        self._has_told = False
+        """That there is no room for an engine."""
         self._unmade: tuple[str, dict[str, Scalar], dict[str, str]] | None = None
         """A change that broke off: some shards may have it, and no record may say so."""
 
@@ -117,13 +121,19 @@ class Autotuner:
             return
         try:
             if self._unmade is None:
-                if (move := find_move(view)) is None:
+                if isinstance(move := find_move(view), str):
                     return
-                bound, said = move
-                assert view.stats is not None  # it is what the move is made from
+                if move.adds_engines:
+                    num_free = await asyncio.to_thread(self.count_places)
+                    if not num_free and not self._has_told:
+                        self.say(f"buffer.autotune: Ray has no free place for {move.words}")
+                    self._has_told = not num_free
+                    if isinstance(move := find_move(view, num_free), str):
+                        return
                 # `make tune` may have changed it since.
-                expected = {SETTING.rpartition(".")[2]: str(view.stats.max_staleness)}
-                self._unmade = f"{SETTING}={bound}", {"who": WHO, **said}, expected
+                expected = {move.setting.rpartition(".")[2]: str(move.before)}
+                change_to = f"{move.setting}={move.after}"
+                self._unmade = change_to, {"who": WHO, **move.said}, expected
             override, said, expected = self._unmade
             if await change(self.address, self.run_dir, [override], said, expected):
                 self._num_expected = num_changes + 1

@@ -1,7 +1,10 @@
-"""Moves max_staleness where the run's own numbers say so: `buffer.autotune` (pure).
+"""Moves max_staleness where the run's own numbers say so, and then the number of engines if it may:
+`buffer.autotune` (pure).
 
     raise   the trainer waits for rollouts that have room, or long answers are trained too rarely
     lower   few tokens carry the updates, or groups lie ready or queued longer than they need to
+    more engines    the trainer waits while engines are full, or the bound may go no further
+    fewer engines   they have no group for much of their time, and nobody waits for them
 
 How far follows from Little's law: a trainer that works for a fraction u of its time needs 1/u times
 as many groups in flight. A run at an edge does not go to and fro: for some time no value that was
@@ -21,13 +24,35 @@ from controller.metrics.history import Scalar, series
 from controller.watch.finding import MUCH
 from controller.watch.length_bias import length_bias
 from controller.watch.run_view import RunView
+from controller.watch.verdict import wanted_engines
 
-SETTING, WHO = "buffer.max_staleness", "autotune"
+SETTING, ENGINES, WHO = "buffer.max_staleness", "rollout.num_engines", "autotune"
 WAITS = 0.03
 """Fraction of its time for which the trainer must wait for rollouts, if a raise is to be made. What
 it waits beyond that shortens the window."""
 REMEMBERED = 20
 """Times the `steps` of the settings for which a value that was left is known."""
+BUSIEST = 0.9
+"""Fraction of its time for which an engine may have groups once there is one less."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Move:
+    """A change to be made."""
+
+    setting: str
+    before: int
+    after: int
+    said: Mapping[str, Scalar]
+    """What its record says besides."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.setting} {self.before} -> {self.after}: {self.said['why']}"
+
+    @property
+    def adds_engines(self) -> bool:
+        return self.setting == ENGINES and self.after > self.before
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -58,26 +83,41 @@ class Measured:
     """The smallest max_staleness that gives hardly any up, if it is known."""
 
 
-def find_move(view: RunView) -> tuple[int, dict[str, Scalar]] | None:
-    """The max_staleness to be, if it is to change, and what its record says besides."""
+def find_move(view: RunView, num_free: float = math.inf) -> Move | str:
+    """The next change, or why there is none, in words; "" without the setting. `num_free`: places
+    for more engines."""
     config = None if view.config is None else view.config.buffer.autotune
-    if config is None or view.stats is None or (now := _measured(view, config)) is None:
-        return None
+    if config is None or view.stats is None:
+        return ""
+    if isinstance(now := _measured(view, view.stats, config), str):
+        return now
+    bound = view.stats.max_staleness
     # Several changes, however long the leash takes to fill.
     memory = 3 * (2 * _filling(view, view.stats) + config.steps)
-    left = _left(view, max(REMEMBERED * config.steps, memory))
-    move = next_move(view.stats.max_staleness, now, left, config)
+    memory = max(REMEMBERED * config.steps, memory)
+    after, why = next_move(bound, now, _left(view, memory, SETTING), config)
     ess = {} if math.isnan(now.ess) else {"ess": now.ess}
-    return None if move is None else (move[0], {"why": move[1], **ess})
+    # More engines rather than fewer requests for them.
+    if config.max_engines is not None and after <= bound and not now.ess < config.min_ess:
+        left, wanted = _left(view, memory, ENGINES), wanted_engines(view)
+        number, reason = _next_engines(view.num_engines, now, left, config.max_engines, wanted)
+        number = int(min(number, view.num_engines + num_free))
+        if number > view.num_engines or (number < view.num_engines and after == bound):
+            said = {"why": reason, **ess}
+            return Move(setting=ENGINES, before=view.num_engines, after=number, said=said)
+    if after == bound:
+        return why
+    return Move(setting=SETTING, before=bound, after=after, said={"why": why, **ess})
 
 
 def next_move(
     bound: int, now: Measured, left: Mapping[int, float], config: AutotuneConfig
-) -> tuple[int, str] | None:
-    """The same with why. `left`: the effective sample size with values that autotune has left."""
+) -> tuple[int, str]:
+    """The value to be, or to stay, and why. `left`: the effective sample size with values that
+    autotune has left."""
     lowest, highest, floor = config.min_staleness, config.max_staleness, config.min_ess
-    if not lowest <= bound <= highest:  # a person has set it: it stays
-        return None
+    if not lowest <= bound <= highest:
+        return bound, f"it was set beside the bounds, {lowest} and {highest}"
     ess = f"effective sample size {now.ess:.2f}"
 
     def is_uneven(value: int) -> bool:
@@ -87,11 +127,12 @@ def next_move(
 
     if now.ess < floor:
         lower = next((v for v in range(bound - 1, lowest, -1) if not is_uneven(v)), lowest)
-        return (lower, f"{ess}, below {floor:g}") if lower < bound else None
+        return lower, f"{ess}, below {floor:g}"
     most = next((v - 1 for v in range(bound + 1, highest + 1) if is_uneven(v)), highest)
+    at_most = "it is the largest" if bound == highest else f"a larger one is below {floor:g}"
     if now.is_biased and now.is_whole and now.enough is not None and now.enough > bound:
         why = f"long answers are given up, which less than {now.enough} does; {ess}"
-        return (min(now.enough, most), why) if most > bound else None
+        return (min(now.enough, most), why) if most > bound else (bound, f"{why}: {at_most}")
     waited = f"the trainer waited {now.waited:.0%} for rollouts, they {now.idle:.0%} for it"
     if now.has_waited and not now.is_full and most > bound:
         in_flight = (bound + 1) / max(1 - now.waited, 1e-3)
@@ -103,30 +144,59 @@ def next_move(
         lower, so = bound - 1, "requests queue at engines"
     elif now.waited < WAITS:
         lower, so = bound - max(1, now.surplus), f"batches that always lay ready: {now.surplus}"
+    elif not now.has_waited:
+        return bound, f"{waited}, for too short a time so far"
     else:
-        return None
+        full = "workers or rewards have all that they take, or groups are lacking"
+        return bound, f"{waited}, but {full if now.is_full else f'{ess}: {at_most}'}"
     needed = max([lowest, now.enough or 0, *(1 + value for value in left if value < bound)])
     if now.is_whole and not now.is_biased and needed < bound:
         return max(needed, lower), f"{waited}, {so}: its groups may be fresher; {ess}"
-    return None
+    reasons = {
+        "it is the least": bound <= lowest,
+        f"{bound - 1} was too little lately": bound - 1 in left,
+        "it has not been measured for long enough": not now.is_whole,
+    }
+    but = next((words for words, holds in reasons.items() if holds), "long answers need it")
+    return bound, f"{waited}, {so}, but {but}"
 
 
-def _measured(view: RunView, config: AutotuneConfig) -> Measured | None:
-    """None if something is amiss, or too soon after a change of the run's conditions."""
-    stats = view.stats
-    if stats is None or stats.paused or view.phase != "training" or view.stall is not None:
-        return None
-    away = view.workers_away or view.weights.lost_engines
+def _next_engines(
+    number: int, now: Measured, left: Mapping[int, float], most: int, wanted: int | None
+) -> tuple[int, str]:
+    """The number of engines to be, or to stay, and why. `wanted`: what the verdict would have."""
+    may_help = now.is_queued or not now.is_full
+    if now.is_whole and now.has_waited and may_help and wanted is not None and number < most:
+        why = "requests queue at engines" if now.is_queued else "max_staleness may not grow"
+        return min(wanted, most), f"the trainer waited {now.waited:.0%} for rollouts, and {why}"
+    busy = (1 - now.idle) * number / max(1, number - 1)
+    is_idle = now.idle >= MUCH and busy <= BUSIEST and now.waited < WAITS
+    if now.is_whole and is_idle and number > 1 and number - 1 not in left:
+        why = f"engines had no groups for {now.idle:.0%} of their time, for lack of room in the "
+        return number - 1, f"{why}leash; the trainer waited {now.waited:.0%} for them"
+    return number, ""
+
+
+def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Measured | str:
+    """Says why not if something is amiss, or too soon after a change of the run's conditions."""
+    if stats.paused or view.phase != "training" or view.stall is not None:
+        return "the run does not train now"
+    if view.workers_away or view.weights.lost_engines:
+        return "a worker or an engine is away"
+    if (serving := len(stats.engine_versions)) != view.num_engines:
+        return f"{serving} of {view.num_engines} engines serve"
     filling = _filling(view, stats)
     whole = config.steps + filling  # waits come and go with what is in flight
     recent = [step for step in view.steps[-(filling + whole + 1) :] if step.t > view.changed_at]
     window = recent[filling:]
-    count = len(window) - 1
-    if away or count < 2 * filling or len(stats.engine_versions) < view.num_engines:
-        return None
+    count, least = len(window) - 1, max(1, 2 * filling)
+    if count < least:
+        return (
+            f"too little is measured: {max(0, count)} of {least} steps since the leash has filled"
+        )
     waited_s, ess = sum(series(window[1:], "lease_wait_s")), series(window[1:], "ess")
     shares = [b.number("lease_wait_s") / max(b.t - a.t, 1e-9) for a, b in pairwise(window)]
-    least = min(view.least_ready[-count:])
+    ready = min(view.least_ready[-count:])
     lengths, engines = view.lengths, view.recent_engines
     places = sum(engine.number("limit") for engine in engines) / view.rollout.group_size
     looks = view.busy.growth()
@@ -136,11 +206,11 @@ def _measured(view: RunView, config: AutotuneConfig) -> Measured | None:
     return Measured(
         waited=min(1.0, waited_s / max(window[-1].t - window[0].t, 1e-9)),
         is_whole=count >= whole,
-        # One slow group says nothing: the longest wait is left out.
-        has_waited=sum(shares) - max(shares) >= WAITS * config.steps,
+        # One slow group says nothing: the longest wait is left out. With 0 all waits are due.
+        has_waited=sum(shares) - bool(filling) * max(shares) >= WAITS * config.steps,
         idle=view.wait_fractions.rollout_for_trainer,
         ess=sum(ess) / len(ess) if ess else math.nan,
-        surplus=0 if math.isinf(least) else int(least // stats.groups_per_version),
+        surplus=0 if math.isinf(ready) else int(ready // stats.groups_per_version),
         is_full=bool(is_unused or waits_elsewhere),
         is_queued=is_queued,
         places=places / stats.groups_per_version if engines else math.inf,
@@ -150,16 +220,22 @@ def _measured(view: RunView, config: AutotuneConfig) -> Measured | None:
 
 
 def _filling(view: RunView, stats: BufferStats) -> int:
-    """Steps in which the leash fills."""
-    return (stats.max_staleness + 1) * view.steps_per_version
+    """Steps in which the leash fills. With 0 there is nothing to fill: trainer and rollouts take
+    turns."""
+    return (stats.max_staleness + 1) * view.steps_per_version * (stats.max_staleness > 0)
 
 
-def _left(view: RunView, num_steps: int) -> dict[int, float]:
-    """Nothing from before a change by a person, who may have changed what it rests on."""
+def _left(view: RunView, num_steps: int, setting: str) -> dict[int, float]:
+    """Values of the setting. Nothing from before a change by a person, or of the engines, who may
+    have changed what it rests on."""
     oldest, found = view.steps[-num_steps:][0].t, dict[int, float]()
     for change in reversed(view.changes):
         if change.values.get("who") != WHO or change.t < oldest:
             break
+        if change.values.get("setting") != setting:
+            if setting == SETTING:
+                break
+            continue
         before, after = (int(str(change.values[name])) for name in ("before", "after"))
         found.setdefault(before, change.number("ess"))
         for value in range(before + 1, after):

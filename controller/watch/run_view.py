@@ -99,7 +99,8 @@ class RunView:
     engines: dict[tuple[str, str], Record] = field(default_factory=dict)
     """The last record of each engine by each worker."""
     busy: Window[str] = field(default_factory=lambda: Window(WAITS_HORIZON_S))
-    """Recent looks at engines, and those at which one had as many requests as it takes."""
+    """Recent looks at engines that only train, and those at which one had as many requests as it
+    takes."""
     room: Room = field(default_factory=Room)
     stats: BufferStats | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -187,8 +188,12 @@ class RunView:
         elif record.kind == "engine":
             engine, worker = (str(record.values.get(name)) for name in ("engine", "worker"))
             self.engines[engine, worker] = record
-            self._num_looks, self._num_busy = self._num_looks + 1, self._num_busy + is_busy(record)
-            self.busy.add(record.t, {"looks": self._num_looks, "busy": self._num_busy})
+            # Those of an evaluation, or of the start, say nothing about rollouts.
+            at_it = [one for (name, _), one in self.engines.items() if name == engine]
+            if self.phase == "training" and not any(one.number("evaluating") > 0 for one in at_it):
+                self._num_looks += 1
+                self._num_busy += is_busy(record)
+                self.busy.add(record.t, {"looks": self._num_looks, "busy": self._num_busy})
         else:
             self.weights.apply(record)
         if NEW_CONDITIONS & {record.kind, record.values.get("event")}:

@@ -67,6 +67,13 @@ def parts_at_fault(view: RunView) -> dict[str, dict[str, float]]:
     }
 
 
+def wanted_engines(view: RunView) -> int | None:
+    """How many engines the first hint with a command would have, if that is what it is about."""
+    hints = [one for one in findings(view) if one.level is Level.hint and one.changes]
+    name, _, number = hints[0].changes[0].partition("=") if hints else ("", "", "")
+    return int(number) if name == "rollout.num_engines" else None
+
+
 def _in_order(view: RunView) -> Iterator[Finding | None]:
     """The order among alarms and that among hints."""
     stats, usual_s = view.stats, view.usual_step_s

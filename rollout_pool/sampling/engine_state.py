@@ -265,6 +265,10 @@ class EngineState:
     def limit(self) -> int:
         return self._limit.value
 
+    @property
+    def num_evaluating(self) -> int:
+        return self._num_in_flight[Priority.evaluation]
+
     def _sum_up(self) -> None:
         """Call after a change of the samples here, those of other workers, or the limit."""
         num_rollouts, num_evaluations = self._num_in_flight

@@ -94,6 +94,7 @@ class WorkerReporter:
             "kv_usage": load.kv_usage if load else math.nan,
             "limit": engine.limit if engine else math.nan,
             "in_flight": engine.num_in_flight if engine else 0,
+            "evaluating": engine.num_evaluating if engine else 0,
             "scoring": self.scoring(),
             "prefix_hit_rate": 1 - new["prefilled_tokens"] / prompts if prompts else math.nan,
             "preemptions": new["preemptions"],

@@ -2,8 +2,8 @@
 -- Request: values, expected (both by name).   Reply: 1; 0 if a setting is not as expected
 for name, value in pairs(request.expected) do
   local held = redis.call('HGET', SETTINGS, name)
-  -- The values themselves: the reply to an earlier call was lost.
-  if held ~= value and held ~= request.values[name] then
+  -- Nobody has changed what is not held. The values themselves: the reply to an earlier call was lost.
+  if held and held ~= value and held ~= request.values[name] then
     return 0
   end
 end

@@ -16,7 +16,7 @@ from configs.schema import AutotuneConfig, BufferConfig, Config, ModelConfig
 from controller.metrics.history import TUNED, Record
 from controller.simulate.events import Outcome, Setting, _Run
 from controller.simulate.machine import Machine
-from controller.watch.autotune import SETTING, WHO, find_move
+from controller.watch.autotune import SETTING, WHO, Move, find_move
 from controller.watch.run_view import RunView
 from tests.support.controller.records import STATS, step_record
 
@@ -40,6 +40,7 @@ class Tuned:
     def see(self, **changes: object) -> None:
         full = (self.bounds[-1] + 1) * STATS.groups_per_step
         usual = {"max_staleness": self.bounds[-1], "ready": 0, "leased": 0, "running": full}
+        usual["engine_versions"] = {f"engine-{i}": 136 for i in range(self.view.num_engines)}
         stats: BufferStats = replace(STATS, **{**usual, **changes})
         self.view.stats = stats
 
@@ -50,14 +51,24 @@ class Tuned:
         return self.look(t)
 
     def look(self, t: float) -> int:
-        before, move = self.bounds[-1], find_move(self.view)
-        self.bounds.append(before if move is None else move[0])
-        if move is not None:
-            self.change(t, str(before), str(move[0]), **move[1])
+        move = find_move(self.view)
+        self.bounds.append(self.bounds[-1])
+        if isinstance(move, Move):
+            if move.setting == SETTING:
+                self.bounds[-1] = move.after
+            self.change(t, str(move.before), str(move.after), setting=move.setting, **move.said)
         return self.bounds[-1]
 
-    def change(self, t: float, before: str, after: str, who: str = WHO, **said: object) -> None:
-        values = {"setting": SETTING, "before": before, "after": after, "who": who, **said}
+    def change(
+        self,
+        t: float,
+        before: str,
+        after: str,
+        who: str = WHO,
+        setting: str = SETTING,
+        **said: object,
+    ) -> None:
+        values = {"setting": setting, "before": before, "after": after, "who": who, **said}
         self.whys.append(str(said.get("why")))
         self.view.apply(Record(t=t, kind=TUNED, values=values))
 
@@ -148,11 +159,24 @@ GOAL = 300
 """Effective steps: a step counts as much as its effective sample size."""
 
 
+class Scaled(Exception):
+    """A simulated run is to have another number of engines, which it cannot change."""
+
+
 def simulated(
-    work: Work, num_steps: int, bound: int, *, is_tuned: bool, seed: int = 0
+    work: Work,
+    num_steps: int,
+    bound: int,
+    *,
+    is_tuned: bool,
+    seed: int = 0,
+    config: AutotuneConfig = WIDE,
 ) -> tuple[Outcome, Tuned]:
-    """The run with this max_staleness, or with one that autotune moves from there."""
-    run, groups = Tuned(bound, WIDE), work.groups
+    """The run with this max_staleness, or with one that autotune moves from there. Raises
+    Scaled."""
+    run, groups = Tuned(bound, config), work.groups
+    run.view.num_engines = work.engines
+    waited_s = [0.0]
     run.view.rollout = replace(run.view.rollout, group_size=work.size)
     left_ready = [0]
 
@@ -165,13 +189,32 @@ def simulated(
         values = {"engine": "all", "worker": 0, "queued": int(queued), "in_flight": 0}
         places = {"limit": work.engines * work.running}
         run.view.apply(Record(t=end, kind="engine", values={**values, **places}))
+        waited_s[0] += max(0.0, end - begin - outcome.train_s[-1])
+        run.view.waits.add(end, {("trainer", "rollout"): waited_s[0]})
         ess = np.exp(-work.loss * np.array(outcome.staleness[-groups:])).mean()
         assert max(outcome.staleness[-groups:]) <= run.bounds[-1]
-        return run.step(end, max(0.0, end - begin - outcome.train_s[-1]), float(ess))
+        after = run.step(end, max(0.0, end - begin - outcome.train_s[-1]), float(ess))
+        if run.view.num_engines != work.engines:
+            raise Scaled(run)
+        return after
 
     setting, draws = work.setting(bound, num_steps), work.draws(seed)
     simulation = _Run(setting, lambda: next(draws), tune if is_tuned else None)
     return simulation.run(), run
+
+
+def scaled(work: Work, bound: int, most: int, num_steps: int) -> list[int]:
+    """The numbers of engines that it goes through, each in a simulated run of its own."""
+    numbers, config = [work.engines], replace(WIDE, max_engines=most)
+    while len(numbers) < 12:
+        try:
+            simulated(work, num_steps, bound, is_tuned=True, config=config)
+            break
+        except Scaled as change:
+            (run,) = change.args
+            numbers.append(run.view.num_engines)
+            work, bound = replace(work, engines=numbers[-1]), run.bounds[-1]
+    return numbers
 
 
 def time_to(goal: float, outcome: Outcome, worth: np.ndarray) -> float:

@@ -113,6 +113,9 @@ class IdleEngine:
     def draining_nodes(self) -> frozenset[str]:
         return frozenset()
 
+    def count_places(self) -> int:
+        return 0
+
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError("there is no engine")
 

@@ -194,7 +194,7 @@ def test_run_that_is_starting_is_not_tuned_yet(run_dir: RunDir, leash: Command) 
 @pytest.fixture
 def lazy_trainer(open_run: RunDir) -> RunView:
     """A run whose trainer has never waited, with buffer.max_staleness=2."""
-    config = load_config(["buffer.autotune={steps: 5}"])
+    config = load_config(["buffer.autotune={steps: 5}", "rollout.num_engines=2"])
     open_run.write_config(config)
     view = RunView.of_run(open_run.name, config, 0.0)
     view.phase, view.stats = "training", STATS
@@ -203,11 +203,18 @@ def lazy_trainer(open_run: RunDir) -> RunView:
     return view
 
 
-def look_twice(open_run: RunDir, url: str, view: RunView) -> list[MetricsEntry]:
+def look_twice(
+    open_run: RunDir, url: str, view: RunView, said: list[str] | None = None, num_free: int = 0
+) -> list[MetricsEntry]:
     """The changes that autotune has recorded then."""
     settings = load_config(["buffer.autotune={steps: 5}"]).buffer
     address = BufferAddress(url=url, run=open_run.name, settings=settings)
-    tuner = Autotuner(address, open_run, say=lambda words: pytest.fail(words))
+    tuner = Autotuner(
+        address,
+        open_run,
+        say=pytest.fail if said is None else said.append,
+        count_places=lambda: num_free,
+    )
 
     async def look() -> list[MetricsEntry]:
         await tuner.look(view)
@@ -227,6 +234,25 @@ def test_autotune_makes_its_change_once_and_records_why(
     assert entry.kind == TUNED and entry.record["ess"] == pytest.approx(0.9)
     words = change_words(Record(t=0.0, kind=TUNED, values=entry.record))
     assert words.startswith("buffer.max_staleness 2 -> 1, by autotune: the trainer waited 0% for")
+
+
+@pytest.mark.parametrize(("num_free", "after"), [(0, None), (1, "3"), (5, "4")])
+def test_autotune_adds_engines_where_there_are_places(
+    open_run: RunDir, redis_url: str, num_free: int, after: str | None
+) -> None:
+    settings = "{steps: 5, max_engines: 4, max_staleness: 2}"
+    config = load_config([f"buffer.autotune={settings}", "rollout.num_engines=2"])
+    open_run.write_config(config)
+    view = RunView.of_run(open_run.name, config, 0.0)
+    view.phase, view.stats = "training", replace(STATS, running=48, ready=0, leased=0)
+    for t in range(1, 13):
+        view.apply(step_record(t - 1, float(t), lease_wait_s=0.6, ess=0.9))
+        view.waits.add(float(t), {("trainer", "rollout"): 0.6 * t})
+    said = list[str]()
+    entries = look_twice(open_run, redis_url, view, said, num_free)
+    assert [entry.record["after"] for entry in entries] == [after] * bool(num_free)
+    told = "buffer.autotune: Ray has no free place for rollout.num_engines 2 -> 4"
+    assert [words.startswith(told) for words in said] == [True] * (not num_free)
 
 
 def test_autotune_leaves_what_a_person_has_set_meanwhile(

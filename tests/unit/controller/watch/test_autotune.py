@@ -12,12 +12,13 @@ import pytest
 
 from configs.schema import BufferConfig
 from controller.metrics.history import RESUMED, TUNED, Record
-from controller.watch.autotune import WAITS, Measured, find_move, next_move
+from controller.watch.autotune import WAITS, Measured, Move, find_move, next_move
 from tests.support.controller.autotune_works import (
     BOUNDS,
     SEEN,
     Tuned,
     pace,
+    scaled,
     simulated,
     time_to,
 )
@@ -68,14 +69,32 @@ CASES: list[tuple[str, int, Measured, dict[int, float], int | None]] = [
     ("bound", "seen", "left", "after"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
 )
 def test_decision(bound: int, seen: Measured, left: Mapping[int, float], after: int | None) -> None:
-    move = next_move(bound, seen, left, BOUNDS)
-    assert (move and move[0]) == after
+    value, why = next_move(bound, seen, left, BOUNDS)
+    assert value == (bound if after is None else after) and why
 
 
 def test_reason_has_the_numbers() -> None:
     move = next_move(2, Measured(waited=0.2, idle=0.03, ess=0.97), {}, BOUNDS)
     why = "the trainer waited 20% for rollouts, they 3% for it; effective sample size 0.97"
     assert move == (3, why)
+
+
+@pytest.mark.parametrize(
+    ("bound", "seen", "why"),
+    [
+        (4, now(0.3), "it is the largest"),
+        (2, now(0.3, 0.55), "a larger one is below 0.5"),
+        (2, now(0.3, is_full=True), "workers or rewards have all that they take"),
+        (2, now(0.3, has_waited=False), "for too short a time so far"),
+        (1, now(0.3, is_full=True, is_queued=True), "requests queue at engines, but it is the"),
+        (3, now(0.0, is_whole=False), "lay ready: 0, but it has not been measured for long"),
+        (3, now(0.01, enough=3), "but long answers need it"),
+        (6, now(0.3), "it was set beside the bounds, 1 and 4"),
+    ],
+)
+def test_reason_why_it_stays_is_told(bound: int, seen: Measured, why: str) -> None:
+    value, words = next_move(bound, seen, {}, BOUNDS)
+    assert value == bound and why in words
 
 
 # Whole runs ---------------------------------------------------------------------------------------
@@ -120,6 +139,94 @@ def test_requests_that_mostly_queue_make_no_room_for_more(
         run.view.apply(Record(t=float(t), kind="engine", values=values))
         run.step(float(t), 0.3)
     assert run.bounds[-1] == after
+
+
+@pytest.mark.parametrize(
+    "beside", [{"phase": "evaluating the start"}, {"evaluating": 40}], ids=["start", "evaluation"]
+)
+def test_looks_at_engines_that_do_not_only_train_do_not_count(beside: dict[str, Any]) -> None:
+    """Engines idle before the training, and full while an evaluation is there."""
+    run, is_start = Tuned(3), "phase" in beside
+    for t in range(1, 60):
+        if is_start:
+            run.view.phase = "training" if t > 40 else beside["phase"]
+        queued = int(t > 40) if is_start else 1
+        values = {"engine": "e", "worker": 0, "queued": queued, "in_flight": 1, "limit": 900}
+        run.view.apply(Record(t=float(t), kind="engine", values=values | beside))
+        if t > 40:
+            run.step(float(t), 0.3)
+    assert run.bounds[-1] == (2 if is_start else 4)
+
+
+def test_from_0_it_is_raised_after_two_steps() -> None:
+    run = Tuned(0, replace(BOUNDS, min_staleness=0))
+    run.step(1.0, 0.6)
+    run.step(2.0, 0.6)
+    assert run.changes == [2] and run.bounds[-1] == 2
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+def with_engines(number: int, most: int, bound: int) -> Tuned:
+    run = Tuned(bound, replace(BOUNDS, max_engines=most))
+    run.view.num_engines = number
+    run.see()
+    return run
+
+
+def work_on(run: Tuned, times: range, waited: float, idle: float, queued: int = 0) -> None:
+    """Steps in which trainer and rollouts wait for these fractions of the time."""
+    for t in times:
+        waits = {("trainer", "rollout"): waited * t, ("rollout", "trainer"): idle * t}
+        run.view.waits.add(float(t), waits)
+        values = {"engine": "e", "worker": 0, "queued": queued, "in_flight": 1, "limit": 900}
+        run.view.apply(Record(t=float(t), kind="engine", values=values))
+        run.step(float(t), waited)
+
+
+@pytest.mark.parametrize("queued", [0, 1])
+def test_engine_joins_where_engines_are_full_or_the_bound_may_go_no_further(queued: int) -> None:
+    run = with_engines(1, 2, bound=4)
+    work_on(run, range(1, 18), 0.4, 0.0, queued)
+    assert run.view.num_engines == 2 and set(run.bounds) == {4}
+    why = "requests queue at engines" if queued else "max_staleness may not grow"
+    assert run.whys == [f"the trainer waited 40% for rollouts, and {why}"]
+    run.view.stats = replace(STATS, engine_versions={"engine-0": 136})
+    assert find_move(run.view) == "1 of 2 engines serve", "while one joins nothing else changes"
+    work_on(run, range(18, 60), 0.4, 0.0)
+    assert run.view.num_engines == 2, "the most"
+
+
+def test_engine_does_not_join_without_a_place_or_the_setting() -> None:
+    run = with_engines(1, 2, bound=4)
+    run.look = lambda t: 0  # type: ignore[method-assign]
+    work_on(run, range(1, 18), 0.4, 0.0)
+    move = find_move(run.view)
+    assert isinstance(move, Move) and move.adds_engines
+    stays = find_move(run.view, num_free=0)
+    assert isinstance(stays, str) and "it is the largest" in stays
+    assert run.view.config is not None
+    run.view.config = replace(run.view.config, buffer=BufferConfig(autotune=BOUNDS))
+    assert isinstance(find_move(run.view), str)
+
+
+def test_idle_engine_leaves_and_is_not_tried_without_again_once_it_was_missed() -> None:
+    run = with_engines(3, 3, bound=1)  # the least
+    work_on(run, range(1, 12), 0.0, 0.5)
+    assert run.view.num_engines == 2 and "no groups for 50% of their time" in run.whys[0]
+    work_on(run, range(12, 40), 0.0, 0.3)
+    assert run.view.num_engines == 2, "one alone would be busy for more than its time"
+    run = with_engines(3, 3, bound=1)
+    work_on(run, range(1, 3), 0.0, 0.5)
+    run.change(2.5, "2", "3", setting="rollout.num_engines")
+    work_on(run, range(3, 60), 0.0, 0.5)
+    assert run.view.num_engines == 3
+
+
+def test_simulated_run_gets_the_engines_that_it_needs_and_no_more() -> None:
+    assert scaled(SEEN["engine-bound"], 2, most=4, num_steps=150)[-1] == 4
+    assert scaled(SEEN["trainer-bound"], 2, most=8, num_steps=150) == [4]
 
 
 def test_value_falls_step_by_step_where_the_trainer_never_waits() -> None:
@@ -167,9 +274,9 @@ def test_nothing_changes_while_something_is_amiss(amiss: Callable[[Tuned], None]
     for i in range(12):
         run.view.apply(step_record(19 + i, 19.1 + i / 20, lease_wait_s=0.04, ess=0.9))
     run.see()
-    assert find_move(run.view) is not None
+    assert isinstance(find_move(run.view), Move)
     amiss(run)
-    assert find_move(run.view) is None
+    assert isinstance(find_move(run.view), str)
 
 
 def test_run_without_the_setting_never_changes() -> None:

@@ -62,7 +62,7 @@ async def test_record_has_the_engines_load_and_what_is_new(fake, client, router,
     found = await until_read(read, lambda all: sum(n["7"] for n in new(all, "logprobs")) == 3)
     record = next(r for r in found if r["preemptions"])
     assert (record["running"], record["queued"], record["kv_usage"]) == (5, 2, 0.25)
-    assert record["scoring"] == 12
+    assert record["scoring"] == 12 and record["evaluating"] == 0
     assert record["prefix_hit_rate"] == pytest.approx(2 / 3)
     assert new(found, "logprobs_not_finite") == []
     fake.says(says_first_token=False, logprobs=[-0.5, None, -0.5])
