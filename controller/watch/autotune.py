@@ -96,18 +96,18 @@ def find_move(view: RunView, num_free: float = math.inf) -> Move | str:
     memory = 3 * (2 * _filling(view, view.stats) + config.steps)
     memory = max(REMEMBERED * config.steps, memory)
     after, why = next_move(bound, now, _left(view, memory, SETTING), config)
-    ess = {} if math.isnan(now.ess) else {"ess": now.ess}
+    said: dict[str, Scalar] = {} if math.isnan(now.ess) else {"ess": now.ess}
     # More engines rather than fewer requests for them.
     if config.max_engines is not None and after <= bound and not now.ess < config.min_ess:
         left, wanted = _left(view, memory, ENGINES), wanted_engines(view)
         number, reason = _next_engines(view.num_engines, now, left, config.max_engines, wanted)
         number = int(min(number, view.num_engines + num_free))
         if number > view.num_engines or (number < view.num_engines and after == bound):
-            said = {"why": reason, **ess}
+            said["why"] = reason
             return Move(setting=ENGINES, before=view.num_engines, after=number, said=said)
     if after == bound:
         return why
-    return Move(setting=SETTING, before=bound, after=after, said={"why": why, **ess})
+    return Move(setting=SETTING, before=bound, after=after, said={**said, "why": why})
 
 
 def next_move(
@@ -141,7 +141,9 @@ def next_move(
         needed = min([in_flight - 1, now.places, *(value for value in left if value > bound)])
         return min(max(math.ceil(needed), bound + 1), most), f"{waited}; {ess}"
     if now.is_queued:
-        lower, so = bound - 1, "requests queue at engines"
+        # One batch queues beyond their places, but no more than half are given up at a time.
+        fewest = max(bound // 2, math.ceil(now.places) + 1) if now.places < bound else bound
+        lower, so = min(bound - 1, fewest), "requests queue at engines"
     elif now.waited < WAITS:
         lower, so = bound - max(1, now.surplus), f"batches that always lay ready: {now.surplus}"
     elif not now.has_waited:

@@ -73,6 +73,11 @@ def test_actors_tell_of_sigterm_instead_of_ending_until_a_second_one(scene: Scen
     assert scene.seen["noticed"] == {"engine-0": [True] * 3, "worker-0": [True] * 3}
 
 
+def test_pool_counts_the_places_that_are_free(scene: Scene) -> None:
+    before, after = scene.seen["places"]
+    assert before == after + 1
+
+
 def test_pool_knows_the_node_that_ray_is_to_empty(scene: Scene) -> None:
     assert scene.seen["draining"]
 

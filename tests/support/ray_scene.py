@@ -82,6 +82,7 @@ def main(runs: str) -> None:
         while "STACK" not in messages.read_text():
             assert time.monotonic() < deadline, "Ray's message came nowhere"
             time.sleep(0.05)
+        seen["places"] = places(pool)
         seen["draining"] = draining(pool)
         (logs,) = (private / "ray").glob("session_2*/logs")
         (logs / "planted").symlink_to("/etc/passwd")
@@ -144,6 +145,19 @@ def notices(pool: Any) -> dict[str, list[bool]]:
         except RayActorError:
             seen[name] = [not early, is_same, new_pid(handle) != pid]
     return seen
+
+
+def places(pool: Any) -> list[int]:
+    """The free places before and after an engine's is taken."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    before, group = pool.count_places(), placement_group([pool._bundle])
+    ray.get(group.ready(), timeout=120)
+    deadline = time.monotonic() + 120
+    while (after := pool.count_places()) == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [before, after]
 
 
 def draining(pool: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from configs.load import load_config
 from controller.metrics.history import Record, buffer_values
 from controller.metrics.weights import WeightsView
 from controller.report.panel import Panel, render, sparkline, step_line
@@ -156,6 +157,16 @@ def test_engine_that_gets_few_versions_is_no_remark_for_those_that_it_skips() ->
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_panel_fits_every_width(width: int) -> None:
     assert {len(line) for line in text_of(trained_view(), width).splitlines()} == {width}
+
+
+def test_panel_says_why_autotune_leaves_things_as_they_are() -> None:
+    view = trained_view()
+    view.config = load_config(["buffer.autotune={max_staleness: 2}", "rollout.num_engines=3"])
+    view.num_engines = 3
+    told = " ".join(text_of(view, 300).split())
+    assert "max_staleness between 1 and 2; it stays at 2: 2 of 3 engines serve" in told
+    view.num_engines = 2
+    assert "it stays at 2: the trainer waited" in " ".join(text_of(view, 300).split())
 
 
 def test_panel_can_be_drawn_before_anything_is_known() -> None:

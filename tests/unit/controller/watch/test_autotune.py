@@ -42,6 +42,7 @@ CASES: list[tuple[str, int, Measured, dict[int, float], int | None]] = [
     ("a value on the way was tried", 1, now(0.6), {2: 0.9}, 2),
     ("engines have places for two more batches", 1, now(0.9, places=1.5), {}, 2),
     ("engines are full", 3, now(0.3, is_full=True, is_queued=True), {}, 2),
+    ("they have places for less", 4, now(0.3, is_full=True, is_queued=True, places=0.7), {}, 2),
     ("the upper bound", 4, now(0.3), {}, None),
     ("the lower bound", 1, now(0.0), {}, None),
     ("few tokens carry the updates", 3, now(0.3, 0.4), {}, 2),
