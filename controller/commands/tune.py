@@ -24,6 +24,7 @@ from controller.start.plan import FLOAT32_DIFF, max_logprob_diff
 from controller.watch.autotune import WHO, find_move
 from controller.watch.remarks import bytes_in_use
 from controller.watch.run_view import RunView
+from controller.watch.verdict import wanted_engines
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
 AT_THE_START = "the parts of the run read it once, when they start"
@@ -111,7 +112,7 @@ class Autotuner:
         """Changes that the run's history has once it has the last one of this class."""
         self._refused_at = -math.inf
         self._has_told = False
-        """That there is no room for an engine."""
+        """It has said that no engine has a place."""
         self._unmade: tuple[str, dict[str, Scalar], dict[str, str]] | None = None
         """A change that broke off: some shards may have it, and no record may say so."""
 
@@ -121,14 +122,17 @@ class Autotuner:
             return
         try:
             if self._unmade is None:
-                if isinstance(move := find_move(view), str):
+                if isinstance(move := find_move(view, wanted_engines), str):
                     return
                 if move.adds_engines:
                     num_free = await asyncio.to_thread(self.count_places)
                     if not num_free and not self._has_told:
-                        self.say(f"buffer.autotune: Ray has no free place for {move.words}")
+                        self.say(
+                            "buffer.autotune: Ray has no free place for "
+                            f"{move.setting}={move.after}; add a machine, or lower max_engines"
+                        )
                     self._has_told = not num_free
-                    if isinstance(move := find_move(view, num_free), str):
+                    if isinstance(move := find_move(view, wanted_engines, num_free), str):
                         return
                 # `make tune` may have changed it since.
                 expected = {move.setting.rpartition(".")[2]: str(move.before)}

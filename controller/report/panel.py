@@ -22,7 +22,7 @@ from controller.units import format_count, format_duration, format_number_of
 from controller.watch.autotune import find_move
 from controller.watch.finding import MUCH, Level
 from controller.watch.run_view import RunView
-from controller.watch.verdict import findings
+from controller.watch.verdict import findings, wanted_engines
 from host.printable import printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -152,7 +152,7 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         parts.append(Text.assemble(("Changed", "bold cyan"), words))
     if view.config is not None and (auto := view.config.buffer.autotune) is not None:
         words = f"  max_staleness between {auto.min_staleness} and {auto.max_staleness}"
-        if (move := find_move(view)) and view.stats is not None:
+        if (move := find_move(view, wanted_engines)) and view.stats is not None:
             stays = f"it stays at {view.stats.max_staleness}: {move}"
             words += f"; {stays if isinstance(move, str) else move.words}"
         parts.append(Text.assemble(("Autotune", "bold cyan"), words))

@@ -14,7 +14,7 @@ left upward is tried again for nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,7 +24,6 @@ from controller.metrics.history import Scalar, series
 from controller.watch.finding import MUCH
 from controller.watch.length_bias import length_bias
 from controller.watch.run_view import RunView
-from controller.watch.verdict import wanted_engines
 
 SETTING, ENGINES, WHO = "buffer.max_staleness", "rollout.num_engines", "autotune"
 WAITS = 0.03
@@ -44,7 +43,7 @@ class Move:
     before: int
     after: int
     said: Mapping[str, Scalar]
-    """What its record says besides."""
+    """Its record says that too."""
 
     @property
     def words(self) -> str:
@@ -83,9 +82,11 @@ class Measured:
     """The smallest max_staleness that gives hardly any up, if it is known."""
 
 
-def find_move(view: RunView, num_free: float = math.inf) -> Move | str:
-    """The next change, or why there is none, in words; "" without the setting. `num_free`: places
-    for more engines."""
+def find_move(
+    view: RunView, advised: Callable[[RunView], int | None], num_free: float = math.inf
+) -> Move | str:
+    """The next change, or why there is none, in words; "" without the setting. `advised`: the
+    number of engines that the verdict would have. `num_free`: places for more engines."""
     config = None if view.config is None else view.config.buffer.autotune
     if config is None or view.stats is None:
         return ""
@@ -99,7 +100,7 @@ def find_move(view: RunView, num_free: float = math.inf) -> Move | str:
     said: dict[str, Scalar] = {} if math.isnan(now.ess) else {"ess": now.ess}
     # More engines rather than fewer requests for them.
     if config.max_engines is not None and after <= bound and not now.ess < config.min_ess:
-        left, wanted = _left(view, memory, ENGINES), wanted_engines(view)
+        left, wanted = _left(view, memory, ENGINES), advised(view)
         number, reason = _next_engines(view.num_engines, now, left, config.max_engines, wanted)
         number = int(min(number, view.num_engines + num_free))
         if number > view.num_engines or (number < view.num_engines and after == bound):

@@ -18,6 +18,7 @@ from controller.simulate.events import Outcome, Setting, _Run
 from controller.simulate.machine import Machine
 from controller.watch.autotune import SETTING, WHO, Move, find_move
 from controller.watch.run_view import RunView
+from controller.watch.verdict import wanted_engines
 from tests.support.controller.records import STATS, step_record
 
 BOUNDS = AutotuneConfig(min_staleness=1, max_staleness=4, min_ess=0.5, steps=5)
@@ -51,7 +52,7 @@ class Tuned:
         return self.look(t)
 
     def look(self, t: float) -> int:
-        move = find_move(self.view)
+        move = find_move(self.view, wanted_engines)
         self.bounds.append(self.bounds[-1])
         if isinstance(move, Move):
             if move.setting == SETTING:

@@ -251,7 +251,7 @@ def test_autotune_adds_engines_where_there_are_places(
     said = list[str]()
     entries = look_twice(open_run, redis_url, view, said, num_free)
     assert [entry.record["after"] for entry in entries] == [after] * bool(num_free)
-    told = "buffer.autotune: Ray has no free place for rollout.num_engines 2 -> 4"
+    told = "buffer.autotune: Ray has no free place for rollout.num_engines=4; add a machine"
     assert [words.startswith(told) for words in said] == [True] * (not num_free)
 
 

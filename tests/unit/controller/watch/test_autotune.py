@@ -13,6 +13,7 @@ import pytest
 from configs.schema import BufferConfig
 from controller.metrics.history import RESUMED, TUNED, Record
 from controller.watch.autotune import WAITS, Measured, Move, find_move, next_move
+from controller.watch.verdict import wanted_engines
 from tests.support.controller.autotune_works import (
     BOUNDS,
     SEEN,
@@ -194,7 +195,9 @@ def test_engine_joins_where_engines_are_full_or_the_bound_may_go_no_further(queu
     why = "requests queue at engines" if queued else "max_staleness may not grow"
     assert run.whys == [f"the trainer waited 40% for rollouts, and {why}"]
     run.view.stats = replace(STATS, engine_versions={"engine-0": 136})
-    assert find_move(run.view) == "1 of 2 engines serve", "while one joins nothing else changes"
+    assert find_move(run.view, wanted_engines) == "1 of 2 engines serve", (
+        "while one joins nothing else changes"
+    )
     work_on(run, range(18, 60), 0.4, 0.0)
     assert run.view.num_engines == 2, "the most"
 
@@ -203,13 +206,13 @@ def test_engine_does_not_join_without_a_place_or_the_setting() -> None:
     run = with_engines(1, 2, bound=4)
     run.look = lambda t: 0  # type: ignore[method-assign]
     work_on(run, range(1, 18), 0.4, 0.0)
-    move = find_move(run.view)
+    move = find_move(run.view, wanted_engines)
     assert isinstance(move, Move) and move.adds_engines
-    stays = find_move(run.view, num_free=0)
+    stays = find_move(run.view, wanted_engines, num_free=0)
     assert isinstance(stays, str) and "it is the largest" in stays
     assert run.view.config is not None
     run.view.config = replace(run.view.config, buffer=BufferConfig(autotune=BOUNDS))
-    assert isinstance(find_move(run.view), str)
+    assert isinstance(find_move(run.view, wanted_engines), str)
 
 
 def test_idle_engine_leaves_and_is_not_tried_without_again_once_it_was_missed() -> None:
@@ -275,9 +278,9 @@ def test_nothing_changes_while_something_is_amiss(amiss: Callable[[Tuned], None]
     for i in range(12):
         run.view.apply(step_record(19 + i, 19.1 + i / 20, lease_wait_s=0.04, ess=0.9))
     run.see()
-    assert isinstance(find_move(run.view), Move)
+    assert isinstance(find_move(run.view, wanted_engines), Move)
     amiss(run)
-    assert isinstance(find_move(run.view), str)
+    assert isinstance(find_move(run.view, wanted_engines), str)
 
 
 def test_run_without_the_setting_never_changes() -> None:
