@@ -442,7 +442,10 @@ class _Run:
                 begun = self._engines_of[group]
                 group.version = min(group.version, engine.version) if begun else engine.version
                 begun.append(engine)
-                engine.go_on(now, answers)
+                if len(answers) == len(group.lengths) and len(begun) == 1:
+                    engine.add(now, group)
+                else:
+                    engine.go_on(now, answers)
                 self._plan(number)
             self._list(number)
             if not answers:  # nor has any other engine a place
