@@ -111,6 +111,10 @@ class WorkerParts:
             self._scoring.start(),
             self._reach_redis(),
         )
+        if (endpoint := self._spec.config.trace_endpoint) is not None:
+            tracing = open_tracing(endpoint, self._spec.run, f"worker-{self._index}")
+            self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
+            trace.set_tracer_provider(tracing)
         await self._build()
         # Else each full collection goes through all that was imported, and holds the loop for half
         # a second.
@@ -139,10 +143,6 @@ class WorkerParts:
 
     async def _build(self) -> None:
         spec, config = self._spec, self._spec.config
-        if config.trace_endpoint is not None:
-            tracing = open_tracing(config.trace_endpoint, spec.run, f"worker-{self._index}")
-            self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
-            trace.set_tracer_provider(tracing)
         router = Router(
             [],
             spec.buffer.wait_timeout_s,
