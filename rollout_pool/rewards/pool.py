@@ -9,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -31,6 +34,12 @@ MAX_STARTS = 3
 """How often a process may die during its start."""
 MAX_ATTEMPTS = 2
 """How often a request may kill its process."""
+TOGETHER_S = 0.005
+"""A process gets requests together that should take it so long at most, by those before: a message
+costs as much as a short one."""
+USUAL_WEIGHT = 0.1
+"""Of a request, in the mean of what they took lately."""
+CLOSED = "the reward pool was closed"
 _REPLY_LIMIT = 2**20  # bytes; the process is broken if it writes a longer line
 
 
@@ -61,88 +70,92 @@ class RewardPool:
         """`data`: what the task must be made of (`registry.check_data`)."""
         setup = Setup(config=config, data=dict(data), timeout_s=timeout_s).encode()
         self._processes = [_ScoringProcess(setup, log_path) for _ in range(num_processes)]
-        self._idle: asyncio.Queue[_ScoringProcess] = asyncio.Queue()
+        self._idle: deque[_ScoringProcess] = deque()
+        self._waiting: deque[_Asked] = deque()
         self._timeout_s = timeout_s
         self._tasks = BackgroundTasks()
         self._is_closed = False
         self._worked_s = 0.0
         """Seconds that the processes spent on requests, over their number."""
+        self._usual_s = TOGETHER_S
+        """Seconds that a request took lately."""
         self.num_restarts = 0
         """Number of processes replaced."""
 
     async def start(self) -> None:
         """Start all processes. Raises ValueError if the task refuses its config."""
         await asyncio.gather(*(process.start() for process in self._processes))
-        for process in self._processes:
-            self._idle.put_nowait(process)
+        self._idle.extend(self._processes)
+        self._serve()
 
     async def score(self, request: bytes) -> PartScore:
         """Scores one request; waits for a free process, then at most `timeout_s`."""
-        process, waited_s = await self._take_idle()
         if self._is_closed:
-            self._idle.put_nowait(process)  # wakes the next waiting request
-            return PartScore(failure="the reward pool was closed")
+            return PartScore(failure=CLOSED)
+        loop = asyncio.get_running_loop()
+        one = _Asked(request, loop.create_future(), time.monotonic(), self._worked_s)
+        self._waiting.append(one)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._serve)  # with all that end in this turn of the loop
         # If the caller is cancelled the process finishes its work; killing it would cost more.
-        return await asyncio.shield(self._tasks.spawn(self._score(process, request, waited_s)))
+        return await one.scored
 
-    async def _take_idle(self) -> tuple[_ScoringProcess, float]:
-        """A process, and how long others kept it from this request.
-
-        At a busy worker a reply may lie for longer than its request took: more processes would not
-        help, so that time is no wait for one.
-        """
-        came, worked_s = time.monotonic(), self._worked_s
-        process = await self._idle.get()
-        return process, min(time.monotonic() - came, self._worked_s - worked_s)
+    def _serve(self) -> None:
+        """Shares what waits among the idle processes, slow requests one by one."""
+        while self._waiting and self._idle and not self._is_closed:
+            share = math.ceil(len(self._waiting) / len(self._idle))
+            number = max(1, min(share, int(TOGETHER_S / self._usual_s)))
+            next_ones = [self._waiting.popleft() for _ in range(number)]
+            if asked := [one for one in next_ones if not one.scored.done()]:  # it was cancelled
+                self._tasks.spawn(self._score(self._idle.popleft(), asked))
 
     async def close(self) -> None:
         """Open requests get no score."""
         self._is_closed = True
+        await asyncio.sleep(0)  # tasks that have not begun would not give back what they have
         await self._tasks.end()
         await asyncio.gather(*(process.kill() for process in self._processes))
-        if self._processes and self._idle.empty():
-            self._idle.put_nowait(self._processes[0])
+        for one in self._waiting:
+            one.end(PartScore(failure=CLOSED))
 
-    async def _score(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
-        for attempt in range(MAX_ATTEMPTS):
-            if attempt:
-                process, again_s = await self._take_idle()
-                waited_s += again_s
-            try:
-                return await self._ask(process, request, waited_s)
-            except ConnectionError:
-                log.warning("a scoring process died during a request, attempt %d", attempt + 1)
-        return PartScore(failure="the scoring process died", waited_s=waited_s)
-
-    async def _ask(self, process: _ScoringProcess, request: bytes, waited_s: float) -> PartScore:
-        """Returns the process to the pool or replaces it. Raises ConnectionError if it died."""
-        has_replied = False
+    async def _score(self, process: _ScoringProcess, asked: list[_Asked]) -> None:
+        """Returns the process to the pool or replaces it. If it fails, that is the doing of the
+        first request without a reply; the others wait again."""
+        left, is_well = deque(asked), False
         try:
             if not process.is_alive:  # killed while idle, or its start failed
                 self.num_restarts += 1
                 await process.start()
-            async with asyncio.timeout(self._timeout_s):
-                reply = await process.ask(request)
-            has_replied = True
-            self._worked_s += reply["took_s"] / len(self._processes)
-        except TimeoutError:
-            self._worked_s += self._timeout_s / len(self._processes)
-            failure = f"no reward within {self._timeout_s:g} s"
-            return PartScore(failure=failure, waited_s=waited_s)
-        except (RewardError, ValueError) as error:
-            return PartScore(failure=str(error), waited_s=waited_s)
+            async with asyncio.timeout(self._timeout_s) as limit:
+                await process.send(*(one.request for one in left))
+                while left:
+                    waited_s = left[0].waited_s(self._worked_s)
+                    reply = await process.reply()
+                    self._note_work(reply["took_s"])
+                    left.popleft().end(_part_score(reply, waited_s))
+                    limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+            is_well = True
+        except ConnectionError:
+            left[0].num_deaths += 1
+            log.warning("a scoring process died during a request, attempt %d", left[0].num_deaths)
+            if left[0].num_deaths >= MAX_ATTEMPTS:
+                left.popleft().end(PartScore(failure="the scoring process died"))
+        except (TimeoutError, RewardError, ValueError) as error:
+            waited_s = left[0].waited_s(self._worked_s)
+            self._note_work(self._timeout_s)
+            failure = str(error) or f"no reward within {self._timeout_s:g} s"
+            left.popleft().end(PartScore(failure=failure, waited_s=waited_s))
         finally:
-            if has_replied:
-                self._idle.put_nowait(process)
+            self._waiting.extendleft(reversed(left))
+            if is_well:
+                self._idle.append(process)
             elif not self._is_closed:
                 self._tasks.spawn(self._replace(process))
-        if "error" in reply:
-            return PartScore(failure=str(reply["error"]), waited_s=waited_s)
-        if reply["reward"] is None:
-            return PartScore(is_left_open=True, waited_s=waited_s)
-        if isinstance(reply["reward"], list):
-            return PartScore(of_group=tuple(reply["reward"]), waited_s=waited_s)
-        return PartScore(value=float(reply["reward"]), waited_s=waited_s)
+            self._serve()
+
+    def _note_work(self, took_s: float) -> None:
+        self._worked_s += took_s / len(self._processes)
+        self._usual_s += USUAL_WEIGHT * (took_s - self._usual_s)
 
     async def _replace(self, process: _ScoringProcess) -> None:
         """Restarts it; if that fails, the next request that gets it tries again."""
@@ -152,7 +165,42 @@ class RewardPool:
         except Exception as error:
             log.error("a scoring process did not start again: %s", error)
         finally:
-            self._idle.put_nowait(process)
+            self._idle.append(process)
+            self._serve()
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request that has no score so far."""
+
+    request: bytes
+    scored: asyncio.Future[PartScore]
+    came: float
+    worked_before_s: float
+    num_deaths: int = 0
+    """Processes that died during it."""
+
+    def waited_s(self, worked_s: float) -> float:
+        """How long others kept the processes from it.
+
+        At a busy worker a reply may lie for longer than its request took: more processes would not
+        help, so that time is no wait for one.
+        """
+        return min(time.monotonic() - self.came, worked_s - self.worked_before_s)
+
+    def end(self, score: PartScore) -> None:
+        if not self.scored.done():  # its caller was cancelled
+            self.scored.set_result(score)
+
+
+def _part_score(reply: Mapping[str, Any], waited_s: float) -> PartScore:
+    if "error" in reply:
+        return PartScore(failure=str(reply["error"]), waited_s=waited_s)
+    if reply["reward"] is None:
+        return PartScore(is_left_open=True, waited_s=waited_s)
+    if isinstance(reply["reward"], list):
+        return PartScore(of_group=tuple(reply["reward"]), waited_s=waited_s)
+    return PartScore(value=float(reply["reward"]), waited_s=waited_s)
 
 
 class _ScoringProcess:
@@ -176,7 +224,8 @@ class _ScoringProcess:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
                     await self._begin()
-                    greeting = await self.ask(self._setup)
+                    await self.send(self._setup)
+                    greeting = await self.reply()
                 break
             except ConnectionError:  # it died; the next one may not
                 continue
@@ -205,10 +254,14 @@ class _ScoringProcess:
         self._ending = asyncio.create_task(self._child.exit())
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
 
-    async def ask(self, request: bytes) -> dict[str, Any]:
+    async def send(self, *requests: bytes) -> None:
         """Raises ConnectionError if the process dies."""
-        self._writer.write(request + b"\n")
+        self._writer.write(b"".join(request + b"\n" for request in requests))
         await self._writer.drain()
+
+    async def reply(self) -> dict[str, Any]:
+        """The next one; they come in the order of the requests. Raises ConnectionError if the
+        process dies."""
         try:
             line = await self._reader.readline()
             if not line.endswith(b"\n"):

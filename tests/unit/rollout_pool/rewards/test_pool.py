@@ -258,6 +258,33 @@ async def test_bad_scorer_fails_only_its_own_sample(pool, answer, failure, num_r
     assert pool.num_restarts == num_restarts
 
 
+@pytest.mark.parametrize(
+    ("answer", "failure", "num_restarts"),
+    [("crash", "the scoring process died", 2), ("hang", f"no reward within {TIMEOUT_S:g} s", 1)],
+)
+async def test_quick_requests_share_a_message_and_a_bad_one_among_them_fails_alone(
+    pool, monkeypatch, answer, failure, num_restarts
+):
+    pool._usual_s, messages = 1e-6, []
+    [process] = pool._processes
+    send = process.send
+    monkeypatch.setattr(process, "send", lambda *asked: messages.append(asked) or send(*asked))
+    answers = [*["ok"] * 3, answer, *["ok"] * 3]
+    scores = await asyncio.gather(*(pool.score(asked(one)) for one in answers))
+    assert [score.failure for score in scores] == [None] * 3 + [failure] + [None] * 3
+    assert [score.value for score in scores] == [0.4] * 3 + [0.0] + [0.4] * 3
+    assert len(messages[0]) == 7 and pool.num_restarts == num_restarts
+
+
+async def test_slow_requests_are_sent_one_by_one(pool, monkeypatch):
+    pool._usual_s, messages = 1.0, []
+    [process] = pool._processes
+    send = process.send
+    monkeypatch.setattr(process, "send", lambda *asked: messages.append(asked) or send(*asked))
+    assert len(await asyncio.gather(*(pool.score(asked("ok")) for _ in range(5)))) == 5
+    assert [len(message) for message in messages] == [1] * 5
+
+
 async def test_request_whose_process_dies_is_retried(pool):
     score = await pool.score(asked("crash once"))
     assert (score.value, score.failure) == (0.4, None)
@@ -285,7 +312,7 @@ async def test_wait_for_a_free_process_is_reported(pool):
 
 async def test_time_in_which_a_reply_lies_at_a_busy_worker_is_no_wait_for_a_process(pool):
     asking = [asyncio.create_task(pool.score(asked("ok"))) for _ in range(2)]
-    while pool._idle.qsize():
+    while pool._idle:
         await asyncio.sleep(0)
     await asyncio.sleep(0.001)  # the request is on its way
     time.sleep(2)  # the worker does something else
@@ -500,10 +527,8 @@ async def test_pool_that_is_closed_answers_all_and_leaves_no_process(make_pool, 
     asking = [asyncio.create_task(closing.score(asked("hang"))) for _ in range(3)]
     await asyncio.sleep(0.1)
     await closing.close()
-    with pytest.raises(asyncio.CancelledError):
-        await asking[0]
-    late = await asyncio.gather(*asking[1:])
-    assert {score.failure for score in late} == {"the reward pool was closed"}
+    scores = await asyncio.gather(*asking)
+    assert {score.failure for score in scores} == {"the reward pool was closed"}
     assert {*children()} <= others
     assert await ended(map(int, (mine.parent / "pids").read_text().split()))
 
