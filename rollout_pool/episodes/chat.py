@@ -61,6 +61,9 @@ class ChatFormat:
         self._chat_template = chat_template
         self._tool_parser = tool_parser
         self._is_special = lru_cache(maxsize=None)(self._looks_special)
+        added = tokenizer.added_tokens_decoder
+        self._special = {*self._eos(), *(token for token, one in added.items() if one.special)}
+        self._ends_in_mark = lru_cache(maxsize=TEXTS_KEPT)(self._decodes_to_mark)
         self._num_calls = itertools.count()
         self._known_opening = lru_cache(maxsize=TEXTS_KEPT)(self._encode_opening)
         self._text = TextTokens(tokenizer)
@@ -135,9 +138,7 @@ class ChatFormat:
         their end has no room for them."""
         if grammar and "/think>" not in grammar:  # in a regular expression its slash is escaped
             return False
-        added = self._tokenizer.added_tokens_decoder.values()
-        is_text = not any(one.special and one.content == END_OF_THINK for one in added)
-        return is_text and self._tokenizer.decode(prompt[-PROMPT_END:]).rstrip().endswith(THINK)
+        return self._ends_in_mark(tuple(prompt[-PROMPT_END:]))
 
     def parse(
         self,
@@ -155,8 +156,10 @@ class ChatFormat:
         if said and self._is_special(said[-1]):
             said.pop()
         # Keep special tokens: some tokenizers have them around calls.
-        parsed = parse_tool_calls(self._tool_parser, self._tokenizer.decode(said))
-        text = self._tokenizer.decode(said, skip_special_tokens=True)
+        text = self._tokenizer.decode(said)
+        parsed = parse_tool_calls(self._tool_parser, text)
+        if not self._special.isdisjoint(said):
+            text = self._tokenizer.decode(said, skip_special_tokens=True)
         has_calls = bool(parsed.calls) or parsed.bad_call is not None
         return Completion(
             text=text,
@@ -209,6 +212,11 @@ class ChatFormat:
         if self._chat_template:  # it writes its own leading tokens
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
         return tuple(self._text.opening(text))
+
+    def _decodes_to_mark(self, end: Sequence[int]) -> bool:
+        added = self._tokenizer.added_tokens_decoder.values()
+        is_text = not any(one.special and one.content == END_OF_THINK for one in added)
+        return is_text and self._tokenizer.decode(end).rstrip().endswith(THINK)
 
     def _looks_special(self, token: int) -> bool:
         """Returns whether a turn may end with `token`: models use different special tokens."""

@@ -211,6 +211,8 @@ class EpisodeRunner:
             raise _Over("env_error", f"{what}: {type(error).__name__}: {error}") from error
 
     async def _close(self, env: Env) -> None:
+        if type(env).close is Env.close:
+            return
         try:
             async with asyncio.timeout(self._task.turn_timeout_s):
                 with contained("the environment"):
@@ -293,7 +295,8 @@ class _Progress:
             role="assistant", content=completion.content, tool_calls=completion.tool_calls
         )
         turn.talk.messages = [*turn.messages, message]
-        turn.talk.shown = [*turn.shown, replace(message, content=mark + message.content)]
+        read = replace(message, content=mark + message.content) if mark else message
+        turn.talk.shown = [*turn.shown, read]
         self.num_turns += 1
 
     def note_step(self, step: Step) -> None:

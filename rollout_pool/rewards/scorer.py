@@ -106,23 +106,26 @@ class _MemberScorer:
                 self._log_failure(prompt, name, score.failure)
         open_parts = (n for n, score in zip(rewards, scores, strict=True) if score.is_left_open)
 
-        def summed(role: str | None) -> Score:
-            found = Score(reward=0.0, parts=dict(episode.env_parts))
+        def summed(role: str | None) -> tuple[float, dict[str, float]]:
+            total, parts = 0.0, dict(episode.env_parts)
             for (name, reward), score in zip(rewards.items(), scores, strict=True):
                 if reward.config.gives_reward:
                     value = score.value if role is None else score.by_role.get(role, score.value)
-                    inner = {f"{name}/{one}": value for one, value in score.parts.items()}
-                    found = replace(found, parts={**found.parts, **inner})
-                    found = found.plus(name, reward.config.weight, value)
-            return found
+                    parts.update({f"{name}/{one}": value for one, value in score.parts.items()})
+                    parts[name] = value
+                    total += reward.config.weight * value
+            return total, parts
 
-        return replace(
-            summed(None),
+        total, parts = summed(None)
+        roles = {role: summed(role) for one in scores for role in one.by_role}
+        return Score(
+            reward=total,
+            parts=parts,
             failures=failures,
             is_unscored=any(score.is_unscored for score in scores),
             left_open=next(open_parts, None),
             columns=columns,
-            by_role={role: summed(role) for one in scores for role in one.by_role},
+            by_role={role: Score(reward=own, parts=parts) for role, (own, parts) in roles.items()},
         )
 
     async def score_group(

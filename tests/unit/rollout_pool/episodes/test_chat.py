@@ -352,6 +352,7 @@ def test_large_text_is_not_cached():
         def __init__(self, made):
             self._made = made
             self.added_tokens_decoder = made.added_tokens_decoder
+            self.eos_token_id = made.eos_token_id
             self.num_texts = 0
 
         def encode(self, text, **settings):
