@@ -112,6 +112,8 @@ def _fork_children() -> None:
             sleep(scheduler)
 
     Scheduler.maybe_sleep_on_idle = sleep_unless_asked
+    # Each turn of a paused scheduler: it would keep a core busy with looking for the pause's end.
+    Scheduler._record_scheduler_state_for_paused_engine = sleep_unless_asked
 
     multiprocessing.set_start_method("fork", force=True)
     # SGLang sets spawn when it starts.
