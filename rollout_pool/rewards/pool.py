@@ -38,7 +38,7 @@ TOGETHER_S = 0.005
 """A process gets requests together that should take it so long at most, by those before: a message
 costs as much as a short one."""
 USUAL_WEIGHT = 0.1
-"""Of a request, in the mean of what they took lately."""
+"""The weight of a request in the mean of what they took lately."""
 CLOSED = "the reward pool was closed"
 _REPLY_LIMIT = 2**20  # bytes; the process is broken if it writes a longer line
 
