@@ -60,9 +60,9 @@ class ChatFormat:
         self._pictures = pictures
         self._chat_template = chat_template
         self._tool_parser = tool_parser
-        self._is_special = lru_cache(maxsize=None)(self._looks_special)
         added = tokenizer.added_tokens_decoder
         self._special = {*self._eos(), *(token for token, one in added.items() if one.special)}
+        """A turn may end with any of them: models use different ones."""
         self._ends_in_mark = lru_cache(maxsize=TEXTS_KEPT)(self._decodes_to_mark)
         self._num_calls = itertools.count()
         self._known_opening = lru_cache(maxsize=TEXTS_KEPT)(self._encode_opening)
@@ -109,7 +109,7 @@ class ChatFormat:
         appended = self._text.continuation(self._template.behind_completion(messages, tools))
         appended = self._with_places(appended, messages)
         end = self._end_tokens(bool(tools))
-        if self._is_special(tokens[-1]) and end and appended[: len(end)] == end:
+        if tokens[-1] in self._special and end and appended[: len(end)] == end:
             return [*tokens, *appended[len(end) :]]
         # Some models end a completion by opening the next turn: GLM writes the user's mark.
         return [*tokens, *appended[appended[:1] == [tokens[-1]] :]]
@@ -127,7 +127,7 @@ class ChatFormat:
                 )
             return [*self._text.continuation(message.content), *self._eos()]
         tokens = self._text.continuation(self._template.demonstration(message, tools))
-        ends = [place for place, token in enumerate(tokens) if self._is_special(token)]
+        ends = [place for place, token in enumerate(tokens) if token in self._special]
         return tokens[: ends[-1] + 1] if ends else [*tokens, *self._eos()]
 
     # Completions ----------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class ChatFormat:
         this object.
         """
         said = list(output_ids)
-        if said and self._is_special(said[-1]):
+        if said and said[-1] in self._special:
             said.pop()
         # Keep special tokens: some tokenizers have them around calls.
         text = self._tokenizer.decode(said)
@@ -180,7 +180,7 @@ class ChatFormat:
         its turn has written already. Empty if there is none."""
         tokens = self._text.continuation(self._template.end_of_turn(has_tools=has_tools))
         for place, token in enumerate(tokens):
-            if self._is_special(token):
+            if token in self._special:
                 return tokens[: place + 1]
             if self._tokenizer.decode([token]).strip():
                 break
@@ -217,12 +217,6 @@ class ChatFormat:
         added = self._tokenizer.added_tokens_decoder.values()
         is_text = not any(one.special and one.content == END_OF_THINK for one in added)
         return is_text and self._tokenizer.decode(end).rstrip().endswith(THINK)
-
-    def _looks_special(self, token: int) -> bool:
-        """Returns whether a turn may end with `token`: models use different special tokens."""
-        decode = self._tokenizer.decode
-        is_skipped = decode([token]) != "" and decode([token], skip_special_tokens=True) == ""
-        return token == self._tokenizer.eos_token_id or is_skipped
 
     def _eos(self) -> list[int]:
         eos = self._tokenizer.eos_token_id
