@@ -67,7 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
         )
         launches = Kind(
             programs=[*others.programs, "tests.support.zero3.program"],
-            imports=[*others.imports, "controller.report.summary", "controller.metrics.sinks"],
+            imports=[
+                *others.imports,
+                "controller.report.summary",
+                "controller.metrics.sinks",
+                "rollout_pool.tasks.reasoning_gym",  # the quickstart's, with matplotlib
+            ],
         )
         servers = contextlib.ExitStack()
         servers.enter_context(fork_servers.fork_servers([engines, launches], is_eager=False))

@@ -32,6 +32,7 @@ KINDS = (
             "rollout_pool.engines.sglang.server",  # the stubs, before sglang
             "sglang.launch_server",
             "sglang.srt.entrypoints.http_server",
+            "sglang.srt.entrypoints.openai.serving_responses",  # else each server does
             "sglang.srt.managers.detokenizer_manager",
             "sglang.srt.managers.scheduler",
             "sglang.srt.models.registry",  # every model: else each scheduler does
