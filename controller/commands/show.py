@@ -60,7 +60,7 @@ def print_group(run_dir: RunDir, group_id: str | None, url: str | None = None) -
     path = model.path or str(run_dir.model)
     tokenizer = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     has_colours = console.is_terminal and not console.no_color
-    trained = read_trained(run_dir.path, group.group_id)
+    trained = read_trained(run_dir.path, group)
     for line in group_lines(group, where, tokenizer, trained, has_colours=has_colours):
         line.plain = printable(line.plain)
         console.print(line, soft_wrap=True, highlight=False)

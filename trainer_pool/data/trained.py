@@ -9,11 +9,13 @@ written while the next one goes on.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.run_files import read_bytes
+from buffer.types import TrajectoryGroup
+from configs.run_files import open_bytes
 from host.line_log import LineLog, is_chosen
 
 if TYPE_CHECKING:
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 FOLDER = "trained"
 DIGITS = 6
+HEAD_BYTES = 4096
+_VERSION = re.compile(rb'"step":\d+,"version":(\d+),"at":')
 WAIT_S = 10.0
 """For the lines of the last step, which then are lost: a disk hangs."""
 
@@ -136,24 +141,39 @@ def _numbers(values: NDArray[Any]) -> list[float | None]:
     return [x if is_known else None for x, is_known in zip(rounded, known, strict=True)]
 
 
-def read_trained(folder: Path, group_id: str) -> Trained | None:
+def read_trained(
+    folder: Path, group: TrajectoryGroup, max_staleness: int = 2**31
+) -> Trained | None:
     """The record of the group when it was last trained, in the run's `folder`; None if it has none,
-    or one that a full disk or a kill has cut off."""
-    begin, files = b'{"group_id":' + msgspec.json.encode(group_id) + b",", []
+    or one that a full disk or a kill has cut off. It looks at the lines of steps that may have
+    trained it, by `max_staleness`, alone: all of them may be gigabytes."""
+    begin = b'{"group_id":' + msgspec.json.encode(group.group_id) + b","
+    versions, lines = group.tokens_by_version or {0: 0}, list[Trained]()
     for path in (folder / FOLDER).glob("*.jsonl*"):
-        with suppress(FileNotFoundError):
-            files.append((path.stat().st_mtime, path))
-    last: Trained | None = None
-    for changed, path in sorted(files, reverse=True):
-        if last is not None and changed < last.at:
-            break  # neither this nor an older one has a later line
-        with suppress(FileNotFoundError, ValueError):
-            data = read_bytes(path)
-            if (start := data.rfind(begin)) >= 0:
-                line = data[start:].partition(b"\n")[0]
-                found = msgspec.json.decode(line, type=Trained)
-                last = found if last is None or found.at > last.at else last
-    return last
+        with (
+            suppress(FileNotFoundError, ValueError),  # it may be empty
+            open_bytes(path) as file,
+            mmap(file.fileno(), 0, access=ACCESS_READ) as data,
+        ):
+            stop = _first_line(data, max(versions) + max_staleness + 1)
+            if (start := data.rfind(begin, _first_line(data, min(versions)), stop)) >= 0:
+                data.seek(start)
+                lines.append(msgspec.json.decode(data.readline(), type=Trained))
+    return max(lines, key=lambda line: line.at, default=None)
+
+
+def _first_line(data: mmap, version: int) -> int:
+    """Where the first line begins of this version or a later one: they only grow."""
+    low, high = 0, len(data)
+    while low < high:
+        middle = (low + high) // 2
+        start = data.rfind(b"\n", 0, middle) + 1
+        found = _VERSION.search(data, start, start + HEAD_BYTES)
+        if found and int(found[1]) >= version:
+            high = start
+        else:
+            low = data.find(b"\n", middle) + 1 or len(data)
+    return low
 
 
 def by_place(trained: Trained | None, number: int) -> list[TrainedTrajectory | None]:

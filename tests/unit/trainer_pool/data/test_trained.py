@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,10 +43,10 @@ def test_group_has_the_advantages_of_the_loss_and_the_trainers_logprobs(
     log = TrainedLog(tmp_path, 0, rate=1.0, seed=0)
     for step, shift in ((1, 7.0), (2, 9.25)):
         note(log, ranks, shift)
-        log.write(step=step, version=step - 1)
+        log.write(step=step, version=step + 2)
     log.close()
-    found = read_trained(tmp_path, "g7")
-    assert found is not None and (found.step, found.version) == (2, 1), "the last time"
+    found = read_trained(tmp_path, replace(GROUP, group_id="g7"))
+    assert found is not None and (found.step, found.version) == (2, 4), "the last time"
     first, second, third, fourth = by_place(found, 4)
     assert third is None and first is not None and second is not None and fourth is not None
     assert first.advantage == pytest.approx(1.5, rel=1e-5)
@@ -54,28 +54,36 @@ def test_group_has_the_advantages_of_the_loss_and_the_trainers_logprobs(
     assert first.logprobs == [None, None, -7.25, -6.25]
     assert second.logprobs == [None, None, -7.25, None, -5.25, -4.25]
     assert first.advantages is None
-    assert read_trained(tmp_path, "g") is None and by_place(None, 2) == [None, None]
+    assert read_trained(tmp_path, replace(GROUP, group_id="g")) is None
+    assert by_place(None, 2) == [None, None]
 
 
-def test_newest_files_are_read_first_and_older_ones_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_lines_of_versions_that_may_have_trained_the_group_alone_are_looked_at(
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "trained").mkdir()
-    for name, at, changed in (
-        ("rank-1.jsonl", 20.0, 31.0),
-        ("rank-0.jsonl", 30.0, 30.5),
-        ("rank-0.jsonl.1", 10.0, 10.5),
-    ):
-        path = tmp_path / "trained" / name
-        line = {"group_id": "g", "step": int(at), "version": 0, "at": at, "trajectories": []}
-        path.write_text(json.dumps(line, separators=(",", ":")) + "\n")
-        os.utime(path, (changed, changed))
-    read = list[str]()
-    own = trained.read_bytes
-    monkeypatch.setattr(trained, "read_bytes", lambda path: (read.append(path.name), own(path))[1])
-    found = read_trained(tmp_path, "g")
-    assert found is not None and found.step == 30
-    assert read == ["rank-1.jsonl", "rank-0.jsonl"]
+    for rank in range(2):
+        lines = list[str]()
+        for version in range(300):
+            names = [f"g{version}-{rank}", "again", "x" * (version % 7 * 100)]
+            for name in names[: version % 3 + 1]:
+                line = {"group_id": name, "step": version + 1, "version": version}
+                whole = {**line, "at": version + rank / 2, "trajectories": []}
+                lines.append(json.dumps(whole, separators=(",", ":")) + "\n")
+        file = tmp_path / "trained" / f"rank-{rank}.jsonl"
+        file.write_text("".join(lines) + lines[-1][:30])
+    (tmp_path / "trained" / "rank-2.jsonl").touch()
+
+    def step(group_id: str, sampled: int, max_staleness: int) -> int | None:
+        one = made_up.trajectory([0, 1], version=sampled)
+        found = read_trained(tmp_path, made_up.group(one, group_id=group_id), max_staleness)
+        return found and found.step
+
+    for version in range(300):
+        assert step(f"g{version}-{version % 2}", version, 0) == version + 1
+        assert step(f"g{version}-1", version - 2 if version > 2 else 0, 2) == version + 1
+    assert step("g9-0", 6, 2) is None and step("g9-0", 10, 9) is None, "too early, too late"
+    assert step("again", 97, 3) == 101, "the newest of those that may be, on any rank"
 
 
 def test_advantages_that_differ_by_token_are_kept_by_token(tmp_path: Path) -> None:
