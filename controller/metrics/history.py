@@ -4,17 +4,16 @@
 
 A number that was not measured, or is not finite, is null.
 
-Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `eval` (held-out
-prompts), `eval_failed` (with `version` and `why`), `buffer` (depth, versions and waits, sampled by
-the controller), `eval_command` (see evaluation/outside.py), `engine` (an engine's load as a worker
-saw it), `publish`, `commit`
-and `weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there
-is none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from
+Kinds: `phase` (of the run), `step` (one trained batch, from trainer rank 0), `ranks` (the times of
+each trainer rank in that step), `eval` (held-out prompts), `eval_failed` (with `version` and
+`why`), `buffer` (depth, versions and waits, sampled by the controller), `eval_command` (see
+evaluation/outside.py), `engine` (an engine's load as a worker saw it), `publish`, `commit` and
+`weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there is
+none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from
 `before` to `after`, with `why` and numbers if that was autotune), `lengths` (of the answers trained
-and sampled), `stall` and `stall_ended` (see
-watch/stalls.py), `worker_lost`, `redis_restarted`, `attached` and `resumed` (the run goes on after
-`step`, `away_s` after its end). Each is flat. `id` is the position of a record that came through
-Redis.
+and sampled), `stall` and `stall_ended` (see watch/stalls.py), `worker_lost`, `redis_restarted`,
+`attached` and `resumed` (the run goes on after `step`, `away_s` after its end). Each is flat. `id`
+is the position of a record that came through Redis.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ RESERVED_NAMES = frozenset({"t", "kind", "id"})
 """Names that no value may have."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, slots=True)  # to make a frozen one takes three times as long
 class Record:
     t: float
     """Unix time, seconds."""
@@ -275,6 +274,6 @@ def _parse(line: bytes) -> Record:
     t, kind, place = fields.pop("t", None), fields.pop("kind", None), fields.pop("id", None) or ""
     if not isinstance(t, float | int) or not isinstance(kind, str) or not isinstance(place, str):
         raise ValueError("is not a metrics record, without time and kind; remove the line")
-    if None in fields.values():
+    if b"null" in line and None in fields.values():
         fields = {name: value for name, value in fields.items() if value is not None}
     return Record(t=float(t), kind=kind, values=fields, id=place)  # type: ignore[arg-type]

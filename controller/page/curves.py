@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -54,12 +54,14 @@ def find_metrics(records: Iterable[Record]) -> Iterator[tuple[str, str]]:
                 yield record.kind, name
 
 
-def curves(records: Sequence[Record], kind: str, name: str, *, by_time: bool) -> list[Curve]:
-    """The values of one metric by step, or by seconds since the first record: one line, or a line
-    for each engine."""
-    start, step_at = _clock(records)
+def curves(
+    records: Sequence[Record], kind: str, name: str, since_s: float = math.inf, *, by_time: bool
+) -> list[Curve]:
+    """The values of one metric in the last `since_s`, by step, or by seconds since the first
+    record: one line, or a line for each engine."""
+    start = records[0].t if records else 0.0
     lines: dict[str, list[Record]] = {}
-    for record in of_kind(records, kind):
+    for record in of_kind(latest(records, since_s), kind):
         if name in record.values:
             lines.setdefault(str(record.values.get("engine", "")), []).append(record)
     found = []
@@ -68,11 +70,19 @@ def curves(records: Sequence[Record], kind: str, name: str, *, by_time: bool) ->
         if by_time:
             x = times - start
         else:
-            x = np.array(numbers(line, "step")) if kind == "step" else step_at(times)
+            x = np.array(numbers(line, "step")) if kind == "step" else _steps_at(records, times)
         y = np.array(numbers(line, name))
         kept = thinned(y, MAX_POINTS)
         found.append(Curve(label=label, x=x[kept].tolist(), y=y[kept].tolist()))
     return found
+
+
+def latest(records: Sequence[Record], seconds: float) -> Sequence[Record]:
+    """The records of the last `seconds`: a long run's curves in detail."""
+    if math.isinf(seconds):
+        return records
+    since = max((record.t for record in records), default=0.0) - seconds
+    return [record for record in records if record.t >= since]
 
 
 def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
@@ -91,10 +101,10 @@ def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
     return np.array(sorted(places))
 
 
-def depth(records: Sequence[Record]) -> Area | None:
-    """Groups in the buffer over time, those that wait by their staleness. Of each interval the
-    sample with the most groups: the staleness bound limits the peaks."""
-    samples = of_kind(records, "buffer")
+def depth(records: Sequence[Record], since_s: float = math.inf) -> Area | None:
+    """Groups in the buffer over the last `since_s`, those that wait by their staleness. Of each
+    interval the sample with the most groups: the staleness bound limits the peaks."""
+    samples = of_kind(latest(records, since_s), "buffer")
     if not samples:
         return None
 
@@ -103,8 +113,7 @@ def depth(records: Sequence[Record]) -> Area | None:
 
     size = -(-len(samples) // MAX_AREA_POINTS)
     peaks = [max(samples[i : i + size], key=held) for i in range(0, len(samples), size)]
-    start, _ = _clock(records)
-    x = [sample.t - start for sample in peaks]
+    x = [sample.t - records[0].t for sample in peaks]
     layers = {"being trained": numbers(peaks, "leased")}
     waiting = [_by_staleness(sample) for sample in peaks]
     for staleness in sorted({s for sample in waiting for s in sample}):
@@ -129,9 +138,9 @@ def _by_staleness(sample: Record) -> dict[int, float]:
     return counts
 
 
-def time_parts(records: Sequence[Record]) -> Area | None:
+def time_parts(records: Sequence[Record], since_s: float = math.inf) -> Area | None:
     """Seconds per step by what the trainer did: means of intervals."""
-    steps = of_kind(records, "step")
+    steps = of_kind(latest(records, since_s), "step")
     if not steps:
         return None
     x = _means(numbers(steps, "step"))
@@ -146,14 +155,11 @@ def _means(values: Sequence[float]) -> list[float]:
     return list((sums / np.diff([*starts, len(values)])).tolist())
 
 
-def _clock(
-    records: Sequence[Record],
-) -> tuple[float, Callable[[NDArray[np.float64]], NDArray[np.float64]]]:
-    """The time of the first record, and how many steps the run had made at a time."""
+def _steps_at(records: Sequence[Record], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How many steps the run had made at these times."""
     steps = of_kind(records, "step")
-    times, numbered = [step.t for step in steps], np.array([0.0, *numbers(steps, "step")])
-    start = records[0].t if records else 0.0
-    return start, lambda at: numbered[np.searchsorted(times, at, side="right")]
+    made = np.array([0.0, *numbers(steps, "step")])
+    return made[np.searchsorted([step.t for step in steps], times, side="right")]
 
 
 def titles() -> Mapping[str, str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import gc
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,13 @@ from controller.run_dir import RunDir, RunRecord
 from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
 from controller.watch.run_view import UNSEEN_S, RunView
-from controller.watch.stages import RECENT_S, stages
 from controller.watch.verdict import findings, findings_of_ended
 from rollout_pool.episodes.tokenizer import load_tokenizer
 
 EVERY_S = 2.0
 """Files and Redis are read no more often, however many look."""
-INDEX_S = 0.3
-"""For reading on in the recorded groups, a request."""
+INDEX_S = 0.1
+"""For reading on in the recorded groups, a request: the first one of a page waits for it."""
 NUM_CHANGES = 50
 
 
@@ -62,7 +62,11 @@ class WatchedRun:
 
     def _look(self) -> dict[str, Any]:
         run, url = self.dir.read_record(), self.dir.read_redis_url()
-        new, problem, found = self._tail.read(), "", list[Finding]()
+        gc.disable()  # what is read stays: to look for cycles in it takes a sixth of the time
+        try:
+            new, problem, found = self._tail.read(), "", list[Finding]()
+        finally:
+            gc.enable()
         if not new and not run.is_running and self._ended == run:
             return self._state  # the same again
         shapes = {(record.kind, *record.values): record for record in new}
@@ -79,10 +83,11 @@ class WatchedRun:
             view, steps = None, of_kind(self._tail.records, "step")
             found = findings_of_ended(self._tail.records, training_seconds(steps))
         self._view = view
+        last_step = of_kind(self._tail.records, "step")[-1:]
         state = "gone" if run.state == "running" and not run.is_alive else run.state
         told = {
+            "step": last_step[0].count("step") if last_step else 0,
             **as_object(self.dir, state, view, found),
-            "stages": stages(self._tail.records, RECENT_S if view else math.inf),
             "is_live": is_live,
             "problem": problem,
             "error": run.error,
@@ -109,6 +114,17 @@ class WatchedRun:
         for record in new:
             view.apply(record)
         return view
+
+    def largest_staleness(self) -> int:
+        """The largest `buffer.max_staleness` that it has had."""
+        tuned = [one.values for one in of_kind(self.records(), TUNED)]
+        of_it = [one["after"] for one in tuned if one["setting"] == "buffer.max_staleness"]
+        return max(self.dir.read_config().buffer.max_staleness, *map(int, of_it), 0)
+
+    def begin(self) -> None:
+        """Reads the run before a browser asks for it, which says what is wrong with its files."""
+        with suppress(ValueError, OSError):
+            self.state()
 
     def look_again(self) -> None:
         """After a change of the run: the next look does not wait."""

@@ -12,11 +12,13 @@ Drawn from the absolute times that `publish` and `commit` records carry.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.run_files import parse_json
 from controller.metrics.history import Record, of_kind, read_metrics, series
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_duration
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 SNAPSHOT, ENCODE, WIRE = "copy of the shards", "finding changes", "sending"
 VERIFY, GATE, PAUSE = "checksums", "waiting for its turn", "paused"
+IDLE = "idle"
 TRAINING, OLD, NEW = "training", "decoding the previous version", "decoding this version"
 _THIN = {TRAINING, OLD, NEW, GATE}
 LAST_TIMELINE = "timeline.png"
@@ -38,6 +41,23 @@ _STAGES = {
     "checkpoint_s": "checkpoint",
 }
 """The fields of a step record that add up to its time, in their order."""
+_OF_RANK = {
+    "lease": "waiting for rollouts",
+    "ranks": "waiting for other ranks",
+    "rest": "rest of the step",
+    "passes": "forward and backward",
+    "update": "optimizer step",
+    "snapshot_wait": "waiting to copy weights",
+    "snapshot": SNAPSHOT,
+    "checkpoint": "checkpoint",
+}
+"""The parts of a rank's step in a `ranks` record. Its waits are many, and drawn in one piece."""
+LANE_KINDS = (
+    *("forward and backward", "decoding even versions", "waiting for rollouts", "optimizer step"),
+    *("decoding odd versions", "waiting for other ranks", "rest of the step", "checkpoint"),
+    *(SNAPSHOT, "waiting to copy weights", PAUSE, TRAINING, IDLE),
+)
+"""In one order always: a kind keeps its colour."""
 _TRAINER, _PUBLISH, _RECEIVERS = "trainer", "checkpoint engine", "receivers"
 
 
@@ -123,17 +143,49 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
 
 
 def find_lanes(records: Sequence[Record], seconds: float, num_bars: int) -> tuple[Bar, ...]:
-    """The phases of the trainer and of each engine in the last `seconds` of the records, at most
-    the last `num_bars` (pure)."""
-    stop = max((record.t for record in records), default=0.0)
+    """The phases of each rank of the trainer and of each engine in the last `seconds`, or the last
+    three steps if those took longer: at most the last `num_bars` (pure). Little of what a run did
+    after its last step is among them."""
+    stop, steps = max((record.t for record in records), default=0.0), of_kind(records, "step")[-4:]
+    if steps:
+        seconds = max(seconds, steps[-1].t - steps[0].t)
+        stop = min(stop, steps[-1].t + seconds / 4)
     start = stop - seconds
     by_engine: dict[str, list[Record]] = {}
     for commit in of_kind(records, "commit"):
         by_engine.setdefault(str(commit.values.get("engine")), []).append(commit)
-    bars = [*_clip(_step_bars(records, start), start, stop)]
+    bars = [*_clip(_rank_bars(records, start), start, stop)]
+    if not bars:  # one rank alone, or an older run
+        bars = [*_clip(_step_bars(records, start), start, stop)]
     for engine, commits in sorted(by_engine.items()):
-        bars += _clip(_engine_bars(engine, commits, stop), start, stop)
+        before = max(0, bisect_left(commits, start, key=lambda record: record.t) - 1)
+        bars += _clip(_engine_bars(engine, commits[before:], stop), start, stop)
+    bars += _clip(_idle_bars(records, stop), start, stop)
     return tuple(sorted(bars, key=lambda bar: bar.start)[-num_bars:])
+
+
+def _rank_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
+    for record in of_kind(records, "ranks"):
+        if record.t < since:
+            continue
+        lanes = parse_json(str(record.values.get("lanes")), dict[str, list[float]], "lanes")
+        for rank, stop in enumerate(lanes["at"]):
+            for part, what in reversed(_OF_RANK.items()):
+                start = stop - lanes[part][rank]
+                yield Bar(row=f"rank {rank}", what=what, start=start, stop=stop)
+                stop = start
+
+
+def _idle_bars(records: Sequence[Record], stop: float) -> Iterator[Bar]:
+    """From a look at an engine that decoded nothing to the next one that found it at work."""
+    idle: dict[str, float] = {}
+    for record in of_kind(records, "engine"):
+        engine = str(record.values.get("engine"))
+        if not record.count("running"):
+            idle.setdefault(engine, record.t)
+        elif engine in idle:
+            yield Bar(row=engine, what=IDLE, start=idle.pop(engine), stop=record.t)
+    yield from (Bar(row=of, what=IDLE, start=since, stop=stop) for of, since in idle.items())
 
 
 def _step_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:

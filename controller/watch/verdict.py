@@ -177,8 +177,8 @@ def findings_of_ended(records: Sequence[Record], seconds: float) -> list[Finding
     if not samples or len(steps) < 2:
         return found
     weights = WeightsView()
-    for record in records:
-        weights.apply(record)
+    for publish in of_kind(records, "publish"):
+        weights.apply(publish)
     # An engine that was late at the end says nothing about the whole run.
     num_publishes = sum(step.number("snapshot_s") > 0 for step in steps)
     pace = weights.pace(seconds / max(1, num_publishes), trainer_version=0, engine_versions={})

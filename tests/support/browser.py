@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,10 @@ async def opened_tab(folder: Path) -> AsyncIterator[Tab]:
     assert CHROMIUM is not None
     with (folder / "chromium.log").open("wb") as log:
         browser = subprocess.Popen(
-            [CHROMIUM, f"--user-data-dir={folder / 'profile'}", *FLAGS], stdout=log, stderr=log
+            [CHROMIUM, f"--user-data-dir={folder / 'profile'}", *FLAGS],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         port = folder / "profile" / "DevToolsActivePort"
@@ -91,7 +96,12 @@ async def opened_tab(folder: Path) -> AsyncIterator[Tab]:
                 tabs = [one for one in await reply.json() if one["type"] == "page"]
             url = tabs[0]["webSocketDebuggerUrl"]
             async with session.ws_connect(url, max_msg_size=0) as socket:
-                yield Tab(socket)
+                tab = Tab(socket)
+                yield tab
+                await tab.ask("Browser.close")
+                # Its helpers write to the profile until the last one has ended.
+                browser.wait(60)
     finally:
-        browser.terminate()
+        with suppress(ProcessLookupError):
+            os.killpg(browser.pid, signal.SIGKILL)
         browser.wait(60)

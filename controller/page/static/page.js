@@ -74,11 +74,13 @@ function timeAxis(curves) {
   return [`${unit} since the run began`, (x) => x.map((value) => value / size)];
 }
 
+const newest = () => (state.is_live ? "Now" : "Last");
+
 async function drawChart(chart) {
   const by = $("by").value;
   const runs = [state.run, ...document.querySelectorAll("#others input:checked")]
     .map((one) => ["run", one.value || one]);
-  const found = await get("curves", [["metric", chart.metric], ["by", by], ...runs]);
+  const found = await get("curves", [["metric", chart.metric], ["by", by], ["since", $("since").value], ...runs]);
   const curves = Object.entries(found).flatMap(([run, lines]) => lines.map((line) => ({
     ...line, name: [runs.length > 1 && run, line.label].filter(Boolean).join(" ") })));
   const [label, scaled] = by === "time" ? timeAxis(curves) : ["training step", (x) => x];
@@ -86,7 +88,7 @@ async function drawChart(chart) {
     const known = curve.y.filter((value) => value !== null);
     const [low, high] = known.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [1 / 0, -1 / 0]);
     return known.length
-      ? `${curve.name || "Now"}${curve.name ? ":" : ""} ${number(known.at(-1))}, from ${number(low)} to ${number(high)}`
+      ? `${curve.name ? curve.name + ":" : newest()} ${number(known.at(-1))}, from ${number(low)} to ${number(high)}`
       : `${curve.name}: not measured`;
   }).join("; ");
   await draw(chart.place, curves.map((curve) => ({
@@ -109,19 +111,21 @@ function addChart(metric) {
 }
 
 function stack(area, scaled) {
-  return area.layers.map((layer) => ({ x: scaled(layer.x), y: layer.y, name: layer.label,
-    stackgroup: "one", line: { width: 0 }, mode: "lines" }));
+  return area.layers.map((layer) => ({ x: scaled(layer.x), y: layer.y, name: layer.label, stackgroup: "one",
+    line: { width: 0, color: layer.label === "being sampled" ? colour("--c12") : "" }, mode: "lines" }));
 }
 
 async function drawAreas() {
-  const { depth, time } = await get("areas");
+  const { depth, time, stages } = await get("areas", { since: $("since").value });
+  $("stages").replaceChildren(...stages.map((one) => make("li",
+    `${one.of}: ${one.name} ${number(100 * one.share)}%${one.waits_for && `, waiting for ${one.waits_for}`}`)));
   if (depth) {
     const [label, scaled] = timeAxis(depth.layers);
     const limit = { x: scaled(depth.layers[0].x), y: depth.limit, name: "limit", mode: "lines",
       line: { dash: "dash", width: 1.5, color: colour("--ink") } };
-    const now = depth.layers.map((layer) => `${layer.label} ${number(layer.y.at(-1))}`).join(", ");
+    const now = depth.layers.map((layer) => `${layer.label}: ${number(layer.y.at(-1))}`).join("; ");
     await draw($("depth"), [...stack(depth, scaled), limit], { xaxis: { title: { text: label } },
-      yaxis: { title: { text: "groups" }, rangemode: "tozero" } }, `Now: ${now}; at most ${number(depth.limit.at(-1))}`);
+      yaxis: { title: { text: "groups" }, rangemode: "tozero" } }, `${newest()} ${now}; at most ${number(depth.limit.at(-1))}`);
   }
   if (time) {
     const sums = time.layers.map((layer) => layer.y.reduce((a, b) => a + b, 0));
@@ -135,26 +139,32 @@ async function drawAreas() {
   }
 }
 
-async function drawBars(place, bars, start, says) {
-  const kinds = [...new Set(bars.map((bar) => bar.what))];
-  const rows = [...new Set(bars.map((bar) => bar.row))].sort().reverse();
-  await draw(place, kinds.map((kind) => {
+async function drawBars(place, bars, start, says, order = [], lanes = null) {
+  const kinds = [...new Set([...order, ...bars.map((bar) => bar.what)])];
+  const byName = new Intl.Collator("en", { numeric: true }).compare;
+  const rows = (lanes || [...new Set(bars.map((bar) => bar.row))].sort(byName)).toReversed();
+  place.style.height = `${Math.max(12, 6 + 1.6 * rows.length)}rem`;
+  await draw(place, kinds.filter((kind) => bars.some((bar) => bar.what === kind)).map((kind) => {
     const own = bars.filter((bar) => bar.what === kind);
-    return { type: "bar", orientation: "h", name: kind, y: own.map((bar) => bar.row),
+    const color = colour(`--c${kinds.indexOf(kind)}`);
+    return { type: "bar", orientation: "h", name: kind, marker: { color }, y: own.map((bar) => bar.row),
       base: own.map((bar) => bar.start - start), x: own.map((bar) => bar.stop - bar.start) };
   }), { barmode: "overlay", xaxis: { title: { text: "seconds" } },
     yaxis: { categoryorder: "array", categoryarray: rows } }, says);
 }
 
 async function drawWeights() {
-  const { version, lanes } = await get("timeline", { version: $("version").value });
-  if (version) await drawBars($("way"), version.bars, version.start, version.title);
+  const { version, lanes, kinds } = await get("timeline", { version: $("version").value });
+  if (version) await drawBars($("way"), version.bars, version.start, version.title, [], version.rows);
   else $("way").parentElement.querySelector("figcaption").textContent = "There is no such version.";
   if (!lanes.length) return;
   const start = lanes[0].start;
-  const waited = lanes.filter((bar) => bar.what === "waiting for rollouts");
-  const sum = waited.reduce((total, bar) => total + bar.stop - bar.start, 0);
-  await drawBars($("lanes"), lanes, start, `The trainer waited ${number(sum)} s for rollouts`);
+  const waited = {};
+  for (const bar of lanes.filter((one) => one.what.startsWith("waiting for")))
+    (waited[bar.row] ??= {})[bar.what] = (waited[bar.row][bar.what] || 0) + bar.stop - bar.start;
+  const says = Object.entries(waited).sort().map(([row, by]) => `${row}: ` +
+    Object.entries(by).map(([what, seconds]) => `${what} ${number(seconds)} s`).join(", ")).join("; ");
+  await drawBars($("lanes"), lanes, start, says || "Nobody waited", kinds);
 }
 
 // Groups ------------------------------------------------------------------------------------------
@@ -178,12 +188,12 @@ async function listGroups() {
     button.type = "button";
     button.onclick = () => showGroup(row.group_id, 0);
     cell.append(button);
-    line.append(cell, make("td", new Date(row.at * 1000).toLocaleString()), make("td", row.task),
-      make("td", number(row.reward), "n"), make("td", number(row.length), "n"));
+    line.append(cell, make("td", number(row.reward), "n"), make("td", number(row.length), "n"),
+      make("td", row.task), make("td", new Date(row.at * 1000).toLocaleString()));
     return line;
   }));
   clearTimeout(reading);
-  if (found.left) reading = setTimeout(() => listGroups().catch(say), 300);
+  if (found.left) reading = setTimeout(() => listGroups().catch(say), 100);
 }
 
 async function showGroup(id, trajectory, start = 0) {
@@ -260,7 +270,7 @@ function say(error) {
 function showState() {
   document.title = `${state.run}: ${state.state}`;
   $("run").textContent = state.run;
-  const steps = state.num_steps ? `step ${state.step} of ${state.num_steps}` : "";
+  const steps = state.num_steps ? `step ${state.step} of ${state.num_steps}` : `${state.step} steps`;
   const left = state.eta_s ? `${duration(state.eta_s)} left` : "";
   $("progress").textContent = [state.state, state.is_live ? state.phase : "", steps, left].filter(Boolean).join(", ");
   if ($("line").textContent !== state.line) $("line").textContent = state.line;
@@ -273,8 +283,6 @@ function showState() {
     return item;
   }));
   $("line").className = state.findings[0]?.level === "alarm" ? "alarm" : "";
-  $("stages").replaceChildren(...state.stages.map((one) => make("li",
-    `${one.of}: ${one.name} ${number(100 * one.share)}%${one.waits_for && `, waiting for ${one.waits_for}`}`)));
   $("tune").hidden = state.max_staleness === null;
   if (!$("wanted").value && state.max_staleness !== null) $("wanted").value = state.max_staleness;
   if (!state.is_live) $("tuned").textContent = "It can be changed while the run goes on.";
@@ -298,7 +306,10 @@ function showChoices() {
 async function drawAll() {
   const begun = Date.now();
   drawn = state.num_records;
-  await Promise.all([...charts.map(drawChart), drawAreas(), drawWeights(), offset || listGroups()]);
+  // The first screens first: the server has one core for all of them.
+  await Promise.all([...charts.map(drawChart), offset || listGroups()]);
+  await drawAreas();
+  await drawWeights();
   drawAfter = Date.now() + Math.max(DRAW_MS, DRAW_SHARE * (Date.now() - begun));
 }
 
@@ -319,7 +330,7 @@ async function poll() {
 }
 
 $("choice").onsubmit = (event) => { event.preventDefault(); const chart = addChart($("metric").value); if (chart) drawChart(chart).catch(say); };
-$("by").onchange = () => drawAll().catch(say);
+$("by").onchange = $("since").onchange = () => drawAll().catch(say);
 $("which").onsubmit = (event) => { event.preventDefault(); drawWeights().catch(say); };
 matchMedia("(prefers-color-scheme: dark)").onchange = () => state && drawAll().catch(say);
 $("tune").onsubmit = (event) => {

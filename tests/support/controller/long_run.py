@@ -93,7 +93,8 @@ TIMES = (
 
 async def measure(run_dir: RunDir) -> None:
     """Prints how long the page takes until its curves and its list of groups are there."""
-    with TemporaryDirectory() as folder:
+    # Helpers of the browser may be ending still, and write to its profile.
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         async with opened_tab(Path(folder)) as tab:
             server = PageServer(run_dir, "127.0.0.1", 0)
             try:

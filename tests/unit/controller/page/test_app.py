@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from configs.load import load_config
 from controller.main import EXIT_BAD_INPUT
 from controller.metrics.history import MetricsLog, Record
 from controller.page.app import PageServer, _allowed, make_app
+from controller.page.watched import WatchedRun
 from controller.run_dir import RunDir
 from controller.watch.finding import Finding
 from tests.support.controller.buffers import Command, opened
@@ -32,7 +34,7 @@ ORIGIN = {"origin": ADDRESS}
 
 
 def client_of(run_dir: RunDir, raises: bool = True) -> TestClient:
-    app = make_app(run_dir, "secret", HOSTS)
+    app = make_app(WatchedRun(run_dir), "secret", HOSTS)
     client = TestClient(app, base_url=ADDRESS, raise_server_exceptions=raises)
     assert client.get("/?token=secret").status_code == 200
     return client
@@ -48,14 +50,14 @@ def page(run_dir: RunDir) -> TestClient:
 
 @pytest.mark.parametrize("path", ["/", "/static/page.js", "/api/state", "/?token=wrong", "/none"])
 def test_nothing_is_served_without_the_token(run_dir: RunDir, path: str) -> None:
-    client = TestClient(make_app(run_dir, "secret", HOSTS), base_url=ADDRESS)
+    client = TestClient(make_app(WatchedRun(run_dir), "secret", HOSTS), base_url=ADDRESS)
     assert client.get(path).status_code == 401
     assert client.post("/api/tune", json={}, headers=ORIGIN).status_code == 401
     assert client.get("/api/state?token=secret").status_code == 401
 
 
 def test_token_of_the_address_becomes_a_cookie_that_scripts_cannot_read(run_dir: RunDir) -> None:
-    client = TestClient(make_app(run_dir, "secret", HOSTS), base_url=ADDRESS)
+    client = TestClient(make_app(WatchedRun(run_dir), "secret", HOSTS), base_url=ADDRESS)
     first = client.get("/?token=secret", follow_redirects=False)
     assert first.status_code == 303 and first.headers["location"] == "/"
     cookie = first.headers["set-cookie"].lower()
@@ -75,7 +77,7 @@ def test_cookies_of_other_programs_on_this_host_do_not_hide_ours(page: TestClien
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "[::1]", "10.0.0.5"])
 def test_page_answers_at_the_address_where_it_listens(run_dir: RunDir, host: str) -> None:
-    app = make_app(run_dir, "secret", _allowed(host.strip("[]")))
+    app = make_app(WatchedRun(run_dir), "secret", _allowed(host.strip("[]")))
     client = TestClient(app, base_url=f"http://{host}:8400")
     assert client.get("/?token=secret", follow_redirects=False).status_code == 303
 
@@ -117,9 +119,9 @@ def test_state_has_the_words_of_status(page: TestClient, run_dir: RunDir, leash:
     state = page.get("/api/state").json()
     said = json.loads(leash("status", "--json"))
     assert state["findings"] == said["findings"] != []
-    assert state["stages"] == said["stages"] != []
+    assert page.get("/api/areas").json()["stages"] == said["stages"] != []
     assert state["line"] in leash("status").replace("\n", " ")
-    assert state["state"] == "finished" and not state["is_live"]
+    assert state["state"] == "finished" and not state["is_live"] and state["step"] == 20
     assert "step/reward_mean" in state["metrics"] and state["titles"]["step/loss"]
 
 
@@ -159,6 +161,36 @@ def test_areas_and_bars_of_a_run(page: TestClient) -> None:
     assert {bar["row"] for bar in found["lanes"]} == {"trainer", "engine-0", "engine-1"}
     assert page.get("/api/timeline?version=x").status_code == 400
     assert page.get("/api/timeline?version=999").json()["version"] is None
+
+
+def test_last_seconds_of_a_run_can_be_drawn_alone(run_dir: RunDir) -> None:
+    record_all(run_dir, [step_record(step, 100.0 + step) for step in range(20)])
+    page = client_of(run_dir)
+    for since, number in (("", 20), ("2.5", 3)):
+        (line,) = page.get(f"/api/curves?metric=step/step&since={since}").json()[run_dir.name]
+        assert line["y"] == [*range(21 - number, 21)]
+        areas = page.get(f"/api/areas?since={since}").json()
+        assert len(areas["time"]["layers"][0]["x"]) == number
+    assert page.get("/api/areas?since=x").status_code == 400
+
+
+def test_script_of_the_charts_comes_compressed_and_is_kept(page: TestClient) -> None:
+    script = page.get("/static/plotly.min.js")
+    assert script.headers["content-encoding"] == "gzip" and "plotly" in script.text[:200]
+    assert int(script.headers["content-length"]) < len(script.content) / 2
+    assert "max-age" in script.headers["cache-control"]
+
+
+def test_server_has_begun_to_read_before_a_browser_asks(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = threading.Event()
+    monkeypatch.setattr(WatchedRun, "state", lambda self: read.set())
+    server = PageServer(run_dir, "127.0.0.1", 0)
+    try:
+        assert read.wait(60)
+    finally:
+        server.close()
 
 
 def test_groups_are_listed_filtered_and_shown(page: TestClient) -> None:
@@ -286,3 +318,11 @@ def test_group_shows_its_advantages_and_the_trainers_logprobs(
     assert found["trained_step"] == 4 and found["trainer_logprobs"] is None
     (folder / "away").rename(folder / "rank-0.jsonl")
     assert page.get("/api/group?id=b").json()["trained_step"] is None
+    # Sampled by versions 3 and 4, it may be trained until 6, with a larger bound until 9.
+    late = json.dumps({**line, "group_id": "b", "version": 9}, separators=(",", ":"))
+    (folder / "rank-0.jsonl").write_text(late + "\n")
+    assert page.get("/api/group?id=b").json()["trained_step"] is None
+    page.get("/api/group?id=a")
+    tuned = {"setting": "buffer.max_staleness", "before": 2, "after": 5, "who": "x"}
+    record_all(run_dir, [Record(t=1.0, kind="tuned", values=tuned)])
+    assert client_of(run_dir).get("/api/group?id=b").json()["trained_step"] == 4

@@ -42,6 +42,20 @@ def test_curve_by_step_of_another_kind_is_at_the_steps_made_by_then() -> None:
     assert line.x == [1.0, 2.0, 3.0]
 
 
+def test_last_part_of_a_run_keeps_its_places_on_the_axes() -> None:
+    steps = [step_record(step, 100.0 + 10 * step) for step in range(9)]
+    records = [*steps, eval_record(9, 181.0, 0.75), *(buffer_record(100.0 + t) for t in range(81))]
+    (line,) = curves(records, "step", "reward_mean", 25.0, by_time=False)
+    assert line.x == [7.0, 8.0, 9.0]
+    (line,) = curves(records, "step", "reward_mean", 25.0, by_time=True)
+    assert line.x == [60.0, 70.0, 80.0]
+    (line,) = curves(records, "eval", "accuracy", 25.0, by_time=False)
+    assert line.x == [9.0]
+    groups, time = depth(records, 25.0), time_parts(records, 25.0)
+    assert groups is not None and time is not None
+    assert groups.layers[0].x == [*range(56, 81)] and time.layers[0].x == [7.0, 8.0, 9.0]
+
+
 def test_curve_of_a_metric_of_engines_is_a_line_for_each() -> None:
     records = [commit_record(f"engine-{n % 2}", n, 10.0 * n, 0.1 * (1 + n)) for n in range(4)]
     first, second = curves(records, "commit", "pause_s", by_time=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 from controller.main import EXIT_BAD_INPUT
+from controller.metrics.history import Record
 from controller.report.timeline import (
     GATE,
+    LANE_KINDS,
     NEW,
     OLD,
     PAUSE,
@@ -112,5 +115,38 @@ def test_lanes_are_the_phases_of_trainer_and_engines() -> None:
         ("engine-0", "decoding even versions", 99.6, 100.0),
         ("trainer", "copy of the shards", 99.95, 100.0),
     ]
+    again = step_record(1, 110.0, lease_wait_s=9.0)
+    slow = [b for b in find_lanes([step_record(0, 100.0), again], 0.1, 99) if b.stop > b.start]
+    assert slow[0].what == "waiting for rollouts" and slow[0].start == pytest.approx(100.45)
+    long_after = find_lanes([step_record(0, 100.0), commit_record("engine-0", 1, 900.0)], 60.0, 99)
+    assert {bar.row for bar in long_after} == {"trainer"}
     (last,) = find_lanes([step_record(0, 100.0)], seconds=0.04, num_bars=1)
     assert last.stop == 100.0 and find_lanes([], seconds=60.0, num_bars=100) == ()
+
+
+def test_each_rank_has_a_lane_that_shows_its_wait_for_the_slow_one() -> None:
+    others = ("rest", "update", "snapshot_wait", "snapshot", "checkpoint")
+    lanes = {part: [0.0, 0.0] for part in others}
+    lanes |= {"at": [99.5, 99.25], "lease": [0.5, 0.25], "ranks": [4.0, 0.0], "passes": [1.0, 5.0]}
+    ranks = Record(t=99.9, kind="ranks", values={"step": 1, "lanes": json.dumps(lanes)})
+    bars = find_lanes([step_record(0, 99.5), ranks], seconds=60.0, num_bars=100)
+    drawn = [(b.row, b.what, b.start, b.stop) for b in bars if b.stop > b.start]
+    assert sorted(drawn) == [
+        ("rank 0", "forward and backward", 98.5, 99.5),
+        ("rank 0", "waiting for other ranks", 94.5, 98.5),
+        ("rank 0", "waiting for rollouts", 94.0, 94.5),
+        ("rank 1", "forward and backward", 94.25, 99.25),
+        ("rank 1", "waiting for rollouts", 94.0, 94.25),
+    ]
+    assert {bar.what for bar in bars} <= set(LANE_KINDS), "each has its colour"
+
+
+def test_engine_without_requests_is_idle_until_a_look_finds_some() -> None:
+    looks = [(10.0, 4), (13.0, 0), (16.0, 0), (19.0, 2), (22.0, 0)]
+    records = [
+        Record(t=t, kind="engine", values={"engine": "engine-0", "running": n}) for t, n in looks
+    ]
+    commit = commit_record("engine-0", 1, 10.0)
+    bars = find_lanes([commit, *records, step_record(0, 24.0)], seconds=60.0, num_bars=100)
+    idle = [(bar.start, bar.stop) for bar in bars if bar.what == "idle"]
+    assert idle == [(13.0, 19.0), (22.0, 24.0)]
