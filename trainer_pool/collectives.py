@@ -5,6 +5,9 @@ No pickle: everything is a flat tensor, on the device of the process group's bac
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from socket import socket
@@ -37,6 +40,22 @@ class RankAddress:
         return torch.device("cuda", 0) if self.uses_gpu else torch.device("cpu")
 
 
+class RankWaits:
+    """How long this process, one rank, stood in collectives of the trainer's ranks: for the bytes,
+    and for a rank that came late. On GPUs the device waits inside a pass, which is not counted."""
+
+    seconds = 0.0
+
+    @classmethod
+    @contextmanager
+    def counted(cls) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            cls.seconds += time.perf_counter() - start
+
+
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Collectives:
     """One rank's end of the default process group; every rank must make the same calls."""
@@ -56,6 +75,7 @@ class Collectives:
             self, rank=self.rank // width, num_ranks=self.num_ranks // width, width=width
         )
 
+    @RankWaits.counted()
     def broadcast_flag(self, flag: bool) -> bool:
         """Rank 0's flag; that of another rank does not matter."""
         sent = torch.tensor([flag], dtype=torch.uint8, device=self.device)
@@ -66,6 +86,7 @@ class Collectives:
         """[K] of every rank as [num_ranks, K] in float64 on the CPU, in rank order."""
         return self._gather(values.to(torch.float64))
 
+    @RankWaits.counted()
     def _gather(self, values: Tensor) -> Tensor:
         mine = values.to(self.device)
         if self.num_ranks * self.width == 1:

@@ -11,6 +11,7 @@ the loop waits only for the copy.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from configs.checks import live_names, with_live
 from configs.schema import TrainerConfig
 from host.loop_thread import LoopThread
 from trainer_pool.algorithms.registry import Algorithm
-from trainer_pool.collectives import Collectives, RankAddress, join_ranks, leave_ranks
+from trainer_pool.collectives import Collectives, RankAddress, RankWaits, join_ranks, leave_ranks
 from trainer_pool.critic import Critic, CriticStep
 from trainer_pool.data.rows import StepBatch
 from trainer_pool.data.trained import TrainedLog
@@ -71,6 +72,8 @@ class StepTimes:
     """The times of one step on this rank."""
 
     lease_wait_s: float = 0.0
+    lease_ranks_s: float = 0.0
+    """The part of `lease_wait_s` in which this rank waited for another one."""
     step_s: float = 0.0
     snapshot_s: float = 0.0
     snapshot_wait_s: float = 0.0
@@ -170,6 +173,9 @@ class TrainerRank:
         """The step at which training goes on."""
         self._step = self.restored.step
         self._version = self._recovery.version
+        self._lane = ""
+        """The times of this rank's last step, which the next collective takes to rank 0."""
+        self._waited_s = 0.0
         self._sent_version = -1
         self._num_sent = 0
 
@@ -254,8 +260,10 @@ class TrainerRank:
         start, config = time.perf_counter(), self._spec.config
         with self._working():
             self._checkpoint_unsaved()  # so that a run can go on from its first step, too
+            self._waited_s = RankWaits.seconds
             while self._step < config.num_steps and not self._should_stop():
                 self._run_version()
+            self._record_lanes(self._ranks.gather_texts(self._lane))
             self._checkpoint_unsaved()
             self._recovery.writer.finish()
         return TrainReport(
@@ -301,12 +309,13 @@ class TrainerRank:
         batches: list[tuple[Lease, tuple[str, ...]]] = []
         with ExitStack() as renewals:
             while True:
-                clock, times = Clock(), StepTimes()
+                clock, times, waited_s = Clock(), StepTimes(), RankWaits.seconds
                 if (leased := self._lease(clock)) is None:
                     self._step -= len(batches)  # nothing of an update that is not complete counts
                     return
                 lease, kept_ids = leased
                 times.lease_wait_s = clock.lap()
+                times.lease_ranks_s = RankWaits.seconds - waited_s
                 # It is held until the update, which may take longer than the lease.
                 renewals.enter_context(self._loop.running(self._buffer.keep_renewed(lease)))
                 batches.append((replace(lease, groups=()), kept_ids))  # they are large
@@ -340,6 +349,19 @@ class TrainerRank:
 
     def _record(self, version: int, stats: StepStats, times: StepTimes) -> None:
         """Add the completed step, which trained `version`, to `metrics.jsonl`; on rank 0."""
+        parts = {part: stats.speed.get(f"step_{part}_s", 0.0) for part in ("passes", "update")}
+        waited_s, self._waited_s = RankWaits.seconds - self._waited_s, RankWaits.seconds
+        lane = {
+            "at": time.time(),
+            "lease": times.lease_wait_s - times.lease_ranks_s,
+            "ranks": waited_s,
+            "rest": times.step_s - stats.speed["step_ranks_s"] - sum(parts.values()),
+            **parts,
+            "snapshot_wait": times.snapshot_wait_s,
+            "snapshot": times.snapshot_s,
+            "checkpoint": times.checkpoint_s,
+        }
+        self._lane = json.dumps({k: round(v, 4) for k, v in lane.items()}, separators=(",", ":"))
         if not self._is_lead:
             return
         waits = {
@@ -360,6 +382,21 @@ class TrainerRank:
         if times.memory_copy_error is None:
             del record["memory_copy_error"]
         self._loop.run(self._run_state.append_metrics(record, kind="step"))
+
+    def _record_lanes(self, texts: Sequence[str]) -> None:
+        """Add the times of all ranks' last step to `metrics.jsonl`, if there are several."""
+        self._lane = ""
+        if not self._is_lead or len(texts) == 1 or not all(texts):
+            return
+        lanes = [json.loads(text) for text in texts]
+        waits = [lane["ranks"] for lane in lanes]
+        record: dict[str, float | int | str] = {
+            "step": self._step,
+            "slowest": waits.index(min(waits)),
+            "waited_s": max(waits),
+            "lanes": json.dumps({k: [lane[k] for lane in lanes] for k in lanes[0]}),
+        }
+        self._loop.run(self._run_state.append_metrics(record, kind="ranks"))
 
     def _lease(self, clock: Clock) -> tuple[Lease, tuple[str, ...]] | None:
         """This rank's part of the next batch, and the groups of the batch that may be trained. None
@@ -420,14 +457,15 @@ class TrainerRank:
             rate = self._live_config().learning_rate
         flags = "".join("01"[group_id in kept] for group_id in ids)
         # One collective for all of it: each is a wait for the slowest rank.
-        said = self._ranks.gather_texts(f"{mine} {rate!r} -{flags}")
-        replies = [text.rsplit(maxsplit=2) for text in said]
+        said = self._ranks.gather_texts(f"{mine} {rate!r} -{flags} -{self._lane}")
+        replies = [text.rsplit(maxsplit=3) for text in said]
+        self._record_lanes([lane[1:] for *_, lane in replies])
         texts, width = [text for text, *_ in replies], self._parts.width
         tokens = {text.split()[0] for text in texts}
         of_groups = [set(texts[i : i + width]) for i in range(0, len(texts), width)]
         if len(tokens) > 1 or any(len(group) > 1 for group in of_groups):
             return (), False
-        _, of_lead, flags = replies[0]
+        _, of_lead, flags, _ = replies[0]
         self._peak_rate = float(of_lead)
         fresh = (i for i, flag in zip(ids, flags[1:], strict=True) if flag == "1")
         return tuple(fresh), lease is None

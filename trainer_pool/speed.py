@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trainer_pool.collectives import RankWaits
+
 FLOPS_PER_MULTIPLY_ADD = 2
 PASSES = 3
 """A backward pass computes as much as two forward passes: the gradients of weights and of inputs.
@@ -44,17 +46,20 @@ class StepSpeed:
     """Multiply-adds, as `PassCost` counts them, of the forward passes that a backward pass
     follows."""
     seconds: dict[str, float] = field(default_factory=dict)
+    """By part, without the waits for other ranks."""
+    waited_before_s: float = field(default_factory=lambda: RankWaits.seconds)
 
     @contextmanager
     def timing(self, part: str) -> Iterator[None]:
         """Adds the seconds of a block to `part`'s, until the device has done all its work."""
-        start = time.perf_counter()
+        start = time.perf_counter() - RankWaits.seconds
         try:
             yield
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+            own_s = time.perf_counter() - RankWaits.seconds - start
+            self.seconds[part] = self.seconds.get(part, 0.0) + own_s
 
     def record(self, num_tokens: int, peak: float | None) -> dict[str, float]:
         """For the metrics log. `num_tokens` counts all ranks' trajectories with their prompts,
@@ -63,10 +68,12 @@ class StepSpeed:
         model_tflops = 2 x 3 x this rank's multiply-adds / seconds of the step / 10^12
         mfu = model_tflops / peak
         """
-        total = sum(self.seconds.values())
+        ranks_s = RankWaits.seconds - self.waited_before_s
+        seconds = {**self.seconds, "ranks": ranks_s}
+        total = sum(seconds.values())
         flops = FLOPS_PER_MULTIPLY_ADD * PASSES * self.multiply_adds
         tflops = flops / total / 1e12 if total else math.nan
-        found = {f"step_{part}_s": seconds for part, seconds in self.seconds.items()}
+        found = {f"step_{part}_s": of_part for part, of_part in seconds.items()}
         found["train_tokens_per_s"] = num_tokens / total if total else math.nan
         found["model_tflops"] = tflops
         if peak is not None:

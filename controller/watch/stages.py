@@ -19,7 +19,7 @@ from controller.metrics.history import Record, below, of_kind, series
 from controller.watch.bottleneck import Window
 
 RECENT_S, MAX_SAMPLES = 600.0, 1000
-STEP_PARTS = ("plan", "score", "passes", "update", "critic")
+STEP_PARTS = ("plan", "score", "passes", "update", "critic", "ranks")
 TRAINER = {
     "lease": "lease_wait_s",
     **{part: f"step_{part}_s" for part in STEP_PARTS},
@@ -41,6 +41,7 @@ WAITS_FOR = {
     "held": "other groups",
     "push": "the buffer",
     "lease": "rollouts",
+    "ranks": "other ranks",
     "snapshot wait": "the wire",
     "checkpoint wait": "the disk",
     "commit": "engines",

@@ -21,17 +21,24 @@ import deepspeed.runtime.compiler
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.runtime.zero import partition_parameters as gathered
+from deepspeed.runtime.zero import stage3
 from torch import Tensor
 from transformers.integrations import HfDeepSpeedConfig
 
 from configs.choices import Dtype
 from configs.schema import TrainerConfig
-from trainer_pool.collectives import RankAddress
+from trainer_pool.collectives import RankAddress, RankWaits
 from trainer_pool.model.loading import load_model
 from trainer_pool.model.recomputing import recompute_layers, tile_mlps
 
 _GATHER_ELEMENTS = 50_000_000
 """Elements gathered on every rank at once during an export."""
+
+# Where a pass on a CPU waits for the other ranks: for parameters, and to add up gradients.
+for _handle in (gathered.AllGatherHandle, gathered.AllGatherCoalescedHandle):
+    _handle.wait = RankWaits.counted()(_handle.wait)
+stage3.reduce_scatter_coalesced = RankWaits.counted()(stage3.reduce_scatter_coalesced)
 
 
 class Zero3Model:

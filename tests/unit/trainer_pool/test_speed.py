@@ -8,6 +8,7 @@ import torch
 
 from tests.support.repository import ROOT
 from tests.support.trainer import made_up
+from trainer_pool.collectives import RankWaits
 from trainer_pool.data.packing import PassCost, Row, fill_up, pack
 from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops
 
@@ -19,14 +20,16 @@ def row(length: int, last: int) -> Row:
 
 def test_speed_is_that_of_all_parts_of_the_step() -> None:
     speed = StepSpeed(device=torch.device("cpu"), multiply_adds=2e12)
-    speed.seconds = {"plan": 1.0, "passes": 2.0, "update": 1.0}
+    speed.seconds = {"plan": 1.0, "passes": 1.5, "update": 1.0}
+    RankWaits.seconds += 0.5
     found = speed.record(400, peak=10.0)
     assert found == {
         "step_plan_s": 1.0,
-        "step_passes_s": 2.0,
+        "step_passes_s": 1.5,
         "step_update_s": 1.0,
-        "train_tokens_per_s": 100.0,
-        "model_tflops": 3.0,  # 2 x 3 x 2 in 4 seconds
+        "step_ranks_s": pytest.approx(0.5),
+        "train_tokens_per_s": pytest.approx(100.0),
+        "model_tflops": pytest.approx(3.0),  # 2 x 3 x 2 in 4 seconds
         "mfu": pytest.approx(0.3),
     }
     assert "mfu" not in speed.record(400, peak=None)
@@ -45,6 +48,15 @@ def test_seconds_of_a_part_add_up() -> None:
         with speed.timing("passes"):
             before = dict(speed.seconds)
     assert speed.seconds["passes"] > before["passes"] > 0
+
+
+def test_waits_for_other_ranks_are_no_part_of_another_one() -> None:
+    speed = StepSpeed(device=torch.device("cpu"))
+    with speed.timing("passes"):
+        RankWaits.seconds += 1e6
+    RankWaits.seconds += 1e5
+    found = speed.record(1, peak=None)
+    assert found["step_ranks_s"] == pytest.approx(1.1e6) and found["step_passes_s"] < 0
 
 
 def test_cost_of_a_pass_counts_what_is_computed() -> None:

@@ -984,6 +984,7 @@ class LoopOutcome:
     ranks: list[dict[str, Any]]
     """By rank: the reports of its warm start, its first publish and its training."""
     records: list[dict[str, Any]]
+    lanes: list[dict[str, Any]]
     published: set[int]
     """Versions that the engines got."""
     waits: dict[tuple[str, str], float]
@@ -1014,11 +1015,13 @@ def play_loop(
     run_dir = output if before is None else before.run_dir
     entries = run_state.read_metrics(STREAM_START, TIMEOUT_S)
     records = [dict(entry.record) for entry in entries if entry.kind == "step"]
+    lanes = [dict(entry.record) for entry in entries if entry.kind == "ranks"]
     published = {int(e.record["version"]) for e in entries if e.kind == "publish"}
     yield LoopOutcome(
         run_dir=run_dir,
         ranks=[json.loads((run_dir / f"{name}-{rank}.json").read_text()) for rank in range(2)],
         records=records[0 if before is None else len(before.records) :],
+        lanes=lanes[0 if before is None else len(before.lanes) :],
         published=published - (set() if before is None else before.published),
         waits=run_state.waits(),
         stats=buffer.stats(),
@@ -1042,6 +1045,19 @@ def test_stop_of_rank_0_ends_all_ranks_after_the_same_step(loop: LoopOutcome) ->
     first, second = (rank["report"] for rank in loop.ranks)
     assert first["was_stopped"] and second["was_stopped"]
     assert first["num_steps"] == second["num_steps"] == first["version"] >= LOOP_STEPS
+
+
+def test_each_step_has_the_times_of_every_rank_and_who_was_waited_for(loop: LoopOutcome) -> None:
+    assert [lane["step"] for lane in loop.lanes] == [*range(1, loop.num_steps + 1)]
+    for lane, step in zip(loop.lanes, loop.records, strict=True):
+        times = json.loads(lane["lanes"])
+        waits = times.pop("ranks")
+        assert min(waits) > 0 and lane["waited_s"] == max(waits), "there are collectives in a pass"
+        assert waits[lane["slowest"]] == min(waits)
+        assert {len(of_part) for of_part in times.values()} == {2}
+        assert min(*times["passes"], *times["update"], *times["rest"]) > 0
+        assert times["passes"][0] == pytest.approx(step["step_passes_s"], abs=1e-3)
+        assert times["passes"][0] + step["step_ranks_s"] < step["step_s"]
 
 
 def test_engine_has_the_final_weights(loop: LoopOutcome) -> None:
