@@ -192,7 +192,7 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
     whole = config.steps + filling  # waits come and go with what is in flight
     recent = [step for step in view.steps[-(filling + whole + 1) :] if step.t > view.changed_at]
     window = recent[filling:]
-    count, least = len(window) - 1, max(1, 2 * filling)
+    count, least = len(window) - 1, max(1, min(whole, 2 * filling))
     if count < least:
         return (
             f"too little is measured: {max(0, count)} of {least} steps since the leash has filled"

@@ -167,6 +167,13 @@ def test_from_0_it_is_raised_after_two_steps() -> None:
     assert run.changes == [2] and run.bounds[-1] == 2
 
 
+def test_leash_longer_than_the_steps_to_measure_is_measured_too() -> None:
+    run = Tuned(8, replace(BOUNDS, max_staleness=8))
+    for t in range(1, 40):
+        run.step(float(t), 0.0)
+    assert run.changes
+
+
 # Engines ------------------------------------------------------------------------------------------
 
 
