@@ -27,7 +27,8 @@ from rollout_pool.rewards.types import PartScore, Setup
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
+"""Imports alone took more than 120 s on two cores with a load of 30, and it ends the run."""
 END_TIMEOUT_S = 30.0
 """A killed process that is still there after this long is stuck in the kernel."""
 MAX_STARTS = 3

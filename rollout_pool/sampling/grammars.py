@@ -50,7 +50,7 @@ PROCESS_BYTES = 2**23
 MAX_COMPILED_AT_ONCE = 2
 REPLY_TIMEOUT_S = 120.0
 """Ends the wait for a process that the limits above do not end, as one that was stopped."""
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
 CLOSE_S = 5.0
 STEP_TOKENS = 1024
 """Forced or known tokens of one request."""
