@@ -319,7 +319,7 @@ class RolloutConfig(Section):
     max_filtered_ratio: float = field(default=4.0, metadata=live(NOT_NEGATIVE))
     """The most groups discarded this way per kept one; beyond it they are kept, and counted."""
     max_groups_in_flight: int = field(default=256, metadata=live(at_least(1)))
-    """Per worker; admission is nearly always the tighter bound."""
+    """Per worker; admission, or room at the engines, is nearly always the tighter bound."""
     max_request_retries: int = field(default=2, metadata=at_least(0))
     """How often a failed sample is retried, from where it stood."""
     max_group_failures: int = field(default=2, metadata=at_least(1))

@@ -1,7 +1,8 @@
-"""Process groups beside torch's default one: one weight group for each membership epoch.
+"""Process groups beside torch's default one: one weight group for each chain of each
+membership epoch.
 
-Or one for each of an epoch's chains. A weight group is not registered in torch.distributed. It
-belongs to its owner and ends when the owner drops it. Its senders come first; the receivers follow.
+It is not registered in torch.distributed, belongs to its owner and ends when the owner drops it.
+Its senders come first; the receivers follow.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=1536)
     sizes = parser.parse_args()
-    require_gpu("benchmarks/gpu/head.py")
+    require_gpu("benchmarks.gpu.head")
     problem = Problem.random(sizes.rows, sizes.vocab, sizes.hidden, "cuda")
     few = problem.first(ERROR_ROWS)
     report = Report("output head on a GPU")

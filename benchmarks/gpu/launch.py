@@ -49,8 +49,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="of the quickstart; a quarter else")
     parser.add_argument("--settings", nargs="*", default=[])
     given = parser.parse_args()
-    require_gpu("benchmarks/gpu/launch.py")
-    require_packages("benchmarks/gpu/launch.py", "ray", "deepspeed", "sglang")
+    require_gpu("benchmarks.gpu.launch")
+    require_packages("benchmarks.gpu.launch", "ray", "deepspeed", "sglang")
     report = Report("launches on a GPU")
     for size in given.sizes:
         steps = given.steps if size == "quickstart" else max(4, given.steps // 4)

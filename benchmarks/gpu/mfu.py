@@ -33,8 +33,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--steps", type=int, default=3)
     given = parser.parse_args()
-    require_gpu("benchmarks/gpu/mfu.py")
-    require_packages("benchmarks/gpu/mfu.py", "deepspeed", "transformers")
+    require_gpu("benchmarks.gpu.mfu")
+    require_packages("benchmarks.gpu.mfu", "deepspeed", "transformers")
     measure(given.layers, given.steps)
 
 

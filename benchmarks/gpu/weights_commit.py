@@ -46,8 +46,8 @@ def main() -> None:
     strategies = [*(each.value for each in CommitStrategy), SGLangBroadcast.name]
     parser.add_argument("--strategies", nargs="+", choices=strategies, default=strategies)
     arguments = parser.parse_args()
-    require_gpu("benchmarks/gpu/weights_commit.py")
-    require_packages("benchmarks/gpu/weights_commit.py", "sglang")
+    require_gpu("benchmarks.gpu.weights_commit")
+    require_packages("benchmarks.gpu.weights_commit", "sglang")
     report = Report("staged commit on a GPU")
     for name in arguments.shapes:
         with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:

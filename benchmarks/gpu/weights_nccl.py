@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="0.5B")
     parser.add_argument("--publishes", type=int, default=6)
     arguments = parser.parse_args()
-    num_gpus = require_gpu("benchmarks/gpu/weights_nccl.py")
+    num_gpus = require_gpu("benchmarks.gpu.weights_nccl")
     report = Report("checkpoint engine over NCCL")
     layout = Layout.of(SHAPES[arguments.shape].tensors("bfloat16"), 1)
     report.say(f"{layout.num_bytes / 1e9:.2f} GB to {arguments.receivers} receivers")

@@ -1,5 +1,7 @@
 """Tokens per second of a training step: padded, packed, and with shared prefixes.
 
+    python -m benchmarks.training.packing [--short] [--prompts gsm8k.jsonl]
+
 Forward, backward and AdamW of a small Qwen3 in this process, without DeepSpeed. The baseline, in
 the same run and interleaved, is batches of rows padded to the longest: sorted by length, as this
 trainer had them before packing, and in the order of arrival. Rates count the tokens of the

@@ -196,7 +196,7 @@ class _Page:
         )
 
     def areas(self, request: Request) -> Response:
-        # Apart from the verdict, which is not to wait for it.
+        # Not part of the state: the verdict would wait for it.
         records, since_s = self._own.records(), _since(request)
         recent_s = RECENT_S if self._own.state()["is_live"] else math.inf
         found = {"depth": depth(records, since_s), "time": time_parts(records, since_s)}

@@ -57,7 +57,7 @@ LANE_KINDS = (
     *("decoding odd versions", "waiting for other ranks", "rest of the step", "checkpoint"),
     *(SNAPSHOT, "waiting to copy weights", PAUSE, TRAINING, IDLE),
 )
-"""In one order always: a kind keeps its colour."""
+"""A fixed order, so that each kind keeps its colour."""
 _TRAINER, _PUBLISH, _RECEIVERS = "trainer", "checkpoint engine", "receivers"
 
 
@@ -144,8 +144,8 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
 
 def find_lanes(records: Sequence[Record], seconds: float, num_bars: int) -> tuple[Bar, ...]:
     """The phases of each rank of the trainer and of each engine in the last `seconds`, or the last
-    three steps if those took longer: at most the last `num_bars` (pure). Little of what a run did
-    after its last step is among them."""
+    three steps if those took longer: at most the last `num_bars` (pure). They end soon after the
+    last step."""
     stop, steps = max((record.t for record in records), default=0.0), of_kind(records, "step")[-4:]
     if steps:
         seconds = max(seconds, steps[-1].t - steps[0].t)

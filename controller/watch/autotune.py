@@ -150,7 +150,7 @@ def next_move(
     elif not now.has_waited:
         return bound, f"{waited}, for too short a time so far"
     else:
-        full = "workers or rewards have all that they take, or groups are lacking"
+        full = "engines, workers or rewards have all that they take, or groups are lacking"
         return bound, f"{waited}, but {full if now.is_full else f'{ess}: {at_most}'}"
     needed = max([lowest, now.enough or 0, *(1 + value for value in left if value < bound)])
     if now.is_whole and not now.is_biased and needed < bound:

@@ -210,7 +210,7 @@ class Window(Generic[K]):
         self._samples.clear()
 
     def last(self, seconds: float) -> Window[K]:
-        """Its own last `seconds`."""
+        """A window of the last `seconds` of this one."""
         found = Window[K](seconds)
         for t, totals in self._samples:
             found.add(t, totals)

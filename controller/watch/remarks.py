@@ -97,7 +97,8 @@ def lost_workers(away: Mapping[str, str]) -> Finding | None:
     if not away:
         return None
     first, words = next(iter(away)), ", ".join(f"{name} {how}" for name, how in away.items())
-    return alarm(first, words, f"Ray starts it again, and its groups; logs/{first}.log may say why")
+    advice = f"Ray starts it again, and its prompts run again; logs/{first}.log may say why"
+    return alarm(first, words, advice)
 
 
 def paused(stats: BufferStats, changes: Sequence[Record], now: float) -> Finding:

@@ -34,8 +34,8 @@ from controller.watch.learning import learning_alarms
 from controller.watch.length_bias import Lengths, measure_lengths
 
 WAITS_HORIZON_S, WAITS_STEPS = 120.0, 10
-"""Waits are those of so many steps, of RATE_HORIZON_S at least and of the former at most: where
-steps are short, the present does not hide behind two minutes."""
+"""Waits are measured over the last ten steps, between 30 and 120 s: with short steps two minutes
+would hide what begins now."""
 RATE_HORIZON_S = 30.0
 LENGTHS_HORIZON_S = 3600.0
 ENGINES_HORIZON_S = 30.0

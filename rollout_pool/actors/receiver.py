@@ -20,7 +20,7 @@ class ReceiverActor(PlacedActor, ReceiverKeeper):
 
     async def keep(self, gpu_ids: list[str]) -> str:
         """`run`, which Ray calls again after it has restarted this actor, and a controller that
-        attaches. `gpu_ids`: of the node's first engine, shared by the receiver, a chain each."""
+        attaches. `gpu_ids`: those of the node's first engine; each chain uses one."""
         if self._keeping is None:
             if gpu_ids:
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)

@@ -28,7 +28,8 @@ from rollout_pool.rewards.types import PartScore, Setup
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""Imports alone took more than 120 s on two cores with a load of 30, and it ends the run."""
+"""Imports alone took more than 120 s on two cores with a load of 30, and a timeout as a run starts
+ends it."""
 END_TIMEOUT_S = 30.0
 """A killed process that is still there after this long is stuck in the kernel."""
 MAX_STARTS = 3
@@ -36,8 +37,8 @@ MAX_STARTS = 3
 MAX_ATTEMPTS = 2
 """How often a request may kill its process."""
 TOGETHER_S = 0.005
-"""A process gets requests together that should take it so long at most, by those before: a message
-costs as much as a short one."""
+"""Requests go to a process in one message as long as they should take no longer than this together,
+judged by recent ones: sending a message costs as much as scoring a short request."""
 USUAL_WEIGHT = 0.1
 """The weight of a request in the mean of what they took lately."""
 CLOSED = "the reward pool was closed"
@@ -90,7 +91,8 @@ class RewardPool:
         self._serve()
 
     async def score(self, request: bytes) -> PartScore:
-        """Scores one request; waits for a free process, then at most `timeout_s`."""
+        """Scores one request; waits for a free process, then at most `timeout_s` for each request
+        before it, and for its own."""
         if self._is_closed:
             return PartScore(failure=CLOSED)
         loop = asyncio.get_running_loop()

@@ -284,8 +284,9 @@ class RolloutWorker:
 
     async def _admit(self) -> None:
         """Waits for room at the engines and a credit, takes a prompt and starts the group."""
-        # A group's age counts from its credit: one that had it while it waits in line would leave
-        # its longest answer too few versions, and with on_stale=wait the trainer waits for that.
+        # A group's age counts from its credit: if it aged in a line, the trainer would have to wait
+        # for its longest answer with on_stale=wait. Episodes that start, or run a tool, are not in
+        # the line: where environments are slow, more credits are taken.
         await self.wait_room(self._live.group_size)
         order = self._next_order
         self._next_order += 1

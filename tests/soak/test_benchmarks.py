@@ -1,6 +1,6 @@
 """The benchmarks' short forms run to their end; what they measure depends on the machine.
 
-Those of benchmarks/gpu, and training/packing.py beside them: tests/unit/test_gpu_benchmarks.py.
+tests/unit/test_gpu_benchmarks.py has those of `benchmarks.gpu`, and `benchmarks.training.packing`.
 """
 
 from __future__ import annotations

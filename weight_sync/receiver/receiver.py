@@ -378,7 +378,7 @@ class Arrival:
 
     @property
     def received(self) -> int:
-        """Number of buckets before the first that lacks; others may be in place behind it."""
+        """Number of buckets before the first that is missing; later ones may be in place."""
         first = self._is_here.find(0)
         return len(self.buckets) if first < 0 else first
 

@@ -2,7 +2,8 @@
 -- Request: values, expected (both by name).   Reply: 1; 0 if a setting is not as expected
 for name, value in pairs(request.expected) do
   local held = redis.call('HGET', SETTINGS, name)
-  -- Nobody has changed what is not held. The values themselves: the reply to an earlier call was lost.
+  -- A setting that is not held has not been changed. If it already has the new value, the reply to an
+  -- earlier call was lost.
   if held and held ~= value and held ~= request.values[name] then
     return 0
   end

@@ -54,7 +54,7 @@ CASES: list[tuple[str, int, Measured, dict[int, float], int | None]] = [
     ("there were too few with the next value", 2, now(0.3), {3: 0.4}, None),
     ("there were enough with it", 2, now(0.3), {3: 0.8}, 3),
     ("how many is not measured", 2, now(0.3, math.nan), {4: math.nan}, 4),
-    ("workers or rewards have all that they take", 2, now(0.3, is_full=True), {}, None),
+    ("engines, workers or rewards have all that they take", 2, now(0.3, is_full=True), {}, None),
     ("it was raised for a reason", 3, now(0.01), {2: 0.9}, None),
     ("long answers need more", 2, now(0.01, enough=4, is_biased=True), {}, 4),
     ("they do where engines are full", 2, now(0.3, enough=4, is_biased=True, is_full=True), {}, 4),
@@ -86,7 +86,7 @@ def test_reason_has_the_numbers() -> None:
     [
         (4, now(0.3), "it is the largest"),
         (2, now(0.3, 0.55), "a larger one is below 0.5"),
-        (2, now(0.3, is_full=True), "workers or rewards have all that they take"),
+        (2, now(0.3, is_full=True), "engines, workers or rewards have all that they take"),
         (2, now(0.3, has_waited=False), "for too short a time so far"),
         (1, now(0.3, is_full=True, is_queued=True), "requests queue at engines, but it is the"),
         (3, now(0.0, is_whole=False), "lay ready: 0, but it has not been measured for long"),
