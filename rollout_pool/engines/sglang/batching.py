@@ -122,8 +122,6 @@ class _Request:
         self.on_arrival = on_arrival
         self.served_before = 0
         """A lower bound of the versions of its tokens, known when it is sent."""
-        self.commits_before = 0
-        """Commits of its engine that were known of when it was sent."""
         self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.over = asyncio.Event()
         """Set when the engine has ended it, or is unreachable."""
@@ -231,7 +229,6 @@ class BatchingClient(ABC):
 
     def __post_init__(self) -> None:
         self._latest_version = 0
-        self._num_commits = 0
         self._requests: dict[str, _Request] = {}
         self._to_stop: list[_Request] = []
         self._num_sweeps = 0
@@ -262,7 +259,6 @@ class BatchingClient(ABC):
         """The engine serves `version` now: cached prefixes of older versions are not reused."""
         if version > self._latest_version:
             self._latest_version = version
-            self._num_commits += 1
             self._leaders = {group: one for group, one in self._leaders.items() if one is not None}
         for request in [held for held, taken_at in self._held.items() if version > taken_at]:
             self._let_go(request)
@@ -403,7 +399,6 @@ class BatchingClient(ABC):
         pending = {request.wire_id: request for request in requests}
         for request in requests:
             request.served_before = self._latest_version
-            request.commits_before = self._num_commits
         error: Exception | None = None
         self._num_open += 1
         try:
@@ -573,7 +568,8 @@ class BatchingClient(ABC):
         # not show a commit before the first token, as in the middle of a long prompt.
         spans, commits = meta.get("weight_versions") or [], 0
         if not self.keeps_versions:
-            commits = max(len(spans) - 1, self._num_commits - request.commits_before)
+            # By the versions' numbers: a busy worker hears of several commits at once.
+            commits = max(len(spans) - 1, self._latest_version - request.served_before)
         self.counters.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
 
     # Stop -----------------------------------------------------------------------------------------
