@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.choices import Backend as BackendChoice
-from host.network import address_of, listen, own_address_towards
+from host.network import address_of, is_loopback, listen, own_address_towards
 from weight_sync.types import GroupSpec, WeightSyncError
 
 _FAILURE_KEY = "exception_dump"
@@ -215,7 +215,7 @@ def epoch_name(spec: GroupSpec) -> str:
 def _address_in(spec: GroupSpec) -> str:
     """This machine's address for the chain: a link each, where GLOO_SOCKET_IFNAME names several."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    if len(names) == 1:
+    if len(names) == 1 or is_loopback(spec.host):
         return own_address_towards(spec.host)
     return address_of(names[spec.chain % len(names)])
 

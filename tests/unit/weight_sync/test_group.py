@@ -16,7 +16,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from configs.choices import Backend
-from weight_sync.group import Message, WeightGroup, bucket_timeout_s, open_store, resolve_backend
+from weight_sync.group import (
+    Message,
+    WeightGroup,
+    bucket_timeout_s,
+    open_store,
+    resolve_backend,
+    store_at,
+)
 from weight_sync.types import GroupSpec, WeightSyncError
 
 LIMIT = timedelta(seconds=60)
@@ -128,13 +135,22 @@ def test_each_chain_listens_on_the_interface_that_is_named_for_it(
     store: TCPStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere,lo")
-    spec = replace(make_spec(store), num_senders=2, num_chains=2)
+    spec = replace(make_spec(store), num_senders=2, num_chains=2, host="192.0.2.1")
     with pytest.raises(WeightSyncError, match=r"chain 0 .* no network interface 'nowhere'"):
         WeightGroup.join(spec, 0, store=alone(store))
-    left, right = meet(pool, replace(spec, chain=1))
+    stores = [store_at("127.0.0.1", store.port, 60.0) for _ in range(2)]
+    second = [replace(spec, chain=1)] * 2
+    left, right = pool.map(WeightGroup.join, second, range(2), stores, timeout=60)
     sent, received = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     works = [left.send(sent, 1, 0), right.recv(received, 0, 0)]
     assert all(work.wait(timedelta(seconds=60)) for work in works) and torch.equal(sent, received)
+
+
+def test_members_of_one_machine_stay_on_loopback_whatever_interfaces_are_named(
+    store: TCPStore, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere,neither")
+    assert len(meet(pool, make_spec(store))) == 2
 
 
 def alone(store: TCPStore) -> TCPStore:

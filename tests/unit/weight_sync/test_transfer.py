@@ -293,23 +293,23 @@ def test_version_waits_for_its_slowest_chain_alone(fleet: Fleet) -> None:
 def test_chain_that_fails_ends_the_others_and_all_go_on_in_the_next_epoch(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receivers, have_left = (fleet.east, fleet.west), threading.Barrier(3)
+    receivers, have_left = (fleet.east, fleet.west), [threading.Event(), threading.Event()]
     fleet.join(*receivers)
     fleet.transmit(0)
-    for receiver in receivers:
+    for receiver, left in zip(receivers, have_left, strict=True):
         fleet.finish(0, receiver)
         leave = receiver._chains[1].leave
         monkeypatch.setattr(
             receiver._chains[1],
             "leave",
-            lambda epoch=None, leave=leave: (leave(epoch), have_left.wait(CALL_S)),
+            lambda epoch=None, leave=leave, left=left: (leave(epoch), left.set()),
         )
     halted = fleet.tamper(1, halt_at=0)
     failing = fleet.tamper(2, halt_at=3, fail_at=3)
     sends, receives = fleet.send(1), fleet.receive(1)
     assert halted.is_there.wait(CALL_S) and failing.is_there.wait(CALL_S)
     failing.go_on.set()
-    have_left.wait(CALL_S)
+    assert all(left.wait(CALL_S) for left in have_left)
     monkeypatch.undo()
     halted.go_on.set()
     for receive in receives:
