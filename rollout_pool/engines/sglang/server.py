@@ -103,7 +103,16 @@ def _fork_children() -> None:
     common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
     # Where the experts of tokens are kept: it would be registered with CUDA.
     pools.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
-    sleep = Scheduler.maybe_sleep_on_idle
+    _sleep_when_idle(Scheduler)
+    multiprocessing.set_start_method("fork", force=True)
+    # SGLang sets spawn when it starts.
+    multiprocessing.set_start_method = lambda *_args, **_kwargs: None
+    register_after_fork(_begin_child, _begin_child)
+
+
+def _sleep_when_idle(of: Any) -> None:
+    """`of`: SGLang's class of schedulers."""
+    sleep, record = of.maybe_sleep_on_idle, of._record_scheduler_state_for_paused_engine
 
     def sleep_unless_asked(scheduler: Any) -> None:
         # A flush that waits for the last request's end (`SGLangClient.drain`) is answered in the
@@ -111,14 +120,14 @@ def _fork_children() -> None:
         if scheduler.flush_wrapper._pending is None:
             sleep(scheduler)
 
-    Scheduler.maybe_sleep_on_idle = sleep_unless_asked
-    # Each turn of a paused scheduler: it would keep a core busy with looking for the pause's end.
-    Scheduler._record_scheduler_state_for_paused_engine = sleep_unless_asked
+    def record_and_sleep(scheduler: Any) -> None:
+        record(scheduler)
+        sleep_unless_asked(scheduler)
 
-    multiprocessing.set_start_method("fork", force=True)
-    # SGLang sets spawn when it starts.
-    multiprocessing.set_start_method = lambda *_args, **_kwargs: None
-    register_after_fork(_begin_child, _begin_child)
+    of.maybe_sleep_on_idle = sleep_unless_asked
+    # Called in each turn of a paused scheduler, which would otherwise keep a core busy looking for
+    # the pause's end.
+    of._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
 def _begin_child(_: object) -> None:

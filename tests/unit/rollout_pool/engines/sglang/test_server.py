@@ -1,0 +1,61 @@
+"""How a scheduler of SGLang's sleeps while it is idle or paused, without an engine."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rollout_pool.engines.sglang import cpu_stubs
+
+
+class Scheduler:
+    def __init__(self) -> None:
+        self.flush_wrapper = SimpleNamespace(_pending=None)
+        self.done = list[str]()
+
+    def maybe_sleep_on_idle(self) -> None:
+        self.done.append("slept")
+
+    def _record_scheduler_state_for_paused_engine(self) -> None:
+        self.done.append("recorded")
+
+
+def test_paused_scheduler_records_its_state_and_sleeps_unless_it_is_asked_for_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu_stubs, "install", lambda: None)  # it would change this process
+    from rollout_pool.engines.sglang.server import _sleep_when_idle
+
+    class Own(Scheduler):
+        pass
+
+    _sleep_when_idle(Own)
+    scheduler = Own()
+    scheduler._record_scheduler_state_for_paused_engine()
+    scheduler.maybe_sleep_on_idle()
+    assert scheduler.done == ["recorded", "slept", "slept"]
+    scheduler.flush_wrapper._pending = object()
+    scheduler._record_scheduler_state_for_paused_engine()
+    scheduler.maybe_sleep_on_idle()
+    assert scheduler.done[3:] == ["recorded"]
+
+
+def test_sglang_calls_what_is_replaced_in_each_turn_of_a_paused_scheduler() -> None:
+    spec = find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    # Its text: an import takes 15 s of CPU.
+    source = (Path(spec.origin).parent / "srt/managers/scheduler.py").read_text()
+    (found,) = [
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name == "Scheduler"
+    ]
+    methods = {node.name: ast.unparse(node) for node in found.body if hasattr(node, "name")}
+    record = "_record_scheduler_state_for_paused_engine"
+    assert {record, "maybe_sleep_on_idle"} <= methods.keys()
+    for loop in ("event_loop_normal", "event_loop_overlap"):
+        assert f"self.{record}()" in methods[loop] and "_engine_paused" in methods[loop]
