@@ -42,7 +42,11 @@ class RankAddress:
 
 class RankWaits:
     """How long this process, one rank, stood in collectives of the trainer's ranks: for the bytes,
-    and for a rank that came late. On GPUs the device waits inside a pass, which is not counted."""
+    and for a rank that came late.
+
+    Counted are those of `Collectives` and of sequence groups, and those of ZeRO-3 that gather
+    parameters and add up gradients; not its sum of the gradients' norm in an update. Nor, on GPUs,
+    what the device waits inside a pass."""
 
     seconds = 0.0
 
@@ -112,6 +116,7 @@ class Collectives:
         mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         return [bytes(row) for row in self._gather(mine).numpy()]
 
+    @RankWaits.counted()
     def barrier(self) -> None:
         dist.barrier()
 

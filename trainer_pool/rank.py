@@ -315,7 +315,8 @@ class TrainerRank:
                     return
                 lease, kept_ids = leased
                 times.lease_wait_s = clock.lap()
-                times.lease_ranks_s = RankWaits.seconds - waited_s
+                # A pause lies before the last lap, and what was waited before it too.
+                times.lease_ranks_s = min(times.lease_wait_s, RankWaits.seconds - waited_s)
                 # It is held until the update, which may take longer than the lease.
                 renewals.enter_context(self._loop.running(self._buffer.keep_renewed(lease)))
                 batches.append((replace(lease, groups=()), kept_ids))  # they are large
@@ -365,7 +366,7 @@ class TrainerRank:
         if not self._is_lead:
             return
         waits = {
-            "rollout": times.lease_wait_s,
+            "rollout": times.lease_wait_s - times.lease_ranks_s,
             "weight_sync": times.snapshot_wait_s + times.snapshot_s,
         }
         for waited_on, seconds in waits.items():

@@ -150,7 +150,7 @@ def summarize(
     has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
     after = evals[-1] if has_after else None
     reward_first, reward_last = _first_and_last(series(steps, "reward_mean"))
-    wait_s = sum(series(steps, "lease_wait_s"))
+    wait_s = sum(series(steps, "lease_wait_s")) - sum(series(steps, "lease_ranks_s"))
     away_s = sum(series(of_kind(records, RESUMED), "away_s"))
     train_s = max(0.0, training_seconds(steps) - away_s)
     nothing = Record(t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness})

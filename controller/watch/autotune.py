@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from buffer.results import BufferStats
 from configs.schema import AutotuneConfig
-from controller.metrics.history import Scalar, series
+from controller.metrics.history import Record, Scalar, series
 from controller.watch.finding import MUCH
 from controller.watch.length_bias import length_bias
 from controller.watch.run_view import RunView
@@ -197,8 +197,8 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
         return (
             f"too little is measured: {max(0, count)} of {least} steps since the leash has filled"
         )
-    waited_s, ess = sum(series(window[1:], "lease_wait_s")), series(window[1:], "ess")
-    shares = [b.number("lease_wait_s") / max(b.t - a.t, 1e-9) for a, b in pairwise(window)]
+    waited_s, ess = sum(map(_wait_s, window[1:])), series(window[1:], "ess")
+    shares = [_wait_s(b) / max(b.t - a.t, 1e-9) for a, b in pairwise(window)]
     ready = min(view.least_ready[-count:])
     lengths, engines = view.lengths, view.recent_engines
     places = sum(engine.number("limit") for engine in engines) / view.rollout.group_size
@@ -220,6 +220,11 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
         is_biased=bool(lengths and length_bias(lengths, stats.max_staleness, view.on_stale)),
         enough=lengths.sufficient_staleness if lengths else None,
     )
+
+
+def _wait_s(step: Record) -> float:
+    """For rollouts; a wait for a rank that comes later to its lease is none."""
+    return sum(series([step], "lease_wait_s")) - sum(series([step], "lease_ranks_s"))
 
 
 def _filling(view: RunView, stats: BufferStats) -> int:

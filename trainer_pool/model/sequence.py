@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trainer_pool.collectives import RankWaits
 from trainer_pool.data.packing import PackedRow
 from trainer_pool.model.head import TokensToScore
 
@@ -130,6 +131,7 @@ class RowPart:
         added: Tensor = _AddUp.apply(sums, self.group)  # type: ignore[no-untyped-call]
         return added
 
+    @RankWaits.counted()
     def join_flags(self, flags_M: Tensor) -> Tensor:
         """Bool [L] from each rank's flags of its own tokens."""
         every = [torch.empty_like(flags_M) for _ in range(self.group.size)]
@@ -189,6 +191,7 @@ class _Exchange(torch.autograd.Function):
     """It is its own transpose."""
 
     @staticmethod
+    @RankWaits.counted()
     def forward(ctx: Any, parts: Tensor, group: SequenceGroup) -> Tensor:
         ctx.group = group
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
@@ -205,6 +208,7 @@ class _AddUp(torch.autograd.Function):
     its own, and does not add up the others'."""
 
     @staticmethod
+    @RankWaits.counted()
     def forward(ctx: Any, sums: Tensor, group: SequenceGroup) -> Tensor:
         added = sums.clone()
         dist.all_reduce(added, group=group.group)

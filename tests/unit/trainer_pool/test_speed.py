@@ -13,6 +13,12 @@ from trainer_pool.data.packing import PassCost, Row, fill_up, pack
 from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops
 
 
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which also restores what a test adds."""
+    monkeypatch.setattr(RankWaits, "seconds", 0.0)
+
+
 def row(length: int, last: int) -> Row:
     tokens = np.array([*range(length - 1), last], np.int32)
     return made_up.row([0] * (length - 1) + [1], tokens=tokens)

@@ -174,6 +174,15 @@ def test_leash_longer_than_the_steps_to_measure_is_measured_too() -> None:
     assert run.changes
 
 
+def test_wait_for_ranks_that_lease_later_is_none_for_rollouts() -> None:
+    run = Tuned(1, BOUNDS)
+    for t in range(40):
+        run.view.apply(step_record(t, float(t), lease_wait_s=0.4, lease_ranks_s=0.4, ess=0.9))
+    run.see()
+    stays = find_move(run.view, wanted_engines)
+    assert isinstance(stays, str) and stays.startswith("the trainer waited 0% for rollouts")
+
+
 # Engines ------------------------------------------------------------------------------------------
 
 

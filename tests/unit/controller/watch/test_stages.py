@@ -68,6 +68,12 @@ def test_shares_are_of_the_time_of_episodes_trainer_versions_and_engines() -> No
     assert waited["trainer", "lease"] == "rollouts" and ("trainer", "passes") not in waited
 
 
+def test_wait_for_ranks_that_lease_later_is_none_for_rollouts() -> None:
+    steps = [step_record(n, 10.0 * n, lease_wait_s=0.25, lease_ranks_s=0.2) for n in range(1, 3)]
+    found = {(one.name, one.waits_for): one.share for one in stages(steps) if one.of == "trainer"}
+    assert found["ranks", "other ranks"] == pytest.approx(4 * found["lease", "rollouts"])
+
+
 def test_shares_are_of_the_last_time_alone_and_none_without_records() -> None:
     old = [counts_at(0.0, 0.0), step_record(1, 1.0, lease_wait_s=50.0), counts_at(2.0, 100.0)]
     new = [counts_at(700.0, 100.0), step_record(2, 701.0), counts_at(702.0, 100.0)]
