@@ -734,6 +734,17 @@ class Config(Section):
             f"null, or at least what is admitted: {admitted}",
         )
 
+    def launch_rules(self) -> Iterator[Rule]:
+        """Rules for a launch alone: `make scale` may go beyond them, and such a run be resumed."""
+        auto, engines = self.buffer.autotune, self.rollout.num_engines
+        yield Rule(
+            auto is None or auto.max_engines is None or auto.max_engines >= engines,
+            "buffer.autotune.max_engines",
+            f"the run would begin with more, rollout.num_engines={engines}: set at "
+            f"least {engines}, or null",
+            None if auto is None else auto.max_engines,
+        )
+
     def _version_rules(self) -> Iterator[Rule]:
         trainer, most = self.trainer, self.buffer.max_staleness + 1
         yield Rule(

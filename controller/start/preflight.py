@@ -139,6 +139,8 @@ def check_plan(config: Config) -> list[str]:
 def _check_here(config: Config, *, is_resumed: bool = False) -> Plan:
     """The checks that cost nothing; returns the plan on this machine."""
     config.enforce(config.starting_rules())
+    if not is_resumed:
+        config.enforce(config.launch_rules())
     plan = plan_here(config)
     cluster, needed = config.cluster, num_cpus_needed(config)
     if cluster.ray_address is None and plan.devices.rank_gpus > 0:

@@ -44,6 +44,10 @@ def save_model(folder: Path, *, chat_template: str | None, weights: bool = True)
             ["cluster.num_cpus=2", "trainer.num_ranks=2"],
             r"cluster\.num_cpus=2: the run asks for 4 CPUs",
         ),
+        (
+            ["buffer.autotune={max_engines: 1}", "rollout.num_engines=2"],
+            r"autotune\.max_engines=1: .* rollout\.num_engines=2: set at least 2, or null",
+        ),
         (["rollout.engine.tp_size=3"], r"tp_size=3: must divide the model's 4 attention heads"),
         (
             ["buffer.capacity_groups=71", "rollout.oversampling=1.5", "buffer.on_stale=wait"],
