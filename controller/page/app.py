@@ -68,6 +68,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 MAX_RUNS = 8
 """Held at a time, of those beside the page's own."""
 MAX_BODY_BYTES = 1000
+BEGIN_S = 30.0
+"""Longest wait for the first look at a run, at the end."""
 LANES_S, MAX_BARS = 60.0, 1500
 NO_TOKEN = "open the address that was printed when the page began, with its ?token=...\n"
 
@@ -273,7 +275,7 @@ def _number(text: str, kind: Callable[[str], Any]) -> Any:
 
 def serve_page(run_dir: RunDir, *, host: str, port: int) -> None:
     """Serves until a signal. Raises ValueError for an address at which it cannot listen."""
-    server, listener, url = _prepare(run_dir, host, port, "PORT")
+    server, listener, url, _ = _prepare(run_dir, host, port, "PORT")
     print(f"the page of {run_dir.name}: {url}\nCtrl-C ends it", flush=True)
     if not is_loopback(host):
         print("Nothing is encrypted: use it in a network of your own, or through ssh -L")
@@ -284,7 +286,8 @@ class PageServer:
     """The page in a thread of the controller; `close` it. Raises ValueError for a port in use."""
 
     def __init__(self, run_dir: RunDir, host: str, port: int) -> None:
-        self._server, listener, self.url = _prepare(run_dir, host, port, "run.page_port")
+        found = _prepare(run_dir, host, port, "run.page_port")
+        self._server, listener, self.url, self._begins = found
         self._loop = LoopThread("page")
         self._serving = self._loop.run(self._start(listener))
 
@@ -293,6 +296,7 @@ class PageServer:
 
     def close(self) -> None:
         self._loop.stop(self._end())
+        self._begins.join(BEGIN_S)
 
     async def _end(self) -> None:
         self._server.should_exit = True
@@ -307,12 +311,14 @@ def _allowed(host: str) -> list[str]:
 
 def _prepare(
     run_dir: RunDir, host: str, port: int, setting: str
-) -> tuple[uvicorn.Server, socket.socket, str]:
-    """A server, where it listens, and its address for a browser, with the token."""
+) -> tuple[uvicorn.Server, socket.socket, str, threading.Thread]:
+    """A server, where it listens, its address for a browser, with the token, and the thread that
+    reads the run."""
     listener, url = listen_for(setting, host, port)
     token = secrets.token_urlsafe(24)
     run = WatchedRun(run_dir)
     app = make_app(run, token, ["*"] if host in EVERYWHERE else _allowed(host))
-    threading.Thread(target=run.begin, name="page-begins", daemon=True).start()
+    begins = threading.Thread(target=run.begin, name="page-begins", daemon=True)
+    begins.start()
     server = uvicorn.Server(ServerConfig(app, LIMITS, close_s=1))
-    return server, listener, f"{url}/?token={token}"
+    return server, listener, f"{url}/?token={token}", begins

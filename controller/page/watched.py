@@ -62,11 +62,13 @@ class WatchedRun:
 
     def _look(self) -> dict[str, Any]:
         run, url = self.dir.read_record(), self.dir.read_redis_url()
+        was_collecting = gc.isenabled()
         gc.disable()  # what is read stays: to look for cycles in it takes a sixth of the time
         try:
             new, problem, found = self._tail.read(), "", list[Finding]()
         finally:
-            gc.enable()
+            if was_collecting:  # else a thread that reads another run enables it
+                gc.enable()
         if not new and not run.is_running and self._ended == run:
             return self._state  # the same again
         shapes = {(record.kind, *record.values): record for record in new}

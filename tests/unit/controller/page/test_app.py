@@ -268,6 +268,18 @@ def test_server_in_a_thread_answers_and_closes(run_dir: RunDir) -> None:
         httpx.get(server.url)
 
 
+def test_server_that_closes_awaits_its_first_look_at_the_run(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_closing, looked = threading.Event(), list[bool]()
+    monkeypatch.setattr(WatchedRun, "begin", lambda _: looked.append(is_closing.wait(60)))
+    server = PageServer(run_dir, "127.0.0.1", 0)
+    end = server._loop.stop
+    monkeypatch.setattr(server._loop, "stop", lambda work: (end(work), is_closing.set()))
+    server.close()
+    assert looked == [True] and not server._begins.is_alive()
+
+
 def test_command_names_a_port_that_is_in_use(run_dir: RunDir, leash: Command) -> None:
     server = PageServer(run_dir, "127.0.0.1", 0)
     try:
