@@ -112,7 +112,7 @@ class Autotuner:
         """Changes that the run's history has once it has the last one of this class."""
         self._refused_at = -math.inf
         self._has_told = False
-        """It has said that no engine has a place."""
+        """It has said that Ray has no free place for an engine."""
         self._unmade: tuple[str, dict[str, Scalar], dict[str, str]] | None = None
         """A change that broke off: some shards may have it, and no record may say so."""
 

@@ -267,7 +267,8 @@ class RunView:
         self._sampled_at[source] = t
         restarts = "workers_restarted"
         if (back := counters.get(restarts, 0.0) - self.counters.get(restarts, 0.0)) > 0:
-            for name in list(self.workers_away)[: int(back)]:  # who is back is not counted
+            # The counter does not say which is back: the one lost first is taken.
+            for name in list(self.workers_away)[: int(back)]:
                 del self.workers_away[name]
             self._measure_anew(t)
         self.counters = counters

@@ -17,6 +17,7 @@ from buffer.redis.client import BufferConnectionError
 from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from configs.load import load_config
+from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
 from controller.commands import tune as tune_module
 from controller.commands.tune import Autotuner
@@ -24,6 +25,7 @@ from controller.main import EXIT_BAD_INPUT
 from controller.metrics.history import TUNED, MetricsLog, Record, Scalar, change_words
 from controller.run_dir import RunDir
 from controller.start.plan import FLOAT32_DIFF
+from controller.watch.autotune import ENGINES, Move
 from controller.watch.run_view import RunView
 from tests.support.buffer.groups import make_group
 from tests.support.controller.buffers import Command, opened
@@ -253,6 +255,29 @@ def test_autotune_adds_engines_where_there_are_places(
     assert [entry.record["after"] for entry in entries] == [after] * bool(num_free)
     told = "buffer.autotune: Ray has no free place for rollout.num_engines=4; add a machine"
     assert [words.startswith(told) for words in said] == [True] * (not num_free)
+
+
+def test_autotune_says_once_that_no_engine_has_a_place_and_again_after_there_was_one(
+    open_run: RunDir, redis_url: str, lazy_trainer: RunView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = Move(setting=ENGINES, before=2, after=3, said={"why": "requests queue"})
+
+    async def change(*_: Any) -> list[dict[str, Scalar]]:
+        return []
+
+    monkeypatch.setattr(tune_module, "find_move", lambda *given: more if given[2:] != (0,) else "")
+    monkeypatch.setattr(tune_module, "change", change)
+    said, places, heard = list[str](), [0, 0, 1, 0], list[int]()
+    address = BufferAddress(url=redis_url, run=open_run.name, settings=BufferConfig())
+    tuner = Autotuner(address, open_run, say=said.append, count_places=iter(places).__next__)
+
+    async def look() -> None:
+        for _ in places:
+            await tuner.look(lazy_trainer)
+            heard.append(len(said))
+
+    asyncio.run(look())
+    assert heard == [1, 1, 1, 2]
 
 
 def test_autotune_leaves_what_a_person_has_set_meanwhile(

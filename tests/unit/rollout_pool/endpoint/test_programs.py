@@ -83,7 +83,9 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
     `go` is set."""
     running = []
 
-    async def make(max_staleness=0, filter_zero_variance=False, keep_alive_s=15.0, **limits):
+    async def make(
+        max_staleness=0, filter_zero_variance=False, keep_alive_s=15.0, room=None, **limits
+    ):
         config = RolloutConfig(
             group_size=2,
             filter_zero_variance=filter_zero_variance,
@@ -104,7 +106,6 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
         await state.record_commits({"engine-0": 0})
         own = FakeCompleter(lambda sample: "own")
         scene.go = asyncio.Event()
-        scene.wait_room = lambda num_samples: asyncio.sleep(0)
         own.hold = lambda sample: scene.go
         task, task_config, chat = Numbers(), TaskConfig(), plain_chat()
         worker = RolloutWorker(
@@ -130,7 +131,7 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
             state=state,
             services=[asyncio.get_running_loop().create_future()],
             completer=scene.author,
-            wait_room=scene.wait_room,
+            wait_room=room or (lambda num_samples: asyncio.sleep(0)),
             counters=counters,
         )
 
@@ -141,7 +142,7 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
             worker.stop()
             return await running[-1][1]
 
-        scene.start, scene.stop = start, stop
+        scene.worker, scene.start, scene.stop = worker, start, stop
         return scene
 
     yield make
@@ -230,6 +231,26 @@ async def test_idle_program_yields_to_a_busy_one_and_a_waiting_request_is_not_id
     await scene.stop()
     counters = await state.counters()
     assert (counters["external_ended:idle"], counters["external_ended:pushed"]) == (1, 2)
+
+
+async def test_idle_group_stays_while_its_worker_waits_for_room_and_not_for_a_credit(make_run):
+    asked, room = [], asyncio.Event()
+
+    async def wait_room(num_samples):
+        asked.append(num_samples)
+        if len(asked) > 2:  # there are two credits
+            await room.wait()
+
+    scene = await make_run(idle_timeout_s=1.0, room=wait_room)
+    asking = await request_group(scene, 0)
+    scene.start()
+    group = (await asking).json()
+    (run,) = [run for run in scene.worker._runs.values() if run.group_id == group["group_id"]]
+    # It would be given up at the second look after the limit.
+    await until(lambda: len(asked) == 3 and run.samples.activity.idle_s > 4.0)
+    assert (await status(scene, group))["state"] == "open"
+    room.set()
+    await ended(scene, group, "idle")
 
 
 async def test_idle_group_stays_while_a_batch_is_ready(make_run):
