@@ -130,8 +130,9 @@ class GroupThread:
         too_late: Callable[[Future[T]], None] | None = None,
     ) -> T:
         """`too_late` receives the result of a call that ends after its time limit."""
-        thread = self._thread = self._thread or SerialThread(self._name)
-        future = thread.submit(call)
+        with self._leaving:  # a thread that is closed in between would never run the call
+            thread = self._thread = self._thread or SerialThread(self._name)
+            future = thread.submit(call)
         try:
             if not wait([future], min(limit_s, threading.TIMEOUT_MAX)).done:
                 if too_late is not None:

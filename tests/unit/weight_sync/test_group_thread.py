@@ -21,7 +21,7 @@ from tests.support.weights.layouts import full_transfer, random_bytes, spec
 from tests.support.weights.receiver_specs import receiver_spec
 from weight_sync import delta, group
 from weight_sync.group import WeightGroup, open_store
-from weight_sync.group_thread import GroupThread
+from weight_sync.group_thread import GroupThread, SerialThread
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.sender.rank import Sender, SendingRank
 from weight_sync.timeouts import Timeouts
@@ -206,6 +206,26 @@ def test_left_group_is_noticed_at_once(scene: Scene, group_thread: GroupThread) 
     group_thread.leave()
     with pytest.raises(RuntimeError):
         peer.recv(bytes_of(0), 0, 0).wait(LIMIT)
+
+
+def test_call_runs_even_if_another_thread_leaves_meanwhile(
+    scene: Scene, group_thread: GroupThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another chain fails at once: it would be waited for until its time limit."""
+    joining, submit = scene.peer(scene.spec(1)), SerialThread.submit
+    group_thread.join(scene.spec(1), 0)
+    joining.result(60)
+
+    def leave_before(thread: SerialThread, call: Any) -> Any:
+        leaving = threading.Thread(target=group_thread.leave)
+        leaving.start()
+        leaving.join(1)  # it waits for the call to be submitted
+        return submit(thread, call)
+
+    monkeypatch.setattr(SerialThread, "submit", leave_before)
+    ran = threading.Event()
+    group_thread.run(lambda _: ran.set(), 60)
+    assert ran.is_set()
 
 
 # What uses it ------------------------------------------------------------------------------------
