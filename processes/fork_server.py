@@ -55,6 +55,7 @@ IMPORTS_S = 120.0
 _LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE, resource.RLIMIT_AS, resource.RLIMIT_CPU)
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _NUMBER = struct.Struct("!i")
+_FAULTS = {signal.SIGSEGV, signal.SIGFPE, signal.SIGBUS, signal.SIGILL, signal.SIGABRT}
 _REQUEST_S = 10.0
 """Time for a request to arrive."""
 _ROOM = 4096
@@ -353,8 +354,9 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
     _show_environment(request.environment)
     _set_title(" ".join([sys.executable, *(["-m"] if request.is_module else []), *request.words]))
     if (torch := sys.modules.get("torch")) is not None:
-        # Its threads would take the signals that the guard of a launch blocks, to wait for them.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        # Its threads would take the signals that the guard of a launch blocks, to wait for them. A
+        # fault that its own thread blocks would end the process without faulthandler's stack.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)
         # OpenMP has read the variable when it was loaded.
         torch.set_num_threads(int(request.environment.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

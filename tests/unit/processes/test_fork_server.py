@@ -126,6 +126,9 @@ def test_forked_program_has_what_an_executed_one_would_have(
     stops = sum(1 << (number - 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
     masks = seen["blocked"]
     assert isinstance(masks, list) and all(int(mask, 16) & stops == stops for mask in masks)
+    # One that blocks its own fault ends without faulthandler's stack.
+    faults = sum(1 << (number - 1) for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT))
+    assert masks and not any(int(mask, 16) & faults for mask in masks)
     assert seen["descriptors"] == 4  # the streams, and the folder that is being listed
 
 
