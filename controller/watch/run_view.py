@@ -188,6 +188,7 @@ class RunView:
         elif record.kind == "engine":
             engine, worker = (str(record.values.get(name)) for name in ("engine", "worker"))
             self.engines[engine, worker] = record
+            self.workers_away.pop(f"worker-{worker}", None)  # the next process has written it
             # Those of an evaluation, or of the start, say nothing about rollouts.
             at_it = [one for (name, _), one in self.engines.items() if name == engine]
             if self.phase == "training" and not any(one.number("evaluating") > 0 for one in at_it):
@@ -266,10 +267,7 @@ class RunView:
             self.moved_at = max(self.moved_at, t)
         self._sampled_at[source] = t
         restarts = "workers_restarted"
-        if (back := counters.get(restarts, 0.0) - self.counters.get(restarts, 0.0)) > 0:
-            # The counter does not say which is back: the one lost first is taken.
-            for name in list(self.workers_away)[: int(back)]:
-                del self.workers_away[name]
+        if counters.get(restarts, 0.0) > self.counters.get(restarts, 0.0):
             self._measure_anew(t)
         self.counters = counters
         self.waits.add(t, waits)

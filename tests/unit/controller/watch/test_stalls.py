@@ -231,6 +231,7 @@ def worker_that_starts_again(clock: Clock) -> None:
     clock.apply("worker_lost", worker="worker-0")
     clock.go_on(100.0, replace(WAITING, running=0), tokens=False)
     clock.counters = {"workers_restarted": 1.0}
+    clock.apply("engine", engine="engine-0", worker=0)
     clock.go_on(25.0, WAITING, tokens=False)
     clock.step(10.0)
 

@@ -308,7 +308,11 @@ def test_worker_that_lost_its_process_is_named_until_one_is_back() -> None:
     view.apply(Record(t=30.5, kind="worker_lost", values=values))
     assert (verdict(view).level, verdict(view).words) == (Level.alarm, "worker-1 lost its process")
     assert verdict(view).part == "worker-1" and "logs/worker-1.log" in verdict(view).advice
+    view.apply(Record(t=30.6, kind="worker_lost", values={**values, "worker": "worker-0"}))
     view.observe(31.0, HEALTHY, {}, {"workers_restarted": 1.0})
+    view.apply(engine_record(31.0))
+    assert [*view.workers_away] == ["worker-1"], "worker 0 has written that"
+    view.apply(replace(engine_record(32.0), values={**engine_record(0.0).values, "worker": 1}))
     assert [one for one in findings(view) if one.level is Level.alarm] == []
 
 
