@@ -119,9 +119,11 @@ class WatchedRun:
 
     def largest_staleness(self) -> int:
         """The largest `buffer.max_staleness` that it has had."""
-        tuned = [one.values for one in of_kind(self.records(), TUNED)]
-        of_it = [one["after"] for one in tuned if one["setting"] == "buffer.max_staleness"]
-        return max(self.dir.read_config().buffer.max_staleness, *map(int, of_it), 0)
+        records, setting = self.records(), "buffer.max_staleness"  # a resume may have lowered it
+        tuned = [one.values for one in of_kind(records, TUNED) if one.values["setting"] == setting]
+        changed = [int(one[name]) for one in tuned for name in ("before", "after")]
+        sampled = [one.count("max_staleness") for one in of_kind(records, "buffer")]
+        return max(self.dir.read_config().buffer.max_staleness, *changed, *sampled)
 
     def begin(self) -> None:
         """Reads the run before a browser asks for it, which says what is wrong with its files."""

@@ -21,6 +21,8 @@ from controller.run_dir import RunDir
 from controller.watch.finding import Finding
 from tests.support.controller.buffers import Command, opened
 from tests.support.controller.records import (
+    STATS,
+    buffer_record,
     record_all,
     record_groups,
     recorded_group,
@@ -335,6 +337,11 @@ def test_group_shows_its_advantages_and_the_trainers_logprobs(
     (folder / "rank-0.jsonl").write_text(late + "\n")
     assert page.get("/api/group?id=b").json()["trained_step"] is None
     page.get("/api/group?id=a")
-    tuned = {"setting": "buffer.max_staleness", "before": 2, "after": 5, "who": "x"}
-    record_all(run_dir, [Record(t=1.0, kind="tuned", values=tuned)])
-    assert client_of(run_dir).get("/api/group?id=b").json()["trained_step"] == 4
+    # A resume has written the smaller one into config.yaml.
+    tuned = {"setting": "buffer.max_staleness", "before": 5, "after": 2, "who": "x"}
+    sampled = buffer_record(1.0, replace(STATS, max_staleness=5))
+    for record in (Record(t=1.0, kind="tuned", values=tuned), sampled):
+        written = run_dir.metrics.read_bytes()
+        record_all(run_dir, [record])
+        assert client_of(run_dir).get("/api/group?id=b").json()["trained_step"] == 4
+        run_dir.metrics.write_bytes(written)
