@@ -43,6 +43,7 @@ from trainer_pool.metrics import StepStats, check_engines_agree
 from trainer_pool.model.routers import check_gates
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.recovery import Recovery
+from trainer_pool.speed import shown_ranks
 from trainer_pool.step import Accumulation, score_probes, train_step
 from trainer_pool.types import (
     FINAL_MODEL,
@@ -385,17 +386,19 @@ class TrainerRank:
         self._loop.run(self._run_state.append_metrics(record, kind="step"))
 
     def _record_lanes(self, texts: Sequence[str]) -> None:
-        """Add the times of all ranks' last step to `metrics.jsonl`, if there are several."""
+        """Add the times of the ranks' last step to `metrics.jsonl`, if there are several."""
         self._lane = ""
         if not self._is_lead or len(texts) == 1 or not all(texts):
             return
         lanes = [json.loads(text) for text in texts]
         waits = [lane["ranks"] for lane in lanes]
+        shown = shown_ranks(waits)
+        of_parts = {part: [lanes[rank][part] for rank in shown] for part in lanes[0]}
         record: dict[str, float | int | str] = {
             "step": self._step,
             "slowest": waits.index(min(waits)),
             "waited_s": max(waits),
-            "lanes": json.dumps({k: [lane[k] for lane in lanes] for k in lanes[0]}),
+            "lanes": json.dumps({"rank": shown, **of_parts}),
         }
         self._loop.run(self._run_state.append_metrics(record, kind="ranks"))
 

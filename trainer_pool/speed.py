@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,8 @@ import torch
 from trainer_pool.collectives import RankWaits
 
 FLOPS_PER_MULTIPLY_ADD = 2
+MAX_LANES = 32
+"""Ranks of one record: 512 of them would be hundreds of megabytes in a long run."""
 PASSES = 3
 """A backward pass computes as much as two forward passes: the gradients of weights and of inputs.
 The passes that gradient checkpointing repeats are not counted, as is usual for MFU (PaLM, arXiv
@@ -35,6 +37,15 @@ def peak_tflops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def shown_ranks(waits: Sequence[float]) -> list[int]:
+    """The ranks whose times are recorded, by how long each waited for others in a step: above
+    MAX_LANES the slowest, the fastest, and an even choice."""
+    if (number := len(waits)) <= MAX_LANES:
+        return [*range(number)]
+    ends = {waits.index(min(waits)), waits.index(max(waits))}
+    return sorted({*ends, *(i * number // (MAX_LANES - 2) for i in range(MAX_LANES - 2))})
 
 
 @dataclass(kw_only=True, slots=True)

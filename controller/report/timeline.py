@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING
 
 from configs.run_files import parse_json
 from controller.metrics.history import Record, of_kind, read_metrics, series
+from controller.metrics.weights import ENGINE_LEFT
 from controller.run_dir import RunDir
 from controller.units import format_bytes, format_duration
+from controller.watch.run_view import ENGINES_HORIZON_S
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +60,7 @@ LANE_KINDS = (
     *(SNAPSHOT, "waiting to copy weights", PAUSE, TRAINING, IDLE),
 )
 """A fixed order, so that each kind keeps its colour."""
+_ENDS = {"engine_lost", ENGINE_LEFT}
 _TRAINER, _PUBLISH, _RECEIVERS = "trainer", "checkpoint engine", "receivers"
 
 
@@ -144,8 +147,8 @@ def _timeline(publish: Record, records: Sequence[Record]) -> Timeline:
 
 def find_lanes(records: Sequence[Record], seconds: float, num_bars: int) -> tuple[Bar, ...]:
     """The phases of each rank of the trainer and of each engine in the last `seconds`, or the last
-    three steps if those took longer: at most the last `num_bars` (pure). They end soon after the
-    last step."""
+    three steps if those took longer (pure). Each row has the longest of its bars, and the one with
+    which it begins: `num_bars` of all rows. They end soon after the last step."""
     stop, steps = max((record.t for record in records), default=0.0), of_kind(records, "step")[-4:]
     if steps:
         seconds = max(seconds, steps[-1].t - steps[0].t)
@@ -161,7 +164,13 @@ def find_lanes(records: Sequence[Record], seconds: float, num_bars: int) -> tupl
         before = max(0, bisect_left(commits, start, key=lambda record: record.t) - 1)
         bars += _clip(_engine_bars(engine, commits[before:], stop), start, stop)
     bars += _clip(_idle_bars(records, stop), start, stop)
-    return tuple(sorted(bars, key=lambda bar: bar.start)[-num_bars:])
+    rows: dict[str, list[Bar]] = {}
+    for bar in sorted(bars, key=lambda bar: (bar.start == start, bar.stop - bar.start)):
+        if bar.stop > bar.start:
+            rows.setdefault(bar.row, []).append(bar)
+    most = max(1, num_bars // max(1, len(rows)))
+    kept = (bar for row in rows.values() for bar in row[-most:])
+    return tuple(sorted(kept, key=lambda bar: bar.start))
 
 
 def _rank_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
@@ -169,23 +178,35 @@ def _rank_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
         if record.t < since:
             continue
         lanes = parse_json(str(record.values.get("lanes")), dict[str, list[float]], "lanes")
-        for rank, stop in enumerate(lanes["at"]):
+        for place, stop in enumerate(lanes["at"]):
+            rank = lanes.get("rank", range(place + 1))[place]  # older runs have all of them
             for part, what in reversed(_OF_RANK.items()):
-                start = stop - lanes[part][rank]
-                yield Bar(row=f"rank {rank}", what=what, start=start, stop=stop)
+                start = stop - lanes[part][place]
+                yield Bar(row=f"rank {rank:.0f}", what=what, start=start, stop=stop)
                 stop = start
 
 
 def _idle_bars(records: Sequence[Record], stop: float) -> Iterator[Bar]:
-    """From a look at an engine that decoded nothing to the next one that found it at work."""
-    idle: dict[str, float] = {}
-    for record in of_kind(records, "engine"):
-        engine = str(record.values.get("engine"))
-        if not record.count("running"):
-            idle.setdefault(engine, record.t)
-        elif engine in idle:
-            yield Bar(row=engine, what=IDLE, start=idle.pop(engine), stop=record.t)
-    yield from (Bar(row=of, what=IDLE, start=since, stop=stop) for of, since in idle.items())
+    """From a look at an engine that decoded nothing to the next one that found it at work, or that
+    it does not answer, or to its end; to the last such look if none comes soon."""
+    idle: dict[str, tuple[float, float]] = {}  # since when, and the last such look
+    for record in records:
+        if record.kind == "engine":
+            engine, is_idle = str(record.values.get("engine")), record.number("running") == 0
+        elif record.kind == "weights_event" and record.values.get("event") in _ENDS:
+            engine, is_idle = str(record.values.get("who")), False
+        else:
+            continue
+        since, last = idle.pop(engine, (record.t, record.t))
+        is_late = record.t - last > ENGINES_HORIZON_S
+        if (is_late or not is_idle) and since < record.t:
+            yield Bar(row=engine, what=IDLE, start=since, stop=last if is_late else record.t)
+            since = record.t
+        if is_idle:
+            idle[engine] = since, record.t
+    for engine, (since, last) in idle.items():
+        until = last if stop - last > ENGINES_HORIZON_S else stop
+        yield Bar(row=engine, what=IDLE, start=since, stop=until)
 
 
 def _step_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:

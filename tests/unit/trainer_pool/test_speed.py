@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.support.repository import ROOT
 from tests.support.trainer import made_up
 from trainer_pool.collectives import RankWaits
 from trainer_pool.data.packing import PassCost, Row, fill_up, pack
-from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops
+from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops, shown_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +48,16 @@ def test_speed_is_that_of_all_parts_of_the_step() -> None:
 def test_gpus_whose_peak_is_known_are_on_the_page(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
     assert [name for name in PEAK_TFLOPS if name not in text] == []
+
+
+def test_of_many_ranks_the_slowest_the_fastest_and_an_even_choice_are_shown() -> None:
+    assert shown_ranks([1.0] * 32) == [*range(32)]
+    waits = [1.0] * 512
+    waits[301], waits[302] = 0.5, 2.0
+    shown = shown_ranks(waits)
+    assert shown == sorted(set(shown)) and len(shown) == 32 and {0, 301, 302} < set(shown)
+    assert max(b - a for a, b in pairwise([*shown, 512])) <= 18
+    assert len(shown_ranks([1.0] * 33)) <= 32
 
 
 def test_seconds_of_a_part_add_up() -> None:

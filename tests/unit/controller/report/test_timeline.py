@@ -18,6 +18,7 @@ from controller.report.timeline import (
     PAUSE,
     TRAINING,
     WIRE,
+    Bar,
     Timeline,
     find_lanes,
     find_timeline,
@@ -26,6 +27,7 @@ from controller.run_dir import RunDir
 from tests.support.controller.buffers import Command
 from tests.support.controller.records import (
     commit_record,
+    event_record,
     record_all,
     skipped_record,
     step_record,
@@ -150,3 +152,39 @@ def test_engine_without_requests_is_idle_until_a_look_finds_some() -> None:
     bars = find_lanes([commit, *records, step_record(0, 24.0)], seconds=60.0, num_bars=100)
     idle = [(bar.start, bar.stop) for bar in bars if bar.what == "idle"]
     assert idle == [(13.0, 19.0), (22.0, 24.0)]
+
+
+def test_engine_that_is_gone_or_silent_or_does_not_answer_is_not_idle() -> None:
+    def look(t: float, engine: str, running: float | None = 0) -> Record:
+        values = {"engine": engine} if running is None else {"engine": engine, "running": running}
+        return Record(t=t, kind="engine", values=values)
+
+    records = [
+        *(look(t, engine) for t in (10.0, 12.0) for engine in ("left", "silent", "mute")),
+        event_record("engine_left", "left", t=13.0),
+        *(look(t, "mute", None) for t in (14.0, 15.0, 90.0)),
+    ]
+    bars = find_lanes([*records, step_record(0, 100.0)], seconds=100.0, num_bars=100)
+    idle = {bar.row: (bar.start, bar.stop) for bar in bars if bar.what == "idle"}
+    assert idle == {"left": (10.0, 13.0), "silent": (10.0, 12.0), "mute": (10.0, 14.0)}
+
+
+def test_many_bars_leave_each_row_its_longest_ones_and_its_first() -> None:
+    parts = ("lease", "rest", "update", "snapshot_wait", "snapshot", "checkpoint")
+    records = [commit_record("engine-0", 1, 10.0)]
+    for step in range(1, 31):
+        at, ranks = 100.0 + 3.0 * step, [40, 7]
+        lanes = {part: [0.0, 0.0] for part in parts}
+        lanes |= {"rank": ranks, "at": [at, at], "ranks": [1.0, 0.1], "passes": [2.0, 2.9]}
+        values = {"step": step, "lanes": json.dumps(lanes)}
+        records += [Record(t=at, kind="ranks", values=values), step_record(step, at)]
+    every = find_lanes(records, seconds=60.0, num_bars=1000)
+    assert all(bar.stop > bar.start for bar in every)
+    bars = find_lanes(records, seconds=60.0, num_bars=63)
+    assert [bar for bar in bars if bar.row == "engine-0"] == [
+        Bar(row="engine-0", what="decoding odd versions", start=130.0, stop=190.0)
+    ]
+    for row in ("rank 7", "rank 40"):
+        of_row = [bar for bar in bars if bar.row == row]
+        assert of_row[0].start == 130.0 and of_row[-1].stop == 190.0 and len(of_row) == 21
+        assert sum(bar.what == "forward and backward" for bar in of_row) >= 20
