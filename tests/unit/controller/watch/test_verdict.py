@@ -316,17 +316,6 @@ def test_worker_that_lost_its_process_is_named_until_one_is_back() -> None:
     assert [one for one in findings(view) if one.level is Level.alarm] == []
 
 
-def test_of_two_workers_that_were_lost_one_is_named_until_both_are_back() -> None:
-    view = view_of()
-    for worker in ("worker-1", "worker-2"):
-        values = {"worker": worker, "detail": "lost its process"}
-        view.apply(Record(t=30.5, kind="worker_lost", values=values))
-    view.observe(31.0, HEALTHY, {}, {"workers_restarted": 1.0})
-    assert (verdict(view).level, verdict(view).words) == (Level.alarm, "worker-2 lost its process")
-    view.observe(32.0, HEALTHY, {}, {"workers_restarted": 2.0})
-    assert [one for one in findings(view) if one.level is Level.alarm] == []
-
-
 def test_wait_that_begins_after_minutes_without_is_named_within_half_a_minute() -> None:
     view = view_of(num_steps=150)
     for t in range(150, 165):
