@@ -213,11 +213,11 @@ def epoch_name(spec: GroupSpec) -> str:
 
 
 def _address_in(spec: GroupSpec) -> str:
-    """This machine's address for the chain: a link each, where GLOO_SOCKET_IFNAME names several."""
+    """This machine's address for one of several chains: a link each, if GLOO_SOCKET_IFNAME has more."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    if len(names) == 1 or is_loopback(spec.host):
+    if len(names) == 1 or spec.num_chains == 1 or is_loopback(spec.host):
         return own_address_towards(spec.host)
-    return address_of(names[spec.chain % len(names)])
+    return address_of(names[spec.chain % len(names)].strip())
 
 
 def _await_members(store: PrefixStore, spec: GroupSpec, rank: int) -> None:
