@@ -23,7 +23,7 @@ from typing import Any, cast
 from configs.rollout_schema import TaskConfig
 from processes.child import Child, kill_group
 from rollout_pool.cancelling import BackgroundTasks
-from rollout_pool.rewards.types import PartScore, Setup
+from rollout_pool.rewards.types import PartScore, Setup, part_of
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,15 @@ MAX_STARTS = 3
 """How often a process may die during its start."""
 MAX_ATTEMPTS = 2
 """How often a request may kill its process."""
-TOGETHER_S = 0.005
+TOGETHER_S = 0.05
 """Requests go to a process in one message as long as they should take no longer than this together,
-judged by recent ones: sending a message costs as much as scoring a short request."""
-USUAL_WEIGHT = 0.1
-"""The weight of a request in the mean of what they took lately."""
+each as long as any of its part did lately: sending a message costs as much as scoring a short
+request, but none should sit behind a slow one while other processes are idle."""
+TOGETHER_BYTES = 2**16
+"""A socket and its writer take so much at once: the timer of a request does not run while others
+are written."""
+FADE = 0.99
+"""The longest time of a part is multiplied by it at each of its requests."""
 CLOSED = "the reward pool was closed"
 _REPLY_LIMIT = 2**20  # bytes; the process is broken if it writes a longer line
 
@@ -79,8 +83,8 @@ class RewardPool:
         self._is_closed = False
         self._worked_s = 0.0
         """Seconds that the processes spent on requests, over their number."""
-        self._usual_s = TOGETHER_S
-        """Seconds that a request took lately."""
+        self._longest_s: dict[bytes, float] = {}
+        """By part: the longest that a request took lately."""
         self.num_restarts = 0
         """Number of processes replaced."""
 
@@ -104,13 +108,29 @@ class RewardPool:
         return await one.scored
 
     def _serve(self) -> None:
-        """Shares what waits among the idle processes, slow requests one by one."""
+        """Shares what waits among the idle processes. One that is dead gets a single request, and
+        only if no other is idle, as it may take long to start."""
         while self._waiting and self._idle and not self._is_closed:
-            share = math.ceil(len(self._waiting) / len(self._idle))
-            number = max(1, min(share, int(TOGETHER_S / self._usual_s)))
-            next_ones = [self._waiting.popleft() for _ in range(number)]
-            if asked := [one for one in next_ones if not one.scored.done()]:  # it was cancelled
-                self._tasks.spawn(self._score(self._idle.popleft(), asked))
+            process = next((one for one in self._idle if one.is_alive), self._idle[0])
+            share = math.ceil(len(self._waiting) / len(self._idle)) if process.is_alive else 1
+            if asked := self._take(share):
+                self._idle.remove(process)
+                self._tasks.spawn(self._score(process, asked))
+
+    def _take(self, most: int) -> list[_Asked]:
+        """The next requests for one process, slow ones and those of unknown parts alone."""
+        taken: list[_Asked] = []
+        num_bytes, took_s = 0, 0.0
+        while self._waiting and len(taken) < most:
+            one = self._waiting[0]
+            if not one.scored.done():  # else its caller was cancelled
+                num_bytes += len(one.request) + 1
+                took_s += self._longest_s.get(part_of(one.request), math.inf)
+                if taken and (num_bytes > TOGETHER_BYTES or took_s > TOGETHER_S):
+                    break
+                taken.append(one)
+            self._waiting.popleft()
+        return taken
 
     async def close(self) -> None:
         """Open requests get no score."""
@@ -134,8 +154,9 @@ class RewardPool:
                 while left:
                     waited_s = left[0].waited_s(self._worked_s)
                     reply = await process.reply()
-                    self._note_work(reply["took_s"])
-                    left.popleft().end(_part_score(reply, waited_s))
+                    score = _part_score(reply, waited_s)
+                    self._note_work(left[0], reply["took_s"])
+                    left.popleft().end(score)
                     limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
             is_well = True
         except ConnectionError:
@@ -143,11 +164,15 @@ class RewardPool:
             log.warning("a scoring process died during a request, attempt %d", left[0].num_deaths)
             if left[0].num_deaths >= MAX_ATTEMPTS:
                 left.popleft().end(PartScore(failure="the scoring process died"))
-        except (TimeoutError, RewardError, ValueError) as error:
+        except (TimeoutError, RewardError, ValueError, TypeError, LookupError) as error:
             waited_s = left[0].waited_s(self._worked_s)
-            self._note_work(self._timeout_s)
+            if isinstance(error, TimeoutError):
+                self._note_work(left[0], self._timeout_s)
             failure = str(error) or f"no reward within {self._timeout_s:g} s"
             left.popleft().end(PartScore(failure=failure, waited_s=waited_s))
+        except Exception as error:  # the host can start no process: to wait again would not help
+            while left:
+                left.popleft().end(error)
         finally:
             self._waiting.extendleft(reversed(left))
             if is_well:
@@ -156,9 +181,10 @@ class RewardPool:
                 self._tasks.spawn(self._replace(process))
             self._serve()
 
-    def _note_work(self, took_s: float) -> None:
+    def _note_work(self, one: _Asked, took_s: float) -> None:
         self._worked_s += took_s / len(self._processes)
-        self._usual_s += USUAL_WEIGHT * (took_s - self._usual_s)
+        part = part_of(one.request)
+        self._longest_s[part] = max(took_s, FADE * self._longest_s.get(part, 0.0))
 
     async def _replace(self, process: _ScoringProcess) -> None:
         """Restarts it; if that fails, the next request that gets it tries again."""
@@ -191,8 +217,12 @@ class _Asked:
         """
         return min(time.monotonic() - self.came, worked_s - self.worked_before_s)
 
-    def end(self, score: PartScore) -> None:
-        if not self.scored.done():  # its caller was cancelled
+    def end(self, score: PartScore | Exception) -> None:
+        if self.scored.done():  # its caller was cancelled
+            return
+        if isinstance(score, Exception):
+            self.scored.set_exception(score)
+        else:
             self.scored.set_result(score)
 
 

@@ -158,6 +158,11 @@ def _view(episode: Episode, *, with_messages: bool) -> EpisodeView:
     )
 
 
+def part_of(request: bytes) -> bytes:
+    """What names its part, found without decoding the rest."""
+    return request[: request.find(b', "prompt": ')]
+
+
 def decode_request(line: str) -> PartRequest:
     return convert(json.loads(line), PartRequest)
 

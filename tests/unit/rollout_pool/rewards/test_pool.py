@@ -15,8 +15,8 @@ import pytest_asyncio
 from configs.choices import RewardKind, RewardScope, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.rewards.function import FunctionReward
-from rollout_pool.rewards.pool import RewardError, RewardPool
-from rollout_pool.rewards.types import encode_request
+from rollout_pool.rewards.pool import TOGETHER_BYTES, TOGETHER_S, RewardError, RewardPool, _Asked
+from rollout_pool.rewards.types import encode_request, part_of
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import Prompt
 from tests.support.rollout import ended_episode, until
@@ -265,24 +265,104 @@ async def test_bad_scorer_fails_only_its_own_sample(pool, answer, failure, num_r
 async def test_quick_requests_share_a_message_and_a_bad_one_among_them_fails_alone(
     pool, monkeypatch, answer, failure, num_restarts
 ):
-    pool._usual_s, messages = 1e-6, []
-    [process] = pool._processes
-    send = process.send
-    monkeypatch.setattr(process, "send", lambda *asked: messages.append(asked) or send(*asked))
+    messages = messages_of(pool, monkeypatch, task=1e-6)
     answers = [*["ok"] * 3, answer, *["ok"] * 3]
     scores = await asyncio.gather(*(pool.score(asked(one)) for one in answers))
     assert [score.failure for score in scores] == [None] * 3 + [failure] + [None] * 3
     assert [score.value for score in scores] == [0.4] * 3 + [0.0] + [0.4] * 3
-    assert len(messages[0]) == 7 and pool.num_restarts == num_restarts
+    assert messages[0] == 7 and pool.num_restarts == num_restarts
 
 
-async def test_slow_requests_are_sent_one_by_one(pool, monkeypatch):
-    pool._usual_s, messages = 1.0, []
+def messages_of(pool, monkeypatch, **longest_s) -> list[int]:
+    """How many requests each message has, to a pool whose parts took so long lately."""
+    pool._longest_s = {part_of(asked("", part)): took_s for part, took_s in longest_s.items()}
     [process] = pool._processes
-    send = process.send
-    monkeypatch.setattr(process, "send", lambda *asked: messages.append(asked) or send(*asked))
-    assert len(await asyncio.gather(*(pool.score(asked("ok")) for _ in range(5)))) == 5
-    assert [len(message) for message in messages] == [1] * 5
+    messages, send = [], process.send
+    monkeypatch.setattr(process, "send", lambda *all: messages.append(len(all)) or send(*all))
+    return messages
+
+
+async def test_nothing_sits_behind_a_slow_request_or_one_of_an_unknown_part(pool, monkeypatch):
+    monkeypatch.setattr(pool, "_note_work", lambda one, took_s: None)  # as on any machine
+    messages = messages_of(pool, monkeypatch, task=1e-6, later=1.0)
+    parts = ["task", "task", "later", "task", "task", "task", "slowly", "task"]
+    await asyncio.gather(*(pool.score(asked("1.0", part)) for part in parts))
+    assert messages == [2, 1, 3, 1, 1]
+
+
+async def test_part_that_was_slow_once_among_many_quick_ones_goes_alone(pool):
+    [slow, quick] = [_Asked(asked("", part), None, 0.0, 0.0) for part in ("task", "later")]
+    pool._longest_s = {}
+    pool._note_work(slow, 30.0)
+    for _ in range(50):
+        pool._note_work(slow, 1e-6)
+        pool._note_work(quick, 1e-6)
+    assert pool._longest_s[part_of(slow.request)] > TOGETHER_S
+    assert pool._longest_s[part_of(quick.request)] < TOGETHER_S
+
+
+async def test_message_is_no_longer_than_what_a_socket_takes_at_once(pool, monkeypatch):
+    messages = messages_of(pool, monkeypatch, task=1e-6)
+    sizes = [TOGETHER_BYTES // 8, TOGETHER_BYTES // 8, 2 * TOGETHER_BYTES, 1]
+    scores = await asyncio.gather(*(pool.score(asked(size * "x")) for size in sizes))
+    assert [score.value for score in scores] == [0.4] * 4
+    assert messages[:2] == [2, 1]
+
+
+@pytest.mark.parametrize("reply", [{"reward": "abc", "took_s": 0.0}, {"reward": 1.0}, []])
+async def test_reply_that_cannot_be_read_fails_its_request_alone(pool, monkeypatch, reply):
+    messages_of(pool, monkeypatch, task=1e-6)
+    [process] = pool._processes
+    replies, read = [reply], process.reply
+
+    async def reply_of():
+        real = await read()
+        return replies.pop() if replies and "ready" not in real else real
+
+    monkeypatch.setattr(process, "reply", reply_of)
+    async with asyncio.timeout(60):
+        bad, next_one = await asyncio.gather(*(pool.score(asked("ok")) for _ in range(2)))
+    assert bad.failure and (next_one.value, next_one.failure) == (0.4, None)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "too many files"), RuntimeError("no new thread")])
+async def test_error_of_the_host_at_a_restart_reaches_the_callers(pool, monkeypatch, error):
+    await pool.score(asked("ok"))
+    [process] = pool._processes
+    await process.kill()
+    starts = []
+
+    async def start():
+        starts.append(1)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "start", start)
+        async with asyncio.timeout(60):
+            asking = (pool.score(asked("ok")) for _ in range(3))
+            assert await asyncio.gather(*asking, return_exceptions=True) == [error] * 3
+        await until(lambda: pool._idle)
+    assert len(starts) <= 6  # one for each request, and one after each
+    assert (await pool.score(asked("ok"))).value == 0.4
+
+
+async def test_dead_process_gets_nothing_while_another_is_idle_and_then_one_request(make_pool):
+    pool, others = make_pool(num_processes=2, timeout_s=60), {*children()}
+    await pool.start()
+    pool._longest_s = {part_of(asked("ok")): 1e-6}
+    dead, living = pool._processes
+    await dead.kill()
+    given, score = [], pool._score
+    pool._score = lambda process, asked: (
+        given.append((process, len(asked))) or score(process, asked)
+    )
+    assert (await pool.score(asked("ok"))).value == 0.4
+    assert given == [(living, 1)] and not dead.is_alive
+    scores = await asyncio.gather(*(pool.score(asked("ok")) for _ in range(8)))
+    assert [score.value for score in scores] == [0.4] * 8
+    assert given[1:3] == [(living, 4), (dead, 1)]
+    await pool.close()
+    assert {*children()} <= others
 
 
 async def test_request_whose_process_dies_is_retried(pool):
