@@ -34,6 +34,8 @@ LIVE = live_settings()
 LARGEST_GROUP = 4
 """A group may take so many times the bytes of those that the buffer holds."""
 RESTART = "or end the run and resume it with the value (make stop, make resume)"
+ASK_AGAIN_S, ANSWER_S = 30.0, 5.0
+"""Ray is asked for room so long after it had none, and has so long for its answer."""
 CHOICES = ", ".join(LIVE.values())
 
 
@@ -111,6 +113,8 @@ class Autotuner:
         self._num_expected = 0
         """Changes that the run's history has once it has the last one of this class."""
         self._refused_at = -math.inf
+        self._asks_at = -math.inf
+        """When Ray may be asked for room again."""
         self._has_told = False
         """It has said that Ray has no free place for an engine."""
         self._unmade: tuple[str, dict[str, Scalar], dict[str, str]] | None = None
@@ -125,14 +129,15 @@ class Autotuner:
                 if isinstance(move := find_move(view, wanted_engines), str):
                     return
                 if move.adds_engines:
-                    num_free = await asyncio.to_thread(self.count_places)
-                    if not num_free and not self._has_told:
+                    num_free = await self._places(view.now)
+                    if num_free == 0 and not self._has_told:
                         self.say(
                             "buffer.autotune: Ray has no free place for "
                             f"{move.setting}={move.after}; add a machine, or lower max_engines"
                         )
-                    self._has_told = not num_free
-                    if isinstance(move := find_move(view, wanted_engines, num_free), str):
+                    if num_free is not None:
+                        self._has_told = not num_free
+                    if isinstance(move := find_move(view, wanted_engines, num_free or 0), str):
                         return
                 # `make tune` may have changed it since.
                 expected = {move.setting.rpartition(".")[2]: str(move.before)}
@@ -147,6 +152,20 @@ class Autotuner:
         except Exception as error:  # it must not end the run
             self._refused_at, self._unmade = view.changed_at, None
             self.say(f"buffer.autotune stops until something else changes, or `make tune`: {error}")
+
+    async def _places(self, now: float) -> int | None:
+        """None: Ray had no room lately, or does not answer, and will be asked again."""
+        if now < self._asks_at:
+            return None
+        self._asks_at = now + ASK_AGAIN_S
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                num_free = await asyncio.to_thread(self.count_places)
+        except Exception:  # the sampling of the run, which awaits this, goes on
+            return None
+        if num_free:
+            self._asks_at = now
+        return num_free
 
 
 def _checked(

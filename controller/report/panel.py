@@ -152,9 +152,10 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         parts.append(Text.assemble(("Changed", "bold cyan"), words))
     if view.config is not None and (auto := view.config.buffer.autotune) is not None:
         words = f"  max_staleness between {auto.min_staleness} and {auto.max_staleness}"
-        if (move := find_move(view, wanted_engines)) and view.stats is not None:
-            stays = f"it stays at {view.stats.max_staleness}: {move}"
-            words += f"; {stays if isinstance(move, str) else move.words}"
+        # Changes that are made are told above; the run alone knows of Ray's room and of refusals.
+        why = find_move(view, wanted_engines, num_free=0)
+        if isinstance(why, str) and view.stats is not None:
+            words += f"; it stays at {view.stats.max_staleness}: {why}"
         parts.append(Text.assemble(("Autotune", "bold cyan"), words))
     parts += _findings(view)
     return Frame(

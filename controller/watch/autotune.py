@@ -21,6 +21,7 @@ from itertools import pairwise
 from buffer.results import BufferStats
 from configs.schema import AutotuneConfig
 from controller.metrics.history import Record, Scalar, series
+from controller.watch.bottleneck import wait_fractions
 from controller.watch.finding import MUCH
 from controller.watch.length_bias import length_bias
 from controller.watch.run_view import RunView
@@ -33,6 +34,8 @@ REMEMBERED = 20
 """Times the `steps` of the settings for which a value that was left is known."""
 BUSIEST = 0.9
 """Fraction of its time for which an engine may have groups once there is one less."""
+JOINS_S = 600.0
+"""An engine that has not come so long after it was asked for holds up max_staleness no longer."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,10 +49,6 @@ class Move:
     """Its record says that too."""
 
     @property
-    def words(self) -> str:
-        return f"{self.setting} {self.before} -> {self.after}: {self.said['why']}"
-
-    @property
     def adds_engines(self) -> bool:
         return self.setting == ENGINES and self.after > self.before
 
@@ -60,6 +59,8 @@ class Measured:
 
     waited: float
     """Fraction of its time that the trainer waited for rollouts."""
+    usual: float
+    """`waited` without the step of the longest wait: one slow group says nothing."""
     is_whole: bool = True
     """They are as many as the settings ask for."""
     has_waited: bool = True
@@ -72,14 +73,19 @@ class Measured:
     """Batches that lay ready beyond the one in training, at all times."""
     is_full: bool = False
     """More groups would only wait: engines, workers or rewards have as many as they take."""
-    is_queued: bool = False
-    """Engines have mostly as many requests as they take."""
+    busy: float = 0.0
+    """Fraction of the looks at which an engine had as many requests as it takes."""
     places: float = math.inf
     """Batches for whose requests engines have places, if it is known."""
     is_biased: bool = False
     """Long answers are trained too rarely."""
     enough: int | None = None
     """The smallest max_staleness that gives hardly any up, if it is known."""
+
+    @property
+    def is_queued(self) -> bool:
+        """Engines have mostly as many requests as they take."""
+        return self.busy > 0.5
 
 
 def find_move(
@@ -99,7 +105,9 @@ def find_move(
     after, why = next_move(bound, now, _left(view, memory, SETTING), config)
     said: dict[str, Scalar] = {} if math.isnan(now.ess) else {"ess": now.ess}
     # More engines rather than fewer requests for them.
-    if config.max_engines is not None and after <= bound and not now.ess < config.min_ess:
+    all_serve = len(view.stats.engine_versions) == view.num_engines
+    is_due = all_serve and after <= bound and not now.ess < config.min_ess
+    if config.max_engines is not None and is_due:
         left, wanted = _left(view, memory, ENGINES), advised(view)
         number, reason = _next_engines(view.num_engines, now, left, config.max_engines, wanted)
         number = int(min(number, view.num_engines + num_free))
@@ -136,14 +144,14 @@ def next_move(
         return (min(now.enough, most), why) if most > bound else (bound, f"{why}: {at_most}")
     waited = f"the trainer waited {now.waited:.0%} for rollouts, they {now.idle:.0%} for it"
     if now.has_waited and not now.is_full and most > bound:
-        in_flight = (bound + 1) / max(1 - now.waited, 1e-3)
+        in_flight = (bound + 1) / max(1 - now.usual, 1e-3)
         # Engines do no more than they have places for, while one batch trains; nor is a value
         # passed over that was tried.
         needed = min([in_flight - 1, now.places, *(value for value in left if value > bound)])
         return min(max(math.ceil(needed), bound + 1), most), f"{waited}; {ess}"
-    if now.is_queued:
+    if now.is_queued and now.places < bound:
         # One batch queues beyond their places, but no more than half are given up at a time.
-        fewest = max(bound // 2, math.ceil(now.places) + 1) if now.places < bound else bound
+        fewest = max(bound // 2, math.ceil(now.places) + 1)
         lower, so = min(bound - 1, fewest), "requests queue at engines"
     elif now.waited < WAITS:
         lower, so = bound - max(1, now.surplus), f"batches that always lay ready: {now.surplus}"
@@ -172,8 +180,10 @@ def _next_engines(
     if now.is_whole and now.has_waited and may_help and wanted is not None and number < most:
         why = "requests queue at engines" if now.is_queued else "max_staleness may not grow"
         return min(wanted, most), f"the trainer waited {now.waited:.0%} for rollouts, and {why}"
-    busy = (1 - now.idle) * number / max(1, number - 1)
-    is_idle = now.idle >= MUCH and busy <= BUSIEST and now.waited < WAITS
+    load = (1 - now.idle) * number / max(1, number - 1)
+    # A worker without groups says nothing about engines that have those of others.
+    has_room = load <= BUSIEST and now.busy <= 1 - BUSIEST
+    is_idle = now.idle >= MUCH and has_room and now.waited < WAITS
     if now.is_whole and is_idle and number > 1 and number - 1 not in left:
         why = f"engines had no groups for {now.idle:.0%} of their time, for lack of room in the "
         return number - 1, f"{why}leash; the trainer waited {now.waited:.0%} for them"
@@ -186,36 +196,42 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
         return "the run does not train now"
     if view.workers_away or view.weights.lost_engines:
         return "a worker or an engine is away"
-    if (serving := len(stats.engine_versions)) != view.num_engines:
-        return f"{serving} of {view.num_engines} engines serve"
+    asked = [change.t for change in view.changes if change.values.get("setting") == ENGINES]
+    late_s = view.now - max([view.started, view.resumed_at, *asked])
+    serving, number = len(stats.engine_versions), view.num_engines
+    if serving != number and not (0 < serving < number and late_s > JOINS_S):
+        return f"{serving} of {number} engines serve"
     filling = _filling(view, stats)
     whole = config.steps + filling  # waits come and go with what is in flight
     recent = [step for step in view.steps[-(filling + whole + 1) :] if step.t > view.changed_at]
     window = recent[filling:]
-    count, least = len(window) - 1, max(1, min(whole, 2 * filling))
+    count, least = len(window) - 1, max(2, min(whole, 2 * filling))
     if count < least:
         return (
             f"too little is measured: {max(0, count)} of {least} steps since the leash has filled"
         )
     waited_s, ess = sum(map(_wait_s, window[1:])), series(window[1:], "ess")
-    shares = [_wait_s(b) / max(b.t - a.t, 1e-9) for a, b in pairwise(window)]
+    took = [(_wait_s(b), max(b.t - a.t, 1e-9)) for a, b in pairwise(window)]
+    took.remove(max(took))
     ready = min(view.least_ready[-count:])
     lengths, engines = view.lengths, view.recent_engines
     places = sum(engine.number("limit") for engine in engines) / view.rollout.group_size
     looks = view.busy.growth()
-    is_queued = looks.get("busy", 0.0) > looks.get("looks", 0.0) / 2
-    waits_elsewhere = view.wait_fractions.rollout_for_rewards >= MUCH or is_queued
+    busy = looks.get("busy", 0.0) / max(1.0, looks.get("looks", 0.0))
+    # A wait is booked at its end: in the short time of the verdict one long wait is much.
+    waits = wait_fractions(view.waits.growth(), view.waits.elapsed_s, view.rollout.num_workers)
+    waits_elsewhere = waits.rollout_for_rewards >= MUCH or busy > 0.5
     is_unused = stats.running + stats.ready + stats.leased < stats.limit(lag=1)
     return Measured(
         waited=min(1.0, waited_s / max(window[-1].t - window[0].t, 1e-9)),
         is_whole=count >= whole,
-        # One slow group says nothing: the longest wait is left out. With 0 all waits are due.
-        has_waited=sum(shares) - bool(filling) * max(shares) >= WAITS * config.steps,
-        idle=view.wait_fractions.rollout_for_trainer,
+        usual=min(1.0, sum(waited for waited, _ in took) / sum(all_s for _, all_s in took)),
+        has_waited=sum(waited / all_s for waited, all_s in took) >= WAITS * config.steps,
+        idle=waits.rollout_for_trainer,
         ess=sum(ess) / len(ess) if ess else math.nan,
         surplus=0 if math.isinf(ready) else int(ready // stats.groups_per_version),
         is_full=bool(is_unused or waits_elsewhere),
-        is_queued=is_queued,
+        busy=busy,
         places=places / stats.groups_per_version if engines else math.inf,
         is_biased=bool(lengths and length_bias(lengths, stats.max_staleness, view.on_stale)),
         enough=lengths.sufficient_staleness if lengths else None,

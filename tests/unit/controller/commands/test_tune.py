@@ -9,9 +9,11 @@ import re
 import shlex
 import socket
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
+from ray.exceptions import RaySystemError
 
 from buffer.redis.client import BufferConnectionError
 from buffer.redis.connection import connect
@@ -238,10 +240,7 @@ def test_autotune_makes_its_change_once_and_records_why(
     assert words.startswith("buffer.max_staleness 2 -> 1, by autotune: the trainer waited 0% for")
 
 
-@pytest.mark.parametrize(("num_free", "after"), [(0, None), (1, "3"), (5, "4")])
-def test_autotune_adds_engines_where_there_are_places(
-    open_run: RunDir, redis_url: str, num_free: int, after: str | None
-) -> None:
+def short_of_engines(open_run: RunDir) -> RunView:
     settings = "{steps: 5, max_engines: 4, max_staleness: 2}"
     config = load_config([f"buffer.autotune={settings}", "rollout.num_engines=2"])
     open_run.write_config(config)
@@ -250,8 +249,15 @@ def test_autotune_adds_engines_where_there_are_places(
     for t in range(1, 13):
         view.apply(step_record(t - 1, float(t), lease_wait_s=0.6, ess=0.9))
         view.waits.add(float(t), {("trainer", "rollout"): 0.6 * t})
+    return view
+
+
+@pytest.mark.parametrize(("num_free", "after"), [(0, None), (1, "3"), (5, "4")])
+def test_autotune_adds_engines_where_there_are_places(
+    open_run: RunDir, redis_url: str, num_free: int, after: str | None
+) -> None:
     said = list[str]()
-    entries = look_twice(open_run, redis_url, view, said, num_free)
+    entries = look_twice(open_run, redis_url, short_of_engines(open_run), said, num_free)
     assert [entry.record["after"] for entry in entries] == [after] * bool(num_free)
     told = "buffer.autotune: Ray has no free place for rollout.num_engines=4; add a machine"
     assert [words.startswith(told) for words in said] == [True] * (not num_free)
@@ -274,10 +280,42 @@ def test_autotune_says_once_that_no_engine_has_a_place_and_again_after_there_was
     async def look() -> None:
         for _ in places:
             await tuner.look(lazy_trainer)
+            lazy_trainer.now += 60.0  # it is not asked more often
             heard.append(len(said))
 
     asyncio.run(look())
     assert heard == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("ray", ["no room", "error", "no answer"])
+def test_autotune_asks_ray_again_later_and_does_not_wait_for_it(
+    open_run: RunDir, redis_url: str, ray: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune_module, "ANSWER_S", 0.1)
+    view, asked, said, is_over = short_of_engines(open_run), list[float](), list[str](), Event()
+
+    def count_places() -> int:
+        asked.append(view.now)
+        if len(asked) > 1:
+            return 1
+        if ray == "error":
+            raise RaySystemError("GCS is away")
+        assert ray == "no room" or is_over.wait(60)
+        return 0
+
+    settings = load_config(["buffer.autotune={steps: 5}"]).buffer
+    address = BufferAddress(url=redis_url, run=open_run.name, settings=settings)
+    tuner = Autotuner(address, open_run, said.append, count_places)
+
+    async def look_on() -> None:
+        for _ in range(80):
+            await tuner.look(view)
+            view.now += 0.5
+        is_over.set()
+
+    asyncio.run(look_on())
+    assert asked == [12.0, 42.0], "and once it has given one, the change is made"
+    assert len(said) == (ray == "no room"), "only Ray's own answer is told"
 
 
 def test_autotune_leaves_what_a_person_has_set_meanwhile(

@@ -13,8 +13,10 @@ from configs.load import load_config
 from controller.metrics.history import Record, buffer_values
 from controller.metrics.weights import WeightsView
 from controller.report.panel import Panel, render, sparkline, step_line
+from controller.watch.autotune import Move, find_move
 from controller.watch.remarks import buffer_findings, engine_findings
 from controller.watch.run_view import RunView
+from controller.watch.verdict import wanted_engines
 from tests.support.controller.records import (
     STATS,
     eval_record,
@@ -167,6 +169,22 @@ def test_panel_says_why_autotune_leaves_things_as_they_are() -> None:
     assert "max_staleness between 1 and 2; it stays at 2: 2 of 3 engines serve" in told
     view.num_engines = 2
     assert "it stays at 2: the trainer waited" in " ".join(text_of(view, 300).split())
+
+
+def test_panel_shows_no_move_of_autotune_that_may_never_be_made() -> None:
+    view = trained_view()
+    view.config = load_config(["buffer.autotune={steps: 5, max_staleness: 2, max_engines: 4}"])
+    view.phase, view.num_engines = "training", 2
+    view.stats = replace(STATS, running=48, ready=0, leased=0)
+    for t in range(1, 13):
+        view.apply(step_record(20 + t, view.now + 1, lease_wait_s=0.6, ess=0.9))
+        view.waits.add(view.now, {("trainer", "rollout"): 0.6 * t})
+    assert isinstance(find_move(view, wanted_engines), Move)
+    told = " ".join(text_of(view, 300).split())
+    assert "rollout.num_engines 2 ->" not in told and "it stays at 2: the trainer waited" in told
+    view.config = load_config(["buffer.autotune={steps: 5, max_staleness: 4}"])
+    assert isinstance(find_move(view, wanted_engines), Move)
+    assert "max_staleness between 1 and 4 " in " ".join(text_of(view, 300).split()), "once refused"
 
 
 def test_panel_can_be_drawn_before_anything_is_known() -> None:

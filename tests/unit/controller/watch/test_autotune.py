@@ -27,7 +27,13 @@ from tests.support.controller.records import STATS, step_record
 
 
 def now(waited: float, ess: float = 0.9, enough: int | None = None, **more: Any) -> Measured:
-    usual = {"waited": waited, "ess": ess, "enough": enough, "has_waited": waited >= WAITS}
+    usual = {
+        "waited": waited,
+        "usual": waited,
+        "ess": ess,
+        "enough": enough,
+        "has_waited": waited >= WAITS,
+    }
     return Measured(**{**usual, **more})
 
 
@@ -42,8 +48,16 @@ CASES: list[tuple[str, int, Measured, dict[int, float], int | None]] = [
     ("they do while the trainer waits for the oldest", 3, now(0.3, surplus=2), {}, 4),
     ("a value on the way was tried", 1, now(0.6), {2: 0.9}, 2),
     ("engines have places for two more batches", 1, now(0.9, places=1.5), {}, 2),
-    ("engines are full", 3, now(0.3, is_full=True, is_queued=True), {}, 2),
-    ("they have places for less", 4, now(0.3, is_full=True, is_queued=True, places=0.7), {}, 2),
+    ("engines are full", 3, now(0.3, is_full=True, busy=0.9, places=2.5), {}, 2),
+    (
+        "they are with what they have places for",
+        2,
+        now(0.3, is_full=True, busy=1, places=2.5),
+        {},
+        None,
+    ),
+    ("they have places for less", 4, now(0.3, is_full=True, busy=0.9, places=0.7), {}, 2),
+    ("one wait was much longer than the others", 2, now(0.9, usual=0.1), {}, 3),
     ("the upper bound", 4, now(0.3), {}, None),
     ("the lower bound", 1, now(0.0), {}, None),
     ("few tokens carry the updates", 3, now(0.3, 0.4), {}, 2),
@@ -76,7 +90,7 @@ def test_decision(bound: int, seen: Measured, left: Mapping[int, float], after: 
 
 
 def test_reason_has_the_numbers() -> None:
-    move = next_move(2, Measured(waited=0.2, idle=0.03, ess=0.97), {}, BOUNDS)
+    move = next_move(2, now(0.2, 0.97, idle=0.03), {}, BOUNDS)
     why = "the trainer waited 20% for rollouts, they 3% for it; effective sample size 0.97"
     assert move == (3, why)
 
@@ -88,7 +102,11 @@ def test_reason_has_the_numbers() -> None:
         (2, now(0.3, 0.55), "a larger one is below 0.5"),
         (2, now(0.3, is_full=True), "engines, workers or rewards have all that they take"),
         (2, now(0.3, has_waited=False), "for too short a time so far"),
-        (1, now(0.3, is_full=True, is_queued=True), "requests queue at engines, but it is the"),
+        (
+            1,
+            now(0.3, is_full=True, busy=0.9, places=0.5),
+            "requests queue at engines, but it is the",
+        ),
         (3, now(0.0, is_whole=False), "lay ready: 0, but it has not been measured for long"),
         (3, now(0.01, enough=3), "but long answers need it"),
         (6, now(0.3), "it was set beside the bounds, 1 and 4"),
@@ -137,7 +155,7 @@ def test_requests_that_mostly_queue_make_no_room_for_more(
 ) -> None:
     run = Tuned(3)
     for t in range(1, 16):
-        values = {"engine": "e", "worker": 0, "queued": queued[t % 3], "in_flight": 1, "limit": 900}
+        values = {"engine": "e", "worker": 0, "queued": queued[t % 3], "in_flight": 1, "limit": 300}
         run.view.apply(Record(t=float(t), kind="engine", values=values))
         run.step(float(t), 0.3)
     assert run.bounds[-1] == after
@@ -153,18 +171,25 @@ def test_looks_at_engines_that_do_not_only_train_do_not_count(beside: dict[str, 
         if is_start:
             run.view.phase = "training" if t > 40 else beside["phase"]
         queued = int(t > 40) if is_start else 1
-        values = {"engine": "e", "worker": 0, "queued": queued, "in_flight": 1, "limit": 900}
+        values = {"engine": "e", "worker": 0, "queued": queued, "in_flight": 1, "limit": 300}
         run.view.apply(Record(t=float(t), kind="engine", values=values | beside))
         if t > 40:
             run.step(float(t), 0.3)
     assert run.bounds[-1] == (2 if is_start else 4)
 
 
-def test_from_0_it_is_raised_after_two_steps() -> None:
-    run = Tuned(0, replace(BOUNDS, min_staleness=0))
-    run.step(1.0, 0.6)
-    run.step(2.0, 0.6)
-    assert run.changes == [2] and run.bounds[-1] == 2
+@pytest.mark.parametrize(
+    ("waits", "after"),
+    [([0.6] * 3, 2), ([0.0, 570.0] + [0.0] * 30, None), ([0.6, 570.0, 0.6], 2)],
+    ids=["all", "one", "all, one of them much longer"],
+)
+def test_from_0_it_is_raised_after_three_steps_by_what_they_usually_wait(
+    waits: list[float], after: int | None
+) -> None:
+    run, t = Tuned(0, replace(BOUNDS, min_staleness=0)), 0.0
+    for waited_s in waits:
+        run.step(t := t + max(1.0, waited_s / 0.95), waited_s)
+    assert run.changes == [3] * (after is not None) and run.bounds[-1] == (after or 0)
 
 
 def test_leash_longer_than_the_steps_to_measure_is_measured_too() -> None:
@@ -242,6 +267,39 @@ def test_idle_engine_leaves_and_is_not_tried_without_again_once_it_was_missed() 
     run.change(2.5, "2", "3", setting="rollout.num_engines")
     work_on(run, range(3, 60), 0.0, 0.5)
     assert run.view.num_engines == 3
+
+
+def test_engine_stays_where_some_workers_are_idle_but_engines_are_full() -> None:
+    run = with_engines(3, 3, bound=1)
+    for t in range(1, 40):
+        values = {"engine": "e", "worker": 0, "queued": int(t % 3 == 0), "in_flight": 1}
+        run.view.apply(Record(t=float(t), kind="engine", values={**values, "limit": 900}))
+        run.view.waits.add(float(t), {("rollout", "trainer"): 0.5 * t})
+        run.step(float(t), 0.0)
+    assert run.view.num_engines == 3
+
+
+def test_one_long_wait_that_is_booked_at_its_end_makes_no_engine_leave() -> None:
+    run, waited_s = with_engines(3, 3, bound=1), 0.0
+    for t in range(1, 200):
+        waited_s += 18.0 * (t % 90 == 0)  # while a checkpoint was written
+        run.view.waits.add(float(t), {("rollout", "trainer"): waited_s})
+        run.step(float(t), 0.0)
+    assert run.view.num_engines == 3
+
+
+def test_engine_that_never_comes_holds_up_no_change_of_the_bound() -> None:
+    run = with_engines(1, 2, bound=4)
+    work_on(run, range(1, 18), 0.4, 0.0)
+    assert run.view.num_engines == 2
+    for t in range(20, 1000):
+        run.view.apply(step_record(t, float(t), lease_wait_s=0.0, ess=0.9))
+        run.see(engine_versions={"engine-0": 136})
+        run.look(float(t))
+        assert t > 600 or run.bounds[-1] == 4
+    assert run.bounds[-1] == 1 and run.view.num_engines == 2
+    run.see(engine_versions={})
+    assert find_move(run.view, wanted_engines) == "0 of 2 engines serve"
 
 
 def test_simulated_run_gets_the_engines_that_it_needs_and_no_more() -> None:
