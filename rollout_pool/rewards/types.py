@@ -159,7 +159,7 @@ def _view(episode: Episode, *, with_messages: bool) -> EpisodeView:
 
 
 def part_of(request: bytes) -> bytes:
-    """What names its part, found without decoding the rest."""
+    """The bytes before the prompt, the same for all requests of a part."""
     return request[: request.find(b', "prompt": ')]
 
 
