@@ -288,16 +288,20 @@ def test_one_long_wait_that_is_booked_at_its_end_makes_no_engine_leave() -> None
     assert run.view.num_engines == 3
 
 
-def test_engine_that_never_comes_holds_up_no_change_of_the_bound() -> None:
-    run = with_engines(1, 2, bound=4)
+@pytest.mark.parametrize(("waited", "after"), [(0.0, 1), (0.4, 4)])
+def test_engine_that_never_comes_holds_up_the_number_of_engines_alone(
+    waited: float, after: int
+) -> None:
+    run = with_engines(1, 3, bound=4)
     work_on(run, range(1, 18), 0.4, 0.0)
     assert run.view.num_engines == 2
     for t in range(20, 1000):
-        run.view.apply(step_record(t, float(t), lease_wait_s=0.0, ess=0.9))
+        run.view.waits.add(float(t), {("trainer", "rollout"): waited * t})
+        run.view.apply(step_record(t, float(t), lease_wait_s=waited, ess=0.9))
         run.see(engine_versions={"engine-0": 136})
         run.look(float(t))
         assert t > 600 or run.bounds[-1] == 4
-    assert run.bounds[-1] == 1 and run.view.num_engines == 2
+    assert run.bounds[-1] == after and run.view.num_engines == 2
     run.see(engine_versions={})
     assert find_move(run.view, wanted_engines) == "0 of 2 engines serve"
 
