@@ -296,7 +296,8 @@ def test_engine_that_never_comes_holds_up_the_number_of_engines_alone(
     work_on(run, range(1, 18), 0.4, 0.0)
     assert run.view.num_engines == 2
     for t in range(20, 1000):
-        run.view.waits.add(float(t), {("trainer", "rollout"): waited * t})
+        waits = {("trainer", "rollout"): waited * t, ("rollout", "trainer"): (0.6 - waited) * t}
+        run.view.waits.add(float(t), waits)
         run.view.apply(step_record(t, float(t), lease_wait_s=waited, ess=0.9))
         run.see(engine_versions={"engine-0": 136})
         run.look(float(t))
