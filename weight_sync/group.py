@@ -213,7 +213,7 @@ def epoch_name(spec: GroupSpec) -> str:
 
 
 def _address_in(spec: GroupSpec) -> str:
-    """This machine's address for a chain, of several: a link each, if GLOO_SOCKET_IFNAME has more."""
+    """This machine's address for one of several chains: a link each, by GLOO_SOCKET_IFNAME."""
     names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     if len(names) == 1 or spec.num_chains == 1 or is_loopback(spec.host):
         return own_address_towards(spec.host)
