@@ -62,6 +62,9 @@ class Fault:
     plant: Callable[[Path, ExitStack], None] = lambda run, healing: None
     """Into a run; `healing` gets what takes it out again."""
 
+    def is_named(self, part: str, sentence: str) -> bool:
+        return part in self.parts and self.word in sentence
+
 
 @dataclass(slots=True)
 class FirstLine:
@@ -247,6 +250,7 @@ class Planter:
 
     def plant(self, fault: Fault) -> None:
         self._be_healthy()
+        self._await_silence(fault)
         first = FirstLine(fault=fault.name, load=os.getloadavg()[0])
         self.found.append(first)
         with ExitStack() as healing:
@@ -264,13 +268,20 @@ class Planter:
         while (after := time.monotonic() - began) < self.give_up_s:
             level, part, sentence = verdict(self.run)
             line = f"{level}: {sentence}"
-            if part in fault.parts and fault.word in sentence:
+            if fault.is_named(part, sentence):
                 first.seconds, first.sentence = time.monotonic() - began, line
                 break
             if not first.before or _but_numbers(first.before[-1][1]) != _but_numbers(line):
                 first.before.append((round(after, 1), line))
             self._pause(f"{fault.name} was named")
         print(f"{first}\n", flush=True)
+
+    def _await_silence(self, fault: Fault) -> None:
+        """Returns once the first line does not name the fault: that before it may have left it."""
+        until = time.monotonic() + self.heal_s
+        while fault.is_named(*verdict(self.run)[1:]):
+            assert time.monotonic() < until, f"{fault.name} is named before it is planted"
+            self._pause("the next fault")
 
     def _be_healthy(self) -> None:
         until = time.monotonic() + self.healthy_s
