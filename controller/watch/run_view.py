@@ -391,8 +391,9 @@ class RunView:
 
     @property
     def is_measured(self) -> bool:
-        """Two steps have been trained under the present conditions."""
-        return len(self.steps) > 1 and self.steps[-2].t > self.changed_at
+        """Two steps were trained under the present conditions, and waits were read meanwhile."""
+        has_steps = len(self.steps) > 1 and self.steps[-2].t > self.changed_at
+        return has_steps and self.waits.elapsed_s > 0
 
     @property
     def weights_pace(self) -> WeightsPace:

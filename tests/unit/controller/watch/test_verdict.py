@@ -330,6 +330,14 @@ def test_worker_that_was_restarted_is_such_a_change() -> None:
     assert findings(view) == []
 
 
+def test_two_short_steps_after_a_change_say_nothing_while_no_waits_were_read() -> None:
+    view = view_of(waited={"trainer": 0.9})
+    view.observe(31.0, HEALTHY, {("trainer", "rollout"): 27.9}, {"workers_restarted": 1.0})
+    for step in (31, 32):
+        view.apply(step_record(step, step / 10 + 28.0))
+    assert findings(view) == []
+
+
 def test_receiver_without_an_answer_is_named_until_it_is_back() -> None:
     view = view_of()
     view.apply(event_record("excluded", "receiver-1", t=30.0))
