@@ -23,6 +23,8 @@ REWARDS_LOGS = (
 PAUSED = "buffer.paused"
 FACTOR, AT_LEAST_S = 3.0, 20.0
 """A step is late after so many times its usual duration, and not before so many seconds."""
+LAGS_S = 5.0
+"""With short steps an engine may be some versions behind for less than that, and catch up."""
 SILENT_S = 15.0
 """A worker is silent that has not reported for so long while others have."""
 FEWEST_EPISODES = 32
@@ -44,8 +46,11 @@ def buffer_findings(stats: BufferStats, waited_s: float, when: str) -> list[Find
     return [one for one in found if one is not None]
 
 
-def engine_findings(stats: BufferStats, weights: WeightsView) -> list[Finding]:
-    """Engines and receivers that are gone or late."""
+def engine_findings(
+    stats: BufferStats, weights: WeightsView, usual_s: float | None = None, late_s: float = 0.0
+) -> list[Finding]:
+    """Engines and receivers that are gone or late. `usual_s`: a step's usual time, if it is known;
+    `late_s`: since the last step."""
     lost = sorted(name for name in weights.lost_engines if name not in stats.engine_versions)
     found = []
     if stats.engines_gone:
@@ -62,7 +67,9 @@ def engine_findings(stats: BufferStats, weights: WeightsView) -> list[Finding]:
     if behind := engines_behind(stats.trainer_version, served, every):
         name, lag = max(behind.items(), key=lambda item: item[1])
         # With so old weights it samples nothing that could be trained.
-        level = Level.alarm if lag >= stats.max_staleness + every else Level.hint
+        is_far = lag >= stats.max_staleness + every
+        lasts = usual_s is None or late_s + lag * usual_s >= LAGS_S
+        level = Level.alarm if is_far and lasts else Level.hint
         advice = "admission follows the slowest engine"
         words = behind_words(behind)
         found.append(Finding(level=level, part=name, words=words, advice=advice))

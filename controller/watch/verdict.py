@@ -105,7 +105,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
             engines = view.recent_engines
             yield low_admission(stats, waited, for_rewards, engines, view.rollout)
             yield _bottleneck(view, stats)
-        yield from engine_findings(stats, view.weights)
+        late_s = view.now - view.steps[-1].t if view.steps else 0.0
+        yield from engine_findings(stats, view.weights, view.usual_step_s, late_s)
         yield silent_workers(view.engines, view.changed_at)
         yield from buffer_findings(stats, view.recent_waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms

@@ -14,6 +14,7 @@ from controller.metrics.history import Record, buffer_values
 from controller.metrics.weights import WeightsView
 from controller.report.panel import Panel, render, sparkline, step_line
 from controller.watch.autotune import Move, find_move
+from controller.watch.finding import Level
 from controller.watch.remarks import buffer_findings, engine_findings
 from controller.watch.run_view import RunView
 from controller.watch.verdict import wanted_engines
@@ -154,6 +155,18 @@ def test_engine_that_gets_few_versions_is_no_remark_for_those_that_it_skips() ->
     (found,) = engine_findings(late, WeightsView())
     assert "3 versions behind" in found.sentence
     assert engine_findings(late, WeightsView(publish_every=3)) == []
+
+
+@pytest.mark.parametrize(
+    ("usual_s", "late_s", "level"),
+    [(0.3, 0.3, Level.hint), (0.3, 5.0, Level.alarm), (2.0, 0.0, Level.alarm)],
+)
+def test_engine_too_far_behind_is_an_alarm_once_that_lasts(
+    usual_s: float, late_s: float, level: Level
+) -> None:
+    far = replace(STATS, engine_versions={"engine-0": STATS.trainer_version - 3})
+    (found,) = engine_findings(far, WeightsView(), usual_s, late_s)
+    assert found.level is level
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
