@@ -115,6 +115,7 @@ class Autotuner:
         self._refused_at = -math.inf
         self._asks_at = -math.inf
         """When Ray may be asked for room again."""
+        self._num_free: int | None = None
         self._has_told = False
         """It has said that Ray has no free place for an engine."""
         self._unmade: tuple[str, dict[str, Scalar], dict[str, str]] | None = None
@@ -130,14 +131,15 @@ class Autotuner:
                     return
                 if move.adds_engines:
                     num_free = await self._places(view.now)
+                    if num_free is None:
+                        return
                     if num_free == 0 and not self._has_told:
                         self.say(
                             "buffer.autotune: Ray has no free place for "
                             f"{move.setting}={move.after}; add a machine, or lower max_engines"
                         )
-                    if num_free is not None:
-                        self._has_told = not num_free
-                    if isinstance(move := find_move(view, wanted_engines, num_free or 0), str):
+                    self._has_told = not num_free
+                    if isinstance(move := find_move(view, wanted_engines, num_free), str):
                         return
                 # `make tune` may have changed it since.
                 expected = {move.setting.rpartition(".")[2]: str(move.before)}
@@ -154,18 +156,18 @@ class Autotuner:
             self.say(f"buffer.autotune stops until something else changes, or `make tune`: {error}")
 
     async def _places(self, now: float) -> int | None:
-        """None: Ray had no room lately, or does not answer, and will be asked again."""
+        """None: Ray did not answer lately, and will be asked again."""
         if now < self._asks_at:
-            return None
-        self._asks_at = now + ASK_AGAIN_S
+            return self._num_free
+        self._asks_at, self._num_free = now + ASK_AGAIN_S, None
         try:
             async with asyncio.timeout(ANSWER_S):
-                num_free = await asyncio.to_thread(self.count_places)
+                self._num_free = await asyncio.to_thread(self.count_places)
         except Exception:  # the sampling of the run, which awaits this, goes on
             return None
-        if num_free:
+        if self._num_free:
             self._asks_at = now
-        return num_free
+        return self._num_free
 
 
 def _checked(

@@ -123,7 +123,7 @@ class WatchedRun:
         tuned = [one.values for one in of_kind(records, TUNED) if one.values["setting"] == setting]
         changed = [int(one[name]) for one in tuned for name in ("before", "after")]
         sampled = [one.count("max_staleness") for one in of_kind(records, "buffer")]
-        return max(self.dir.read_config().buffer.max_staleness, *changed, *sampled)
+        return max(self.dir.read_config().buffer.max_staleness, 0, *changed, *sampled)
 
     def begin(self) -> None:
         """Reads the run before a browser asks for it, which says what is wrong with its files."""

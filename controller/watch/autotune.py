@@ -197,7 +197,7 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
     if view.workers_away or view.weights.lost_engines:
         return "a worker or an engine is away"
     asked = [change.t for change in view.changes if change.values.get("setting") == ENGINES]
-    late_s = view.now - max([view.started, view.resumed_at, *asked])
+    late_s = view.now - max([view.started, view.resumed_at, view.engines_at, *asked])
     serving, number = len(stats.engine_versions), view.num_engines
     if serving != number and not (0 < serving < number and late_s > JOINS_S):
         return f"{serving} of {number} engines serve"

@@ -47,10 +47,10 @@ def buffer_findings(stats: BufferStats, waited_s: float, when: str) -> list[Find
 
 
 def engine_findings(
-    stats: BufferStats, weights: WeightsView, usual_s: float | None = None, late_s: float = 0.0
+    stats: BufferStats, weights: WeightsView, version_s: float | None = None, late_s: float = 0.0
 ) -> list[Finding]:
-    """Engines and receivers that are gone or late. `usual_s`: a step's usual time, if it is known;
-    `late_s`: since the last step."""
+    """Engines and receivers that are gone or late. `version_s`: the usual time of a version, if it
+    is known; `late_s`: since the last step."""
     lost = sorted(name for name in weights.lost_engines if name not in stats.engine_versions)
     found = []
     if stats.engines_gone:
@@ -68,7 +68,7 @@ def engine_findings(
         name, lag = max(behind.items(), key=lambda item: item[1])
         # With so old weights it samples nothing that could be trained.
         is_far = lag >= stats.max_staleness + every
-        lasts = usual_s is None or late_s + lag * usual_s >= LAGS_S
+        lasts = version_s is None or late_s + lag * version_s >= LAGS_S
         level = Level.alarm if is_far and lasts else Level.hint
         advice = "admission follows the slowest engine"
         words = behind_words(behind)

@@ -42,10 +42,8 @@ ENGINES_HORIZON_S = 30.0
 """An engine record that is older says nothing about now."""
 PUSHES = ("pushes", "room")
 """The wait of pushes to a full buffer, beside those of the pools."""
-NEW_CONDITIONS = {
-    *(ATTACHED, TUNED, WORKER_LOST, "redis_restarted"),
-    *("engine_lost", "engine_restarted", "engine_joined", "engine_left"),
-}
+ENGINE_EVENTS = {"engine_lost", "engine_restarted", "engine_joined", "engine_left"}
+NEW_CONDITIONS = {ATTACHED, TUNED, WORKER_LOST, "redis_restarted", *ENGINE_EVENTS}
 """Kinds of records, and events, after which waits and rates are measured anew, as after RESUMED."""
 FEW = 3
 """Times between steps that have a median."""
@@ -84,6 +82,8 @@ class RunView:
     resumed_at: float = 0.0
     changed_at: float = 0.0
     """When the run was last resumed, attached to, tuned or scaled, or a part of it restarted."""
+    engines_at: float = 0.0
+    """When an engine last came or went."""
     steps: list[Record] = field(default_factory=list)
     least_ready: list[float] = field(default_factory=list)
     """For each step, the fewest groups seen to lie ready; infinite if none looked."""
@@ -197,6 +197,8 @@ class RunView:
                 self.busy.add(record.t, {"looks": self._num_looks, "busy": self._num_busy})
         else:
             self.weights.apply(record)
+        if record.values.get("event") in ENGINE_EVENTS:
+            self.engines_at = record.t
         if NEW_CONDITIONS & {record.kind, record.values.get("event")}:
             self._measure_anew(record.t)
 

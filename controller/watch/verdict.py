@@ -106,7 +106,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
             yield low_admission(stats, waited, for_rewards, engines, view.rollout)
             yield _bottleneck(view, stats)
         late_s = view.now - view.steps[-1].t if view.steps else 0.0
-        yield from engine_findings(stats, view.weights, view.usual_step_s, late_s)
+        version_s = view.usual_step_s and view.usual_step_s * view.steps_per_version
+        yield from engine_findings(stats, view.weights, version_s, late_s)
         yield silent_workers(view.engines, view.changed_at)
         yield from buffer_findings(stats, view.recent_waits.growth().get(PUSHES, 0.0), _when(view))
     yield from view.learning_alarms

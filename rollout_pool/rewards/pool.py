@@ -32,6 +32,8 @@ START_TIMEOUT_S = 600.0
 ends it."""
 END_TIMEOUT_S = 30.0
 """A killed process that is still there after this long is stuck in the kernel."""
+START_AGAIN_S = 1.0
+"""The host may have no process to spare at once."""
 MAX_STARTS = 3
 """How often a process may die during its start."""
 MAX_ATTEMPTS = 2
@@ -170,9 +172,10 @@ class RewardPool:
                 self._note_work(left[0], self._timeout_s)
             failure = str(error) or f"no reward within {self._timeout_s:g} s"
             left.popleft().end(PartScore(failure=failure, waited_s=waited_s))
-        except Exception as error:  # the host can start no process: to wait again would not help
-            while left:
-                left.popleft().end(error)
+        except Exception as error:
+            if not any(one.is_alive for one in self._processes):
+                while left:  # the host can start no process: to wait again would not help
+                    left.popleft().end(error)
         finally:
             self._waiting.extendleft(reversed(left))
             if is_well:
@@ -193,6 +196,7 @@ class RewardPool:
             await process.start()
         except Exception as error:
             log.error("a scoring process did not start again: %s", error)
+            await asyncio.sleep(START_AGAIN_S)
         finally:
             self._idle.append(process)
             self._serve()

@@ -568,7 +568,8 @@ class BatchingClient(ABC):
         # not show a commit before the first token, as in the middle of a long prompt.
         spans, commits = meta.get("weight_versions") or [], 0
         if not self.keeps_versions:
-            # By the versions' numbers: a busy worker hears of several commits at once.
+            # By the versions' numbers: a busy worker hears of several commits at once. Where the
+            # engine skips versions this is too many, and a preempted request may not count.
             commits = max(len(spans) - 1, self._latest_version - request.served_before)
         self.counters.num_preemptions += max(0, meta.get("num_retractions", 0) - commits)
 

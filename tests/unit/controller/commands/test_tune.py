@@ -311,6 +311,7 @@ def test_autotune_asks_ray_again_later_and_does_not_wait_for_it(
     async def look_on() -> None:
         for _ in range(80):
             await tuner.look(view)
+            assert len(asked) > 1 or not tuner._num_expected, "its silence is no answer"
             view.now += 0.5
         is_over.set()
 

@@ -345,3 +345,10 @@ def test_group_shows_its_advantages_and_the_trainers_logprobs(
         record_all(run_dir, [record])
         assert client_of(run_dir).get("/api/group?id=b").json()["trained_step"] == 4
         run_dir.metrics.write_bytes(written)
+
+
+def test_largest_staleness_of_a_run_without_records_is_that_of_its_settings(
+    run_dir: RunDir,
+) -> None:
+    run_dir.write_config(load_config(["buffer.max_staleness=3"]))
+    assert WatchedRun(run_dir).largest_staleness() == 3

@@ -346,6 +346,25 @@ async def test_error_of_the_host_at_a_restart_reaches_the_callers(pool, monkeypa
     assert (await pool.score(asked("ok"))).value == 0.4
 
 
+async def test_process_that_cannot_start_again_leaves_its_request_to_others(make_pool, monkeypatch):
+    pool = make_pool(num_processes=2, timeout_s=60)
+    await pool.start()
+    dead, living = pool._processes
+    await dead.kill()
+
+    async def start():
+        raise OSError(11, "no process to spare")
+
+    monkeypatch.setattr(dead, "start", start)
+    pool._idle.remove(living)  # it scores another request
+    asking = asyncio.create_task(pool.score(asked("ok")))
+    await until(lambda: dead not in pool._idle)
+    pool._idle.append(living)
+    async with asyncio.timeout(60):
+        assert (await asking).value == 0.4
+    await pool.close()
+
+
 async def test_dead_process_gets_nothing_while_another_is_idle_and_then_one_request(make_pool):
     pool, others = make_pool(num_processes=2, timeout_s=60), {*children()}
     await pool.start()
