@@ -23,7 +23,7 @@ REWARDS_LOGS = (
 PAUSED = "buffer.paused"
 FACTOR, AT_LEAST_S = 3.0, 20.0
 """A step is late after so many times its usual duration, and not before so many seconds."""
-LAGS_S = 5.0
+LAGS_S = 2.0
 """With short steps an engine may be some versions behind for less than that, and catch up."""
 SILENT_S = 15.0
 """A worker is silent that has not reported for so long while others have."""
