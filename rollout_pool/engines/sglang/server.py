@@ -52,6 +52,8 @@ NEW_CHILDREN_S = 0.5
 if __name__ in ("__main__", "__mp_main__"):  # also in what SGLang spawns
     dump_on_signal()
 
+_ready = list[tuple[BaseProcess, str]]()
+"""Children whose server has just become ready, by SGLang's names."""
 _ending = threading.Lock()
 """Held for good by the thread that ends this process."""
 
@@ -76,7 +78,9 @@ def main(argv: list[str]) -> None:
     threading.Thread(target=_end_with_parent, args=(socket_folder,), daemon=True).start()
     threading.Thread(target=_end_with_child, args=(socket_folder,), daemon=True).start()
     # SGLang's own watcher would kill this process before it has cleaned up and logged which died.
-    watchdog.SubprocessWatchdog.start = lambda _self: None
+    watchdog.SubprocessWatchdog.start = lambda own: _ready.extend(
+        zip(own._processes, own._names, strict=True)
+    )
     try:
         server_args = prepare_server_args(arguments)
         server_args.api_key = key
@@ -170,6 +174,9 @@ def _end_with_child(socket_folder: str) -> None:
     """Ends this process when a scheduler or detokenizer has died, after logging which."""
     children: dict[BaseProcess, str] = {}
     while True:
+        while _ready:  # one that has died since the last look is no active child any more
+            child, name = _ready.pop()
+            children.setdefault(child, f"sglang::{name} (process {child.pid})")
         for child in multiprocessing.active_children():
             children[child] = _title(child, children.get(child))
         sentinels = [child.sentinel for child in children]

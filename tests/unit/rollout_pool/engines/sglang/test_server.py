@@ -1,8 +1,11 @@
-"""How a scheduler of SGLang's sleeps while it is idle or paused, without an engine."""
+"""The process of an SGLang server, without an engine: how its scheduler sleeps while it is idle or
+paused, and how it notices a child's death."""
 
 from __future__ import annotations
 
 import ast
+import multiprocessing
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +45,28 @@ def test_paused_scheduler_records_its_state_and_sleeps_unless_it_is_asked_for_so
     scheduler._record_scheduler_state_for_paused_engine()
     scheduler.maybe_sleep_on_idle()
     assert scheduler.done[3:] == ["recorded"]
+
+
+def test_child_that_died_before_any_look_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_stubs, "install", lambda: None)
+    from rollout_pool.engines.sglang import server
+
+    class Ended(Exception):
+        pass
+
+    def end(_folder: str, failure: str) -> None:
+        raise Ended(failure)
+
+    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+    child.start()
+    child.join(60)
+    assert child not in multiprocessing.active_children()
+    monkeypatch.setattr(server, "_end", end)
+    server._ready.append((child, "detokenizer"))
+    with pytest.raises(
+        Ended, match=rf"sglang::detokenizer \(process {child.pid}\) died \(exit code 3\)"
+    ):
+        server._end_with_child("")
 
 
 def test_sglang_calls_what_is_replaced_in_each_turn_of_a_paused_scheduler() -> None:
