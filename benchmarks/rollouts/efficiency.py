@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,9 +19,8 @@ import httpx
 
 from benchmarks.report import Report
 from benchmarks.rollouts.bare import run_bare
-from benchmarks.rollouts.scene import Commits, pool_at
+from benchmarks.rollouts.scene import Commits, engines_of, pool_at
 from benchmarks.rollouts.work import Tally, WorkSize, equal_jobs
-from processes.child import Child
 from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.engines.sglang.engine import SGLangEngine
 
@@ -121,14 +119,5 @@ async def stubs_at(
     latency_s: float, folder: Path, num_tokens: int, number: int
 ) -> AsyncIterator[list[EngineInfo]]:
     """Engines of one process."""
-    stub = [sys.executable, "-m", "benchmarks.rollouts.stub_engine"]
-    numbers = map(str, (latency_s, num_tokens, number))
-    child = Child([*stub, *numbers], folder / "stub.log", speaks=True)
-    try:
-        ports = (await child.first_line()).split()
-        yield [
-            EngineInfo(name=f"engine-{place}", url=f"http://127.0.0.1:{int(port)}", pid=child.pid)
-            for place, port in enumerate(ports)
-        ]
-    finally:
-        child.stop(timeout_s=5.0)
+    async with engines_of("stub_engine", folder, latency_s, num_tokens, number) as engines:
+        yield engines

@@ -17,7 +17,6 @@ of the steps trained, over the mean of all. A schedule without bias has 1 until 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,13 +30,12 @@ from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu_engine import Roofline
 from benchmarks.rollouts.rivals import run_counter, run_one_off
-from benchmarks.rollouts.scene import ENGINE, Commits, pool_at
+from benchmarks.rollouts.scene import ENGINE, Commits, engines_of, pool_at
 from benchmarks.rollouts.strategies import RIVALS, Rival, run_rival
 from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs
 from configs.choices import OnStale, TailPolicy
 from controller.simulate.events import Setting, simulate
 from controller.simulate.machine import Machine
-from processes.child import Child
 from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.engines.sglang.client import SGLangClient
 from rollout_pool.sampling.engine_watch import ASK_EVERY_S
@@ -211,17 +209,8 @@ async def gpus_at(
     folder: Path, speed: float, places: int, model: str = "8b", number: int = 1
 ) -> AsyncIterator[list[EngineInfo]]:
     """Emulated engines in one other process."""
-    words = map(str, (speed, places, model, number))
-    command = [sys.executable, "-m", "benchmarks.rollouts.gpu_engine", *words]
-    child = Child(command, folder / "gpu.log", speaks=True)
-    try:
-        ports = (await child.first_line()).split()
-        yield [
-            EngineInfo(name=f"engine-{place}", url=f"http://127.0.0.1:{int(port)}", pid=child.pid)
-            for place, port in enumerate(ports)
-        ]
-    finally:
-        child.stop(timeout_s=5.0)
+    async with engines_of("gpu_engine", folder, speed, places, model, number) as engines:
+        yield engines
 
 
 def _show(report: Report, tallies: dict[str, list[Tally]], weight: float) -> None:

@@ -9,6 +9,7 @@ Redis ──► consumer ──► new version, committed by the engine (the sam
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -28,6 +29,7 @@ from buffer.run_state import RunState
 from configs.choices import OnStale, PauseMode, TailPolicy, TaskKind
 from configs.rollout_schema import EngineConfig, RolloutConfig, TaskConfig
 from configs.schema import BufferConfig, WeightSyncConfig
+from processes.child import Child
 from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.engines.sglang.client import SGLangClient
 from rollout_pool.engines.sglang.engine import SGLangEngine
@@ -63,6 +65,21 @@ def build_model(size: WorkSize, folder: Path) -> None:
     (folder / "staged").mkdir()
     tensors = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
     save_file(tensors, folder / "staged" / "model.safetensors")
+
+
+@asynccontextmanager
+async def engines_of(module: str, folder: Path, *words: object) -> AsyncIterator[list[EngineInfo]]:
+    """Engines of one other process, which runs this module and prints their ports."""
+    command = [sys.executable, "-m", f"benchmarks.rollouts.{module}", *map(str, words)]
+    child = Child(command, folder / f"{module}.log", speaks=True)
+    try:
+        ports = (await child.first_line()).split()
+        yield [
+            EngineInfo(name=f"engine-{place}", url=f"http://127.0.0.1:{int(port)}", pid=child.pid)
+            for place, port in enumerate(ports)
+        ]
+    finally:
+        child.stop(timeout_s=5.0)
 
 
 @asynccontextmanager

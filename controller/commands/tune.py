@@ -116,7 +116,7 @@ class Autotuner:
         self._asks_at = -math.inf
         """When Ray may be asked for room again."""
         self._num_free: int | None = None
-        self._has_told = False
+        self._has_said_full = False
         """It has said that Ray has no free place for an engine."""
         self._unmade: tuple[str, dict[str, Scalar], dict[str, str]] | None = None
         """A change that broke off: some shards may have it, and no record may say so."""
@@ -133,12 +133,12 @@ class Autotuner:
                     num_free = await self._places(view.now)
                     if num_free is None:
                         return
-                    if num_free == 0 and not self._has_told:
+                    if num_free == 0 and not self._has_said_full:
                         self.say(
                             "buffer.autotune: Ray has no free place for "
                             f"{move.setting}={move.after}; add a machine, or lower max_engines"
                         )
-                    self._has_told = not num_free
+                    self._has_said_full = not num_free
                     if isinstance(move := find_move(view, wanted_engines, num_free), str):
                         return
                 # `make tune` may have changed it since.

@@ -152,7 +152,7 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         parts.append(Text.assemble(("Changed", "bold cyan"), words))
     if view.config is not None and (auto := view.config.buffer.autotune) is not None:
         words = f"  max_staleness between {auto.min_staleness} and {auto.max_staleness}"
-        # Changes that are made are told above; the run alone knows of Ray's room and of refusals.
+        # Changes that were made stand above; the run alone knows of Ray's room and of refusals.
         why = find_move(view, wanted_engines, num_free=0)
         if isinstance(why, str) and view.stats is not None:
             words += f"; it stays at {view.stats.max_staleness}: {why}"

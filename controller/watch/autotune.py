@@ -4,7 +4,7 @@
     raise   the trainer waits for rollouts that have room, or long answers are trained too rarely
     lower   few tokens carry the updates, or groups lie ready or queued longer than they need to
     more engines    the trainer waits while engines are full, or the bound may go no further
-    fewer engines   they have no group for much of their time, and nobody waits for them
+    fewer engines   they have no group for much of their time, and the trainer hardly waits
 
 How far follows from Little's law: a trainer that works for a fraction u of its time needs 1/u times
 as many groups in flight. A run at an edge does not go to and fro: for some time no value that was

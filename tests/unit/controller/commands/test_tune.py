@@ -259,8 +259,8 @@ def test_autotune_adds_engines_where_there_are_places(
     said = list[str]()
     entries = look_twice(open_run, redis_url, short_of_engines(open_run), said, num_free)
     assert [entry.record["after"] for entry in entries] == [after] * bool(num_free)
-    told = "buffer.autotune: Ray has no free place for rollout.num_engines=4; add a machine"
-    assert [words.startswith(told) for words in said] == [True] * (not num_free)
+    no_place = "buffer.autotune: Ray has no free place for rollout.num_engines=4; add a machine"
+    assert [words.startswith(no_place) for words in said] == [True] * (not num_free)
 
 
 def test_autotune_says_once_that_no_engine_has_a_place_and_again_after_there_was_one(
@@ -318,7 +318,7 @@ def test_autotune_asks_ray_again_later_and_does_not_wait_for_it(
     asyncio.run(look_on())
     assert ended == [True] * (ray != "error"), "nothing waits until Ray answers"
     assert asked == [12.0, 42.0], "and once it has given one, the change is made"
-    assert len(said) == (ray == "no room"), "only Ray's own answer is told"
+    assert len(said) == (ray == "no room"), "only Ray's own answer is a reason to speak"
 
 
 def test_autotune_leaves_what_a_person_has_set_meanwhile(

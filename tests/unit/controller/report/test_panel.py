@@ -178,8 +178,8 @@ def test_panel_says_why_autotune_leaves_things_as_they_are() -> None:
     view = trained_view()
     view.config = load_config(["buffer.autotune={max_staleness: 2}", "rollout.num_engines=3"])
     view.num_engines = 3
-    told = " ".join(text_of(view, 300).split())
-    assert "max_staleness between 1 and 2; it stays at 2: 2 of 3 engines serve" in told
+    shown = " ".join(text_of(view, 300).split())
+    assert "max_staleness between 1 and 2; it stays at 2: 2 of 3 engines serve" in shown
     view.num_engines = 2
     assert "it stays at 2: the trainer waited" in " ".join(text_of(view, 300).split())
 
