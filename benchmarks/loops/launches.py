@@ -39,12 +39,18 @@ def prepare(work: Work, folder: Path) -> Config:
     return config
 
 
-def train(work: Work, folder: Path, seed: int, settings: Sequence[str]) -> Path:
-    """All steps of the work from `model` on; the folder of the run."""
-    own = [*settings_of(work, folder), "model=pretrained", f"model.path={folder}/model"]
+def settings_from_model(work: Work, folder: Path, seed: int) -> list[str]:
+    """All steps of the work from `model` on."""
+    # Sizes of a model to be built would build another one than that of `model`.
+    own = [one for one in settings_of(work, folder) if not one.startswith("model.scratch.")]
+    own += ["model=pretrained", f"model.path={folder}/model"]
     own += ["trainer.warm_start.num_steps=0", "rollout.eval_every=0", f"run.seed={seed}"]
-    own += [f"trainer.checkpoint_every={work.num_steps}", "task.seed=0"]
-    launch(work, folder, "run", [*own, *settings])
+    return [*own, f"trainer.checkpoint_every={work.num_steps}", "task.seed=0"]
+
+
+def train(work: Work, folder: Path, seed: int, settings: Sequence[str]) -> Path:
+    """The folder of the run."""
+    launch(work, folder, "run", [*settings_from_model(work, folder, seed), *settings])
     return folder / "run"
 
 

@@ -13,9 +13,13 @@ from configs.schema import Config
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 
 REWARD = '''\
-def score(prompt: str, completion: str, **columns: object) -> float:
+def score(prompt, episode):
     """Share of its characters that are vowels."""
-    return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
+    return vowels(episode.answer)
+
+
+def vowels(answer):
+    return sum(letter in "aeiou" for letter in answer) / max(1, len(answer))
 '''
 WORDS = (
     *("the", "of", "and", "rain", "stone", "river", "light", "under"),
@@ -52,6 +56,15 @@ FOUR_MILLION = (
     "model.scratch.num_layers=4",
     "model.scratch.num_kv_heads=4",
     "model.scratch.head_dim=64",
+)
+SPELLING = Work(
+    title="the quickstart's task with 4M parameters, 128 answers of 5 tokens a step",
+    num_steps=60,
+    settings=FOUR_MILLION,
+    goal=0.85,
+)
+LONG_PROMPTS = (
+    *FOUR_MILLION,
     "trainer.warm_start.num_steps=0",
     "rollout.sampling.temperature=1",
     "rollout.max_prompt_tokens=224",
@@ -62,14 +75,14 @@ FOUR_MILLION = (
 ANSWERS = Work(
     title="4M parameters, 64 answers of up to 64 tokens a step, prompts of 200",
     num_steps=16,
-    settings=(*FOUR_MILLION, "trainer.groups_per_step=8", "rollout.max_response_tokens=64"),
+    settings=(*LONG_PROMPTS, "trainer.groups_per_step=8", "rollout.max_response_tokens=64"),
 )
 LONG = Work(
     title="4M parameters, 32 answers of up to 512 tokens a step, prompts of 200",
     num_steps=8,
-    settings=(*FOUR_MILLION, "trainer.groups_per_step=4", "rollout.max_response_tokens=512"),
+    settings=(*LONG_PROMPTS, "trainer.groups_per_step=4", "rollout.max_response_tokens=512"),
 )
-WORKS = {"quickstart": QUICKSTART, "answers": ANSWERS, "long": LONG}
+WORKS = {"quickstart": QUICKSTART, "spelling": SPELLING, "answers": ANSWERS, "long": LONG}
 
 
 def settings_of(work: Work, folder: Path) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.loops import launches
 from benchmarks.loops.cells import path_of
 from benchmarks.loops.policies import BASELINE, POLICIES
-from benchmarks.loops.work import CALCULATOR, QUICKSTART
+from benchmarks.loops.work import CALCULATOR, QUICKSTART, WORKS
 from configs.load import load_config
 from tests.support.repository import ROOT
 
@@ -21,6 +22,13 @@ from tests.support.repository import ROOT
 def test_settings_of_a_policy_are_accepted_by_each_work(policy: str) -> None:
     for work in (QUICKSTART, CALCULATOR):
         load_config([*work.settings, *POLICIES[policy], "rollout.eval_every=0"], work.experiment)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_settings_of_a_work_are_accepted_with_the_model_that_it_begins_with(
+    name: str, tmp_path: Path
+) -> None:
+    load_config(launches.settings_from_model(WORKS[name], tmp_path, 0), WORKS[name].experiment)
 
 
 def test_page_names_all_settings_of_each_policy_of_others() -> None:

@@ -535,6 +535,7 @@ def refusal_of(tmp_path: Path, parameters: str, of: RewardScope = RewardScope.ep
         ("completions, answer, **kwargs", "completions"),
         ("prompts, completions", "prompts"),
         ("episode, prompt", "episode and prompt"),
+        ("prompt, completion, **columns", "completion"),
     ],
 )
 async def test_function_of_another_system_is_refused_before_the_start(tmp_path, parameters, wrong):
