@@ -18,7 +18,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], again_s: float = CANCEL_
     """Cancel `tasks` every `again_s` until all have ended. Ignores what they raise."""
     # Once may not be enough: asyncio.wait_for, which redis-py uses, swallows a cancellation that
     # arrives as it finishes (github.com/python/cpython/issues/86296, fixed in 3.12).
-    pending = set(tasks)
+    pending = {task for task in tasks if not task.done()}
     while pending:
         for task in pending:
             task.cancel()

@@ -255,9 +255,8 @@ class PayloadConnection(asyncio.BufferedProtocol):
 
     async def exchange(self, parts: Sequence[bytes | memoryview], num_replies: int) -> list[Any]:
         """Sends packed commands and returns their replies, including errors."""
-        async with asyncio.timeout(self._timeout_s):
-            for part in _joined(parts):
-                await self._write(part)
+        for part in _joined(parts):
+            await self._write(part)
         async with asyncio.timeout(self._timeout_s):
             await self._wait_for(num_replies)
         return self._take_replies(num_replies)
@@ -290,7 +289,9 @@ class PayloadConnection(asyncio.BufferedProtocol):
             raise self._error
         assert self._transport is not None
         self._transport.write(data)
-        await self._may_write.wait()
+        if not self._may_write.is_set():
+            async with asyncio.timeout(self._timeout_s):
+                await self._may_write.wait()
 
     async def _wait_for(self, num_replies: int) -> None:
         """Waits for so many replies in total. Raises the error that ended the connection."""

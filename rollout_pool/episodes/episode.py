@@ -247,11 +247,11 @@ class Episode:
     def __post_init__(self) -> None:
         """Raises EpisodeFailed for rewards or advantages that do not fit its roles."""
         given = {k: v for k in ("rewards", "advantages") if (v := getattr(self, k))}
-        roles = sorted({branch.role for branch in self.branches})
         if len(given) > 1 or (self.rewards and self.env_reward is not None):
             what = "rewards and advantages" if len(given) > 1 else "reward and rewards"
             raise EpisodeFailed(f"its environment gave {what}; give one of them")
         for what, by_role in given.items():
+            roles = sorted({branch.role for branch in self.branches})
             unknown, missing = sorted(by_role.keys() - {*roles}), {*roles} - by_role.keys()
             if (unknown or missing) and self.end == "done":  # else one may not have come to answer
                 raise EpisodeFailed(

@@ -23,7 +23,7 @@ from configs.choices import OnLongPrompt, Thoughts
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.cancelling import contained
 from rollout_pool.episodes.conversation import Chat, Completion, Message, ToolSpec, with_files
-from rollout_pool.episodes.environment import Env, Observation, Step
+from rollout_pool.episodes.environment import Env, Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import (
     HEEDS_INTERRUPT_S,
     ROLE,
@@ -198,6 +198,8 @@ class EpisodeRunner:
 
     async def _bounded(self, progress: _Progress, what: str, call: Callable[[], Awaitable[T]]) -> T:
         """Ends the episode if this call of the environment's code raises or takes too long."""
+        if type(progress.env) is SingleTurn:  # it does neither
+            return await call()
         turn_s, left_s = self._task.turn_timeout_s, progress.clock.left_s
         scope = asyncio.timeout(min(turn_s, left_s))
         try:

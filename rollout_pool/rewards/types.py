@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
 from msgspec import convert, to_builtins
 
 from buffer.types import FloatArray
@@ -144,7 +145,11 @@ class PartRequest:
 def encode_request(part: str, prompt: Prompt, *episodes: Episode, with_messages: bool) -> bytes:
     """One line of JSON. Without messages the scorer sees only the model's last one."""
     views = tuple(_view(episode, with_messages=with_messages) for episode in episodes)
-    return _encode(PartRequest(part=part, prompt=prompt, episodes=views))
+    request = PartRequest(part=part, prompt=prompt, episodes=views)
+    try:
+        return msgspec.json.encode(request)
+    except UnicodeEncodeError:  # it cannot spell the lone surrogates of a model's text
+        return _encode(request)
 
 
 def _view(episode: Episode, *, with_messages: bool) -> EpisodeView:
@@ -160,7 +165,7 @@ def _view(episode: Episode, *, with_messages: bool) -> EpisodeView:
 
 def part_of(request: bytes) -> bytes:
     """The bytes before the prompt, the same for all requests of a part."""
-    return request[: request.find(b', "prompt": ')]
+    return request[: request.find(b',"prompt":')]
 
 
 def decode_request(line: str) -> PartRequest:
@@ -186,5 +191,4 @@ class Setup:
 
 
 def _encode(value: PartRequest | Setup) -> bytes:
-    # The standard library's, which can spell the lone surrogates of a model's text.
-    return json.dumps(to_builtins(value)).encode()
+    return json.dumps(to_builtins(value), separators=(",", ":")).encode()

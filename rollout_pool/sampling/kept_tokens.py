@@ -173,11 +173,12 @@ class _Progress:
             prompt=_digest(sample),
             chain=self.chain,
             start=start,
-            tokens=np.asarray(sample.output_ids[new], "<i4").tobytes(),
-            logprobs=np.asarray(sample.logprobs[new], "<f4").tobytes(),
+            # Arrays have the host's order, which is little-endian wherever torch runs.
+            tokens=array("i", sample.output_ids[new]).tobytes(),
+            logprobs=array("f", sample.logprobs[new]).tobytes(),
             versions=tuple(_versions_of(sample, new)),
             end=end,
-            candidates=tuple(np.asarray(i, "<i4").tobytes() for i in sample.candidates[new]),
+            candidates=tuple(ids.tobytes() for ids in sample.candidates[new]),
         )
 
 
@@ -195,6 +196,7 @@ class GroupTokens:
     def __init__(self, group_id: str, found: Mapping[str, KeptSample]) -> None:
         self._prefix = f"{group_id}."
         self._found = dict(found)
+        self._chain = secrets.token_hex(4)
         self._running: dict[str, _Progress] = {}
         self._of_ended: dict[str, Part] = {}
         """New parts of samples that have ended. The samples are not held: prompts are long."""
@@ -206,7 +208,7 @@ class GroupTokens:
     def begin(self, sample: Sample) -> None:
         """Gives the sample its kept tokens, if it has the same prompt and sampling parameters."""
         name = sample.sample_id.removeprefix(self._prefix)
-        progress = self._running[name] = _Progress(sample=sample, chain=secrets.token_hex(4))
+        progress = self._running[name] = _Progress(sample=sample, chain=self._chain)
         kept = self._found.pop(name, None)
         if kept is None or kept.prompt != _digest(sample):
             return
@@ -264,7 +266,7 @@ def _versions_of(sample: Sample, new: slice) -> Iterator[tuple[int, int]]:
 
 
 def _digest(sample: Sample) -> bytes:
-    digest = blake2b(np.asarray(sample.prompt, "<i4").tobytes(), digest_size=8)
+    digest = blake2b(array("i", sample.prompt), digest_size=8)
     digest.update(_digested(sample.sampling, sample.constraint))
     for picture in sample.pictures:  # of one size they have the same tokens
         digest.update(digest_of(picture).encode())

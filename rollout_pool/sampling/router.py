@@ -227,6 +227,8 @@ class Router:
         """
         if sample.engine is not None and sample.engine not in self.engines:
             raise EngineError(f"there is no {sample.engine} among {self._names}")
+        if not failed and (slot := self._take(sample)) is not None:
+            return slot
         waiter = Waiter(
             sample=sample,
             tokens=self._expected_tokens(sample),
@@ -249,6 +251,16 @@ class Router:
             raise
         finally:
             self._line.leave(waiter)
+
+    def _take(self, sample: Sample) -> Slot | None:
+        """A slot at once, if none waits; most samples find one."""
+        if self._line.waiters:
+            return None
+        needs, now = Needs(sample.engine, sample.min_version), time.monotonic()
+        if not (free := self._free(self._that_may_serve(needs), sample, now)):
+            return None
+        tokens = self._expected_tokens(sample)
+        return self._slot(sample, tokens, self._choose(sample, tokens, free), now)
 
     def withdraw(self, sample: Sample) -> None:
         """Makes `assign` raise Interrupted for a waiting sample; does nothing for others."""
@@ -353,32 +365,30 @@ class Router:
         self, key: QueueKey, queue: list[Waiter], priority: Priority, now: float
     ) -> tuple[Waiter, EngineState] | None:
         """The first waiter of a queue that can be served, and its engine."""
-        able = self._that_may_serve(key.needs)
+        able, first = self._that_may_serve(key.needs), queue[0]
         if not key.failed:  # nearly always, and once or twice for each sample
-            free = self._free(able, queue[0], priority, now)
-            return (queue[0], self._choose(queue[0], free)) if free else None
+            free = self._free(able, first.sample, now)
+            return (first, self._choose(first.sample, first.tokens, free)) if free else None
         healthy = [engine for engine in able if engine.is_healthy(now)]
         if others := [engine for engine in healthy if engine.name not in key.failed]:
             free = [engine for engine in others if engine.has_slot[priority]]
-            return (queue[0], self._choose(queue[0], free)) if free else None
+            return (first, self._choose(first.sample, first.tokens, free)) if free else None
         failed = [engine for engine in healthy if engine.has_slot[priority]]
         # A healthy engine that has not recovered failed once or twice, so few wait for it.
         for waiter in queue if failed else ():
             if free := [r for r in failed if r.breaker.has_recovered(waiter.failed[r.name], now)]:
-                return waiter, self._choose(waiter, free)
+                return waiter, self._choose(waiter.sample, waiter.tokens, free)
         return None
 
-    def _free(
-        self, able: list[EngineState], waiter: Waiter, priority: Priority, now: float
-    ) -> list[EngineState]:
+    def _free(self, able: list[EngineState], sample: Sample, now: float) -> list[EngineState]:
         """Engines with a slot. Of many, a few that are drawn and the home of the sample's prefix:
         among a few the least loaded is nearly that of all (the power of choices, Mitzenmacher), and
         a look at 256 engines takes longer than all else that is done for a sample."""
-        needs = waiter.key.needs
+        priority = sample.priority
         if len(able) > COMPARED:  # so it needs no engine by name
             free = _with_slot(random.choices(able, k=COMPARED), priority, now)
-            home = self._home(waiter.sample)
-            if free and home is not None and home.may_serve(needs.min_version, is_pinned=False):
+            home = self._home(sample)
+            if free and home is not None and home.may_serve(sample.min_version, is_pinned=False):
                 free += _with_slot([home], priority, now)
             if free:
                 return free
@@ -388,25 +398,25 @@ class Router:
         name = self._sessions.home(sample.session) or self._sessions.home(sample.group)
         return self.engines.get(name or "")
 
-    def _choose(self, waiter: Waiter, free: list[EngineState]) -> EngineState:
+    def _choose(self, sample: Sample, tokens: int, free: list[EngineState]) -> EngineState:
         least = min(free, key=_tokens)
-        home = self._home(waiter.sample)
+        home = self._home(sample)
         if home is not None and home in free:
-            most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * waiter.tokens
+            most = OVERLOAD_FACTOR * least.tokens + OVERLOAD_SAMPLES * tokens
             if home.tokens <= most:
                 return home
         return least
 
     def _grant(self, waiter: Waiter, engine: EngineState, now: float) -> None:
-        sample = waiter.sample
         self._line.leave(waiter)
-        if waiter.granted.done():
-            return  # its task was just cancelled
+        if not waiter.granted.done():  # else its task was just cancelled
+            waiter.granted.set_result(self._slot(waiter.sample, waiter.tokens, engine, now))
+
+    def _slot(self, sample: Sample, tokens: int, engine: EngineState, now: float) -> Slot:
         for prefix in (sample.session, sample.group):
             if prefix:
                 self._sessions.settle(prefix, engine.name)
-        slot = Slot(engine, sample.priority, waiter.tokens, now, self.serve)
-        waiter.granted.set_result(slot)
+        return Slot(engine, sample.priority, tokens, now, self.serve)
 
     def _set_alarm(self, now: float) -> None:
         """Serves samples that wait for an engine's recovery, even if nothing else happens."""

@@ -8,8 +8,6 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
-from opentelemetry import trace
-
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
 from configs.choices import TaskKind
@@ -30,7 +28,7 @@ from rollout_pool.sampling.engine_watch import ASK_EVERY_S, EngineWatch
 from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.tracing import open_tracing
+from rollout_pool.sampling.tracing import open_tracing, use_provider
 from rollout_pool.sandbox.containers import wait_removed
 from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.agent import AgentTask, find_agent
@@ -46,6 +44,9 @@ from rollout_pool.worker.prompt_filter import PromptFilter
 from rollout_pool.worker.record import RolloutLog
 from rollout_pool.worker.report import WorkerReporter
 from tensors.pictures import PictureProcessor
+
+YOUNG_OBJECTS = 20_000
+"""New ones that Python collects garbage among."""
 
 
 class WorkerParts:
@@ -114,13 +115,16 @@ class WorkerParts:
         if (endpoint := self._spec.config.trace_endpoint) is not None:
             tracing = open_tracing(endpoint, self._spec.run, f"worker-{self._index}")
             self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
-            trace.set_tracer_provider(tracing)
+            use_provider(tracing)
         await self._build()
         # Else each full collection goes through all that was imported, and holds the loop for half
         # a second.
         gc.collect()
         gc.freeze()
         self._closing.callback(gc.unfreeze)  # libraries complain of what is left at the exit
+        # A group's samples are thousands of objects that live until its end, and few are cycles.
+        self._closing.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(YOUNG_OBJECTS)
 
     def _build_task(self) -> Task:
         task = build_task(self._spec.task)

@@ -411,7 +411,7 @@ async def _member(
             sampling=sampling,
             samples=run.samples,
             group_size=group_size,
-            span_context=set_span_in_context(span),
+            span_context=set_span_in_context(span) if span.is_recording() else None,
         )
         episode = await run.episode_source.run(run.prompt, request)
         span.set_attributes({"turns": episode.num_turns, "end": episode.end})

@@ -29,7 +29,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -122,12 +122,13 @@ class _Request:
         self.on_arrival = on_arrival
         self.served_before = 0
         """A lower bound of the versions of its tokens, known when it is sent."""
-        self.outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.over = asyncio.Event()
-        """Set when the engine has ended it, or is unreachable."""
+        loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
+        """Done when the engine has ended it, or is unreachable."""
         self.is_sent = False
-        self.is_told = asyncio.Event()
-        """Set when a first call to stop it is done."""
+        self.is_told: asyncio.Future[None] = loop.create_future()
+        """Done when a first call to stop it is."""
         self.is_stopping = False
         self.followers: list[_Request] = []
         """Requests of its group, sent when its prompt is cached."""
@@ -146,8 +147,9 @@ class _Request:
         """Tokens that it has added to its sample."""
         return len(self.sample.output_ids) - self._start
 
-    def add(self, tokens: Tokens, label: int) -> None:
-        """Tokens, and the version that was served when they arrived.
+    def add(self, tokens: Tokens, label: int, spans: Sequence[VersionSpan]) -> None:
+        """Tokens, and the version that was served when they arrived. `spans`: at the end, the exact
+        versions of all tokens, counted from the request's first one.
 
         Versions only grow. So tokens with the same label as the arrival before are of that version.
         With another label they may be of both, and all count as the older one: staleness is then
@@ -155,25 +157,24 @@ class _Request:
         sent by itself; if more come at once, as those of a short sample do, the same holds.
         """
         sample = self.sample
-        if self._label is None:
-            version = label if len(tokens.ids) == 1 else min(label, self.served_before)
-        else:
-            version = min(label, self._label)
-        self._label = label
         start = len(sample.output_ids)
         sample.output_ids.extend(tokens.ids)
         sample.logprobs.extend(tokens.logprobs)
         sample.candidates.extend(tokens.candidates)
         sample.guidance.alternatives.extend(tokens.alternatives)
         sample.note_processed()
+        if spans:
+            if before := self._start:
+                spans = [replace(s, start=before + s.start, end=before + s.end) for s in spans]
+            sample.version_spans = merge_spans([*self._spans_before, *spans])
+            return
+        if self._label is None:
+            version = label if len(tokens.ids) == 1 else min(label, self.served_before)
+        else:
+            version = min(label, self._label)
+        self._label = label
         span = VersionSpan(version=version, start=start, end=len(sample.output_ids))
         sample.version_spans = merge_spans([*sample.version_spans, span])
-
-    def settle(self, spans: Sequence[VersionSpan]) -> None:
-        """Sets the exact versions of all tokens, counted from the request's first token."""
-        before = self._start
-        shifted = [replace(s, start=before + s.start, end=before + s.end) for s in spans]
-        self.sample.version_spans = merge_spans([*self._spans_before, *shifted])
 
     def routes(
         self, engine: str, meta: Mapping[str, Any], spans: Sequence[VersionSpan]
@@ -313,8 +314,8 @@ class BatchingClient(ABC):
 
     def _end_closed(self, request: _Request) -> None:
         request.end(EngineError(f"the connection to {self.name} was closed"))
-        request.is_told.set()
-        request.over.set()
+        _set(request.is_told)
+        _set(request.over)
 
     def _check_tokens(self, sample: Sample) -> None:
         """Raises SampleRefused for ids without an embedding: SGLang does not check them, and its
@@ -443,7 +444,7 @@ class BatchingClient(ABC):
         for request in pending.values():
             if request.outcome.done():
                 self._release_followers(request, is_cached=False)
-                request.over.set()
+                _set(request.over)
             else:
                 request.wire_id = f"alone.{request.wire_id}"
                 self._tasks.spawn(self._run_call([request]))
@@ -457,7 +458,7 @@ class BatchingClient(ABC):
             request.sample.num_wasted += min(interval // 2, request.sample.num_left)
         self._release_followers(request, is_cached=False)
         request.end(error)
-        request.over.set()
+        _set(request.over)
 
     # Receiving ------------------------------------------------------------------------------------
 
@@ -479,7 +480,7 @@ class BatchingClient(ABC):
             del pending[meta["id"]]
             # Before the counts: if they cannot be read, nothing else would end it.
             request.end()
-            request.over.set()
+            _set(request.over)
             self._count(request, meta)
 
     def _report_arrival(self, request: _Request, *, is_over: bool) -> None:
@@ -524,8 +525,8 @@ class BatchingClient(ABC):
                 spans = read_spans(self.name, meta.get("weight_versions") or [], length)
                 if self._wants_routes(sample):
                     routes = request.routes(self.name, meta, spans)
-            if tokens.ids:
-                request.add(tokens, version)
+            if tokens.ids or spans:
+                request.add(tokens, version, spans)
         except (BadLogprobs, SampleRefused) as error:
             sample.num_wasted += len(part["output_ids"])
             if isinstance(error, BadLogprobs):
@@ -535,7 +536,6 @@ class BatchingClient(ABC):
                 )
             raise
         if spans:
-            request.settle(spans)
             self.note_version(spans[-1].version)
             sample.routes += routes
         if reason is not None:
@@ -587,14 +587,11 @@ class BatchingClient(ABC):
         requests, self._to_stop = self._to_stop, []
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                while left := [request for request in requests if not request.over.is_set()]:
+                while left := [request for request in requests if not request.over.done()]:
                     await self._abort_together(left)
                     for request in left:
-                        request.is_told.set()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(STOP_AGAIN_S):
-                            for request in left:
-                                await request.over.wait()
+                        _set(request.is_told)
+                    await asyncio.wait([r.over for r in left], timeout=STOP_AGAIN_S)
         except TimeoutError:
             for request in left:
                 request.end(EngineError(f"{self.name} did not stop in {STOP_TIMEOUT_S:g} s"))
@@ -617,18 +614,21 @@ class BatchingClient(ABC):
         """A request runs that is not to be stopped."""
         return any(
             request.is_sent
-            and not (request.is_stopping or request.outcome.done() or request.over.is_set())
+            and not (request.is_stopping or request.outcome.done() or request.over.done())
             for request in self._requests.values()
         )
 
     async def _give_up(self, request: _Request) -> None:
         """Stops a cancelled request at the engine; returns when the first stop was sent."""
-        if request.is_sent and not request.over.is_set():
+        if request.is_sent and not request.over.done():
             self._stop_soon(request)
-            told = [asyncio.create_task(e.wait()) for e in (request.is_told, request.over)]
+            told = (request.is_told, request.over)
             await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
-            for task in told:
-                task.cancel()
+
+
+def _set(mark: asyncio.Future[None]) -> None:
+    if not mark.done():
+        mark.set_result(None)
 
 
 # Format of requests and responses -----------------------------------------------------------------
@@ -787,6 +787,7 @@ def read_spans(engine: str, spans: Sequence[Mapping[str, Any]], length: int) -> 
     return parsed
 
 
+@lru_cache(maxsize=256)  # nearly all are of the latest version
 def read_version(engine: str, text: str) -> int:
     """Raises SampleRefused if `text` is not a policy version."""
     if not _VERSION.fullmatch(text):

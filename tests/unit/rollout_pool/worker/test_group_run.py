@@ -354,7 +354,7 @@ async def test_answers_of_a_group_that_failed_are_not_counted_as_cut_off(model, 
 
 
 async def test_episodes_time_beside_their_requests_is_counted_by_what_they_did(model, scorer):
-    counts = await settled(new_run(), model, scorer)
+    counts = await settled(new_run(), model, scorer, lambda prompt: Twice(prompt.text))
     stages = {name for name in counts if name.startswith("episode_s:") and counts[name] > 0}
     ours = ("environment", "rewards", "siblings", "push")
     assert stages == {f"episode_s:{stage}" for stage in ours}
