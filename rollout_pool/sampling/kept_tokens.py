@@ -196,7 +196,6 @@ class GroupTokens:
     def __init__(self, group_id: str, found: Mapping[str, KeptSample]) -> None:
         self._prefix = f"{group_id}."
         self._found = dict(found)
-        self._chain = secrets.token_hex(4)
         self._running: dict[str, _Progress] = {}
         self._of_ended: dict[str, Part] = {}
         """New parts of samples that have ended. The samples are not held: prompts are long."""
@@ -208,7 +207,7 @@ class GroupTokens:
     def begin(self, sample: Sample) -> None:
         """Gives the sample its kept tokens, if it has the same prompt and sampling parameters."""
         name = sample.sample_id.removeprefix(self._prefix)
-        progress = self._running[name] = _Progress(sample=sample, chain=self._chain)
+        progress = self._running[name] = _Progress(sample=sample, chain=secrets.token_hex(4))
         kept = self._found.pop(name, None)
         if kept is None or kept.prompt != _digest(sample):
             return
