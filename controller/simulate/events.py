@@ -504,7 +504,8 @@ class _Run:
             heapq.heapreplace(self._ends_next, (when, next(self._numbers), number))
         else:
             heapq.heappop(self._ends_next)
-        if number in self._fallen:
+        # An end alone lets no group in: it is in flight until a step has trained it.
+        if number in self._fallen and (self._line or self._limit is None):
             self._admit(now)
 
     def _push(self, group: Group, now: float) -> None:
