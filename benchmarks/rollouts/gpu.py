@@ -81,6 +81,7 @@ def _simulated(size: WorkSize, max_staleness: int) -> float:
         kv_elements=gpu.kv_bytes / 2,
         tp_size=1,
         max_running=size.max_running,
+        utilisation=float("inf"),  # a step takes no time
         wire_bytes_per_s=float("inf"),
         host_bytes_per_s=2 * gpu.parameters / gpu.load_s,
     )
@@ -89,7 +90,7 @@ def _simulated(size: WorkSize, max_staleness: int) -> float:
         setting = Setting(
             machine=machine,
             num_engines=1,
-            num_trainer_gpus=10**9,  # a step takes no time
+            num_trainer_gpus=1,
             num_steps=len(jobs) // size.batch_groups,
             groups_per_step=size.batch_groups,
             prompt_tokens=len(jobs[0].prompt),

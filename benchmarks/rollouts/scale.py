@@ -104,7 +104,7 @@ class _Emulated(Machine):
     def prefill_s(self, num_tokens: float) -> float:
         return self.roofline.prefill_s(round(num_tokens))
 
-    def train_s(self, num_tokens: float, num_gpus: int) -> float:
+    def train_s(self, num_tokens: float) -> float:
         return num_tokens * self.trained_s
 
     @property

@@ -7,7 +7,8 @@
 A GPU fails once in `mtbf_s`. What ran at an engine goes on at others; a failed rank brings all of
 them back to the last checkpoint.
 
-Admission and staleness are those of the buffer (`admission_limit`, `engine_lag`, `is_fresh`). An
+Admission, staleness and the ranks' shares of a batch are those of the buffer (`admission_limit`,
+`engine_lag`, `is_fresh`, `split_by_cost`). An
 engine is a counter of the tokens that each of its requests has got: the counter runs at the speed
 of its batch, and a request ends when it has passed as many as the request is long. So an event
 is an end, a commit or a step, never a token.
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from buffer.admission import admission_limit, engine_lag
+from buffer.lease import split_by_cost
 from buffer.staleness import is_fresh
 from configs.choices import OnStale
 from controller.simulate.machine import Machine
@@ -504,7 +506,8 @@ class _Run:
             heapq.heapreplace(self._ends_next, (when, next(self._numbers), number))
         else:
             heapq.heappop(self._ends_next)
-        if number in self._fallen:
+        # An end alone lets no group in: it is in flight until a step has trained it.
+        if number in self._fallen and (self._line or self._limit is None):
             self._admit(now)
 
     def _push(self, group: Group, now: float) -> None:
@@ -542,9 +545,19 @@ class _Run:
             return
         self._leased = setting.groups_per_step
         batch = [heapq.heappop(self._ready)[2] for _ in range(self._leased)]
-        num_tokens = sum(g.num_tokens + len(g.lengths) * setting.prompt_tokens for g in batch)
-        seconds = setting.machine.train_s(num_tokens, setting.num_trainer_gpus)
+        seconds = setting.machine.train_s(self._heaviest_share(batch))
         self._at(now + seconds, partial(self._end_step, batch, seconds))
+
+    def _heaviest_share(self, batch: Sequence[Group]) -> int:
+        """Tokens of the rank that has the most: a step waits for it. Ranks get whole groups, as
+        in a run; a colocated loop, which is not ours, divides the answers."""
+        setting, prompt = self._setting, self._setting.prompt_tokens
+        if setting.has_pools:
+            costs = [group.num_tokens + len(group.lengths) * prompt for group in batch]
+        else:
+            costs = [length + prompt for group in batch for length in group.lengths]
+        shares = split_by_cost(costs, min(setting.num_trainer_gpus, len(costs)))
+        return max(sum(costs[index] for index in share) for share in shares)
 
     def _end_step(self, batch: Sequence[Group], seconds: float, now: float) -> None:
         if self._is_undone:

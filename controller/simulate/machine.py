@@ -2,7 +2,7 @@
 
     decoding step   max(weights / bandwidth, flops / rate) + keys and values / bandwidth + overhead
     prefill         flops / rate
-    training step   6 flops a parameter and token, over all ranks
+    training step   6 flops a parameter and token of the rank that has the most
     version         its bytes over the wire, then from host memory into each engine
 
 A roofline: the share of the peaks that kernels reach is REACHED and `utilisation`.
@@ -96,8 +96,9 @@ class Machine:
 
         return batch_s
 
-    def train_s(self, num_tokens: float, num_gpus: int) -> float:
-        rate = num_gpus * PEAK_TFLOPS[self.gpu] * 1e12 * self.utilisation
+    def train_s(self, num_tokens: float) -> float:
+        """Seconds that one rank takes for its tokens of a step."""
+        rate = PEAK_TFLOPS[self.gpu] * 1e12 * self.utilisation
         return FLOPS * self.active_params * num_tokens / rate
 
     @property

@@ -46,6 +46,7 @@ def machine(kind: type[Machine] = Steady, *, max_running: int = 4, wire_s: float
         kv_elements=1e4,
         tp_size=1,
         max_running=max_running,
+        utilisation=math.inf,
         wire_bytes_per_s=2e9 / wire_s if wire_s else float("inf"),
     )
 
@@ -55,7 +56,7 @@ def setting(**changes: object) -> Setting:
     usual = Setting(
         machine=machine(),
         num_engines=2,
-        num_trainer_gpus=10**9,
+        num_trainer_gpus=1,
         num_steps=6,
         groups_per_step=2,
         prompt_tokens=0,
@@ -115,9 +116,9 @@ def test_larger_batch_and_longer_answers_decode_slower() -> None:
 
 
 def test_synchronous_run_takes_the_longest_answer_the_training_and_the_commit() -> None:
-    one = machine(Loading, wire_s=2.0)
-    trained = setting(machine=one, max_staleness=0, max_commits=2, num_trainer_gpus=1)
-    train_s = one.train_s(2 * (10 + 100), 1)
+    one = replace(machine(Loading, wire_s=2.0), utilisation=1e-4)
+    trained = setting(machine=one, max_staleness=0, max_commits=2)
+    train_s = one.train_s(2 * (10 + 100))
     found = simulate(trained, drawing(itertools.repeat((10, 100))))
     steps = [b - a for a, b in itertools.pairwise([0.0, *found.ends])]
     # An engine that is ready before the other begins: both are loaded at once here.
@@ -126,8 +127,19 @@ def test_synchronous_run_takes_the_longest_answer_the_training_and_the_commit() 
     assert set(found.staleness) == {0} and found.wasted == 0 and found.length_bias == 1
 
 
+@pytest.mark.parametrize(("has_pools", "most"), [(True, 200), (False, 120)])
+def test_step_waits_for_the_rank_with_the_most_tokens(has_pools: bool, most: int) -> None:
+    """Ranks get whole groups; those of a colocated loop, which is not ours, single answers."""
+    one = replace(machine(), utilisation=1e-4)
+    shared = setting(
+        machine=one, num_trainer_gpus=2, groups_per_step=3, num_steps=1, has_pools=has_pools
+    )
+    found = simulate(shared, drawing([(100, 100), (10, 10), (10, 10)]))
+    assert found.train_s == [pytest.approx(one.train_s(most))]
+
+
 def test_trainer_is_never_idle_where_it_is_the_slower_side() -> None:
-    slow = setting(num_trainer_gpus=1, machine=replace(machine(), utilisation=1e-6), num_steps=20)
+    slow = setting(machine=replace(machine(), utilisation=1e-6), num_steps=20)
     found = simulate(slow, drawing(itertools.repeat((10, 10))))
     assert found.trainer_busy > 0.98
     assert max(found.staleness) <= 2
@@ -168,7 +180,7 @@ def test_answers_of_a_group_take_places_at_several_engines() -> None:
 def test_run_in_which_no_step_can_come_says_so() -> None:
     for mtbf_s in (math.inf, 1e6):
         with pytest.raises(ValueError, match=r"after 2 steps nothing runs and nothing is ready"):
-            simulate(setting(mtbf_s=mtbf_s, num_trainer_gpus=1), drawing([(10, 10)] * 5))
+            simulate(setting(mtbf_s=mtbf_s), drawing([(10, 10)] * 5))
 
 
 def test_answers_of_a_failed_engine_go_on_with_what_was_sent_of_them() -> None:
@@ -217,7 +229,7 @@ def test_failed_rank_brings_all_back_to_the_checkpoint(
             return next(self._times)
 
     class Training(Steady):
-        def train_s(self, num_tokens: float, num_gpus: int) -> float:
+        def train_s(self, num_tokens: float) -> float:
             return 4.0
 
     monkeypatch.setattr("controller.simulate.events.random.Random", Dice)
@@ -238,7 +250,7 @@ def test_failed_rank_brings_all_back_to_the_checkpoint(
 def test_failing_engines_and_ranks_slow_a_run_by_their_share_of_time() -> None:
     def run(mtbf_s: float) -> Outcome:
         one = setting(num_engines=10, num_steps=400, groups_per_step=20, mtbf_s=mtbf_s)
-        one = replace(one, machine=machine(max_running=2), restart_s=20.0, num_trainer_gpus=1)
+        one = replace(one, machine=machine(max_running=2), restart_s=20.0)
         return simulate(one, drawing(itertools.cycle([(900, 1000), (1000, 1100)])))
 
     whole, failing = run(math.inf), run(80.0)
@@ -275,7 +287,6 @@ def test_no_group_is_trained_twice_or_too_old_and_none_vanishes(
         mtbf_s=mtbf_s,
         restart_s=restart_s,
         checkpoint_every=5,
-        num_trainer_gpus=1,
     )
     found = simulate(one, drawing(itertools.cycle(groups)))
     assert max(found.staleness) <= max_staleness
