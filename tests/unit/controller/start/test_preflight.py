@@ -282,7 +282,7 @@ def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Pat
 def test_quickstarts_wrong_answers_are_not_taught_to_another_model(tmp_path: Path) -> None:
     path = save_model(tmp_path / "own", chat_template=None)
     short = ["model=pretrained", path, "rollout.max_prompt_tokens=32", "task.chat_template=false"]
-    with pytest.raises(ValueError, match=r"^trainer\.warm_start\.echo_fraction=0\.6: teaches wrong"):
+    with pytest.raises(ValueError, match=r"^trainer\.warm_start\.echo_fraction=0\.6: teaches"):
         check_plan(load_config(short))
     for right in ("trainer.warm_start.num_steps=0", "trainer.warm_start.echo_fraction=0"):
         check_plan(load_config([*short, right]))
