@@ -50,7 +50,7 @@ launch: $(HERE) $(if $(filter distill-quickstart,$(call said,EXPERIMENT)),$(TEAC
 resume: $(HERE) ## go on with a run that has ended, from its last checkpoint (RUN=name; ARGS changes settings; CLUSTER as for launch)
 	@$(THERE) resume $(RUN_FLAG) $(if $(call said,EXPERIMENT),experiment='$(EXPERIMENT)') $(OVERRIDES)
 
-attach: install ## be the controller of a run whose own controller and guard were killed (RUN=name; default: the newest)
+attach: install ## take over a run whose controller and guard were killed (RUN=name; default: the newest)
 	@$(LEASH) attach $(RUN_FLAG)
 
 dry-run: $(HERE) ## print the resolved config and the plan, start nothing: make dry-run [EXPERIMENT=...] [ARGS=...] [RAY_ADDRESS=..., or CLUSTER as for launch] [GPU=H100] [LENGTHS=1000,8000]

@@ -735,8 +735,15 @@ class Config(Section):
         )
 
     def launch_rules(self) -> Iterator[Rule]:
-        """Rules for a launch alone: `make scale` may go beyond them, and such a run be resumed."""
+        """Rules for a launch alone: a run that goes on may have left them behind."""
         auto, engines = self.buffer.autotune, self.rollout.num_engines
+        warm_start = self.trainer.warm_start
+        yield Rule(
+            self.model.path is None or not (warm_start.num_steps and warm_start.echo_fraction),
+            "trainer.warm_start.echo_fraction",
+            "teaches wrong answers first, as the quickstart teaches its own tiny model; with "
+            "model.path set trainer.warm_start.num_steps=0, or this to 0 for right answers alone",
+        )
         yield Rule(
             auto is None or auto.max_engines is None or auto.max_engines >= engines,
             "buffer.autotune.max_engines",

@@ -154,7 +154,7 @@ def _add_commands_on_settings(add: Add) -> None:
 def _add_commands_on_runs(add: Add) -> None:
     resume = add("resume", "continue a run that has ended, from its last checkpoint", "")
     resume.add_argument("overrides", nargs="*", help="settings to change, as trainer.num_steps=200")
-    add("attach", "be the controller of a run whose own one was killed", "")
+    add("attach", "take over a run whose controller and guard were killed", "")
     words = "the verdict on a run, and what it is doing"
     status = add("status", words, "commands.status:print_status")
     status.add_argument("--json", action="store_true", dest="as_json", help="print one object")

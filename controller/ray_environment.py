@@ -16,8 +16,8 @@ TOKEN = "RAY_AUTH_TOKEN"
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
 
 OUTLAST_S = 120
-"""Shorter network outages of a host are tolerated. Redis clients retry for a minute; Ray's own
-connections come back up to RETURN_S after the network does."""
+"""Shorter network outages of a host are tolerated: Ray's own connections come back up to RETURN_S
+after the network does."""
 RETURN_S = 30
 CHECK_PERIOD_S = 5
 CHECK_TIMEOUT_S = 5

@@ -337,7 +337,7 @@ def test_tokens_have_the_logprobs_of_the_checkpoint_of_their_version_and_of_no_o
         lora, base = None, tmp_path / "experts"
         build_experts(base)
         further = ("model=pretrained", f"model.path={base}", "rollout.engine.routing_replay=true")
-        further += ("algorithm.load_balancing_weight=1",)
+        further += ("algorithm.load_balancing_weight=1", "trainer.warm_start.echo_fraction=0")
     if policy == "versions":
         further = ("model.lora={rank: 8, alpha: 64, mode: versions}",)
     settings = ("trainer.num_steps=16", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=16")

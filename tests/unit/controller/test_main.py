@@ -44,7 +44,10 @@ BAD_LINE = '{"question": "a", "answer": "#### 1"}\n{"question": 3}\n'
         (["cluster.gpus_per_rank=1"], "need 3 GPUs, and Ray has 0"),
         (["cluster.num_gpus=999"], "cluster.num_gpus=999: this machine has "),
         (["task=gsm8k", "task.path=/nowhere.jsonl"], "there is no such file"),
-        (["model=pretrained", "model.path=/nowhere/model"], "model.path='/nowhere/model'"),
+        (
+            ["model=pretrained", "model.path=/nowhere/model", "trainer.warm_start.num_steps=0"],
+            "model.path='/nowhere/model'",
+        ),
         (["task.name=spell_bakward"], "did you mean spell_backward?"),
         (["--experiment=gsm8k-smoke", "task.path={folder}/bad.jsonl"], "/bad.jsonl, line 2"),
     ],

@@ -145,7 +145,7 @@ def test_chat_template_whose_end_of_turn_ends_no_answer_is_refused(tmp_path: Pat
     tokenizer.chat_template, tokenizer.split_special_tokens = CHATML, False
     tokenizer.save_pretrained(tmp_path / "base")
     short = ["model=pretrained", model, "rollout.max_prompt_tokens=48", "task.chat_template=true"]
-    short.append("rollout.max_response_tokens=16")
+    short += ["rollout.max_response_tokens=16", "trainer.warm_start.echo_fraction=0"]
     with pytest.raises(
         ValueError,
         match=r"^task\.chat_template=true: an answer ends with '<\|unused1\|>' there, at which no "
@@ -171,7 +171,7 @@ def check_questions(folder: Path, template: str, late: list[dict[str, Any]] | No
     tokenizer.save_pretrained(folder / "model")
     settings = [model, "model=pretrained", "task.chat_template=true", "task.stop=['<|unused1|>']"]
     settings += ["rollout.max_prompt_tokens=48", "rollout.max_response_tokens=16"]
-    settings.append("rollout.on_long_prompt=skip")
+    settings += ["rollout.on_long_prompt=skip", "trainer.warm_start.echo_fraction=0"]
     settings += ["task.kind=questions", f"task.path={folder}/a.jsonl", "task.eval_size=1"]
     rows: list[dict[str, Any]] = [{"question": f"{n}?", "answer": "a"} for n in range(60)]
     rows[55]["question"] = late or "?"
@@ -270,12 +270,24 @@ def test_descriptions_of_tools_count_in_the_prompt_of_ones_own_environment(tmp_p
 
 
 def test_folder_without_a_model_or_with_a_short_context_is_refused(tmp_path: Path) -> None:
+    own = ["model=pretrained", "trainer.warm_start.echo_fraction=0"]
     empty = save_model(tmp_path / "empty", chat_template=None, weights=False)
     with pytest.raises(ValueError, match="neither a folder with a Hugging Face model"):
-        check_plan(load_config(["model=pretrained", empty]))
+        check_plan(load_config([*own, empty]))
     small = save_model(tmp_path / "small", chat_template=None)
     with pytest.raises(ValueError, match=r"=72: the model takes 64 tokens"):
-        check_plan(load_config(["model=pretrained", small, "rollout.max_prompt_tokens=64"]))
+        check_plan(load_config([*own, small, "rollout.max_prompt_tokens=64"]))
+
+
+def test_quickstarts_wrong_answers_are_not_taught_to_another_model(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "own", chat_template=None)
+    short = ["model=pretrained", path, "rollout.max_prompt_tokens=32", "task.chat_template=false"]
+    with pytest.raises(ValueError, match=r"^trainer\.warm_start\.echo_fraction=0\.6: teaches"):
+        check_plan(load_config(short))
+    for right in ("trainer.warm_start.num_steps=0", "trainer.warm_start.echo_fraction=0"):
+        check_plan(load_config([*short, right]))
+    config = load_config([*short, "trainer=gpu", "rollout=gpu"])
+    assert config.trainer.warm_start.num_steps == 0 and config.rollout.sampling.temperature == 1.0
 
 
 BY_VERSION = ("model.lora={mode: versions, targets: [q_proj, v_proj]}",)

@@ -22,7 +22,7 @@ PLANNED = ("dry-run", "launch", "try")
 def write_files(folder: Path) -> set[str]:
     """The files whose text stands on the page."""
     lines = re.findall(r"`(\w+\.jsonl)`[^`\n]*:\n\n((?:    \{.*\n)+)", PAGE)
-    code = re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.DOTALL)
+    code = re.findall(r"`(\w+\.\w+)`:\n\n```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL)
     for name, text in [*lines, *code]:
         (folder / name).write_text(text)
     return {name for name, _ in [*lines, *code]}
@@ -44,7 +44,7 @@ def words_of(command: str) -> list[str]:
 def test_commands_of_the_page_are_accepted_with_the_files_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert write_files(tmp_path) == {"sums.jsonl", "chat.jsonl", "sums.py"}
+    assert write_files(tmp_path) == {"sums.jsonl", "chat.jsonl", "sums.py", "mine.yaml"}
     monkeypatch.chdir(tmp_path)
     verbs = []
     for command in COMMANDS:
@@ -53,8 +53,12 @@ def test_commands_of_the_page_are_accepted_with_the_files_on_it(
             verbs.append(verb)
             if verb in PLANNED:
                 overrides = [word for word in words if "=" in word]
-                assert check_plan(load_config(overrides)) == []
+                if "--experiment" in words:
+                    config = load_config(overrides, words[words.index("--experiment") + 1])
+                    assert check_plan(config) == ["the model Qwen/Qwen2.5-0.5B-Instruct"]
+                else:
+                    assert check_plan(load_config(overrides)) == []
         else:
             program = shlex.split(command)[1:]
             subprocess.run([sys.executable, *program], check=True, timeout=60)
-    assert verbs == [*["dry-run"] * 3, "try", "launch", "status", "show"]
+    assert verbs == [*["dry-run"] * 3, *("try", "launch", "status", "show", "dry-run", "launch")]
