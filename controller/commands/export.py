@@ -47,9 +47,9 @@ def _checkpoint(run_dir: RunDir, step: str | None) -> Path:
     if step == "best" and (best := store.best()) is not None:
         step = str(best.step)
     if step not in there:
-        best = " (a launch with trainer.keep_best keeps the best one)" * (step == "best")
+        hint = " (a launch with trainer.keep_best keeps the best one)" * (step == "best")
         raise RunDirError(
-            f"STEP={step}: {run_dir.name} has no checkpoint of it{best}; there are "
+            f"STEP={step}: {run_dir.name} has no checkpoint of it{hint}; there are "
             f"{', '.join(there)}"
         )
     return store.folder / f"step-{there[step]:06d}"
