@@ -177,7 +177,7 @@ class _FirstToEnd:
         self._tally = Tally(time.perf_counter())
 
     async def run(self) -> Tally:
-        while self._waiting or self._put_off:
+        while self._waiting or self._put_off or self._running:
             runs = await self._batch()
             await self._trainer.step(self._tally, runs)
             await self._trainer.commit()
@@ -185,7 +185,7 @@ class _FirstToEnd:
 
     async def _batch(self) -> list[Run]:
         done: list[Run] = []
-        num_left = len(self._waiting) + len(self._put_off)
+        num_left = len(self._waiting) + len(self._put_off) + len(self._running)
         wanted = min(self._size.batch_groups, num_left)
         self._feed()
         while len(done) < wanted or self._must_wait:

@@ -82,6 +82,9 @@ class _Window(Continuous):
     ) -> None:
         super().__init__(jobs, completer, size, trainer)
         self._taken: list[Run] = []
+        self._head, self._phase = -1, 0
+        """The oldest group that was not taken, and how many of its batch had been when it became
+        that."""
 
     def may_begin(self) -> bool:
         most = (self.version + self.size.max_staleness) * self.size.batch_groups
@@ -90,7 +93,9 @@ class _Window(Continuous):
     def pick(self, wanted: int) -> list[Run]:
         while len(self._taken) < wanted:
             places = [run.job.index for run in (*self.running, *self.ended)]
-            end = min(places, default=0) + WINDOW_BATCHES * self.size.batch_groups
+            if (head := min(places, default=0)) != self._head:
+                self._head, self._phase = head, len(self._taken)
+            end = head + WINDOW_BATCHES * self.size.batch_groups - self._phase
             takeable = [run for run in self.ended if run.job.index < end]
             if not takeable:
                 return []

@@ -170,12 +170,13 @@ class Pool:
                 running.result()
                 raise AssertionError("the worker ended before its work did")
             await taking
+            counters = await self.state.counters()
+            tally.lost_tokens = round(counters.get("tokens_wasted", 0))
         finally:
             taking.cancel()
             self.worker.stop()
             await asyncio.gather(taking, running, return_exceptions=True)
         counters = await self.state.counters()
-        tally.lost_tokens = round(counters.get("tokens_wasted", 0))
         tally.wasted_tokens = max(0, round(counters.get("tokens_generated", 0)) - tally.used_tokens)
         return tally
 

@@ -96,12 +96,12 @@ class WorkSize:
     """Requests that an engine runs at once; 128 of the GPU."""
     scale_steps: int = 14
     scale_staleness: int = 8
-    works_speed: float = 30.0
+    works_speed: float = 50.0
     works_engines: int = 6
     works_places: int = 16
     works_groups: int = 16
     """Of 4 requests."""
-    works_steps: int = 14
+    works_steps: int = 12
     prefix_tokens: int = 2000
     prefix_turns: int = 8
     prefix_hidden: int = 256
@@ -204,7 +204,7 @@ class Tally:
     used_tokens: int = 0
     wasted_tokens: int = 0
     lost_tokens: int = 0
-    """Of groups and samples that were given up, what runs at the end aside; for ours alone."""
+    """Of groups and samples that were given up before the end; for ours alone."""
 
     @property
     def seconds(self) -> float:

@@ -99,7 +99,9 @@ def play(rule: Rival, size: WorkSize = SIZE) -> tuple[Tally, Engines, list[int]]
 @pytest.mark.parametrize("name", RULES)
 def test_rule_trains_every_group_once(name: str) -> None:
     tally, _, order = play(RULES[name])
-    assert sorted(order) == [*range(SIZE.num_groups)] and tally.num_steps == 24
+    assert sorted(order) == [*range(SIZE.num_groups)]
+    # Partial rollouts train more than a batch once a prompt has been put off twice.
+    assert tally.num_steps < 24 if name == "partial" else tally.num_steps == 24
     assert len(tally.ages) == SIZE.num_groups and min(tally.ages) >= 0
 
 
