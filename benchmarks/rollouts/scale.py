@@ -37,7 +37,7 @@ from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu import gpus_at
 from benchmarks.rollouts.gpu_engine import ROOFLINES, Roofline
-from benchmarks.rollouts.rivals import (
+from benchmarks.rollouts.published.rivals import (
     Run,
     Trainer,
     run_batches,

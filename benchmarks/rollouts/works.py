@@ -23,7 +23,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.report import Report
-from benchmarks.rollouts.rules import run_quota, run_repack, run_requeue, run_window
+from benchmarks.rollouts.published.rules import run_quota, run_repack, run_requeue, run_window
 from benchmarks.rollouts.scale import (
     GPU,
     SCHEDULES,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.rollouts.rivals import (
+from benchmarks.rollouts.published.rivals import (
     Run,
     Trainer,
     run_batches,
@@ -21,7 +21,7 @@ from benchmarks.rollouts.rivals import (
     run_one_off,
     run_partial,
 )
-from benchmarks.rollouts.rules import run_quota, run_repack, run_requeue, run_window
+from benchmarks.rollouts.published.rules import run_quota, run_repack, run_requeue, run_window
 from benchmarks.rollouts.strategies import Rival
 from benchmarks.rollouts.work import Pauses, Tally, WorkSize, draw_jobs
 from buffer.types import VersionSpan

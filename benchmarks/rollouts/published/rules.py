@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.rollouts.rivals import Continuous, Run, Trainer
+from benchmarks.rollouts.published.rivals import Continuous, Run, Trainer
 from benchmarks.rollouts.work import Job, Tally, WorkSize
 from rollout_pool.sampling.sample import Clock, Completer, Interrupted, Sample
 

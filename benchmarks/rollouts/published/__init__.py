@@ -1,0 +1,1 @@
+"""The rollout pool against other schedules, and what it costs."""
