@@ -1,1 +1,1 @@
-"""The rollout pool against other schedules, and what it costs."""
+"""Schedules that others have published, over the same sampler as ours."""
