@@ -22,6 +22,7 @@ from benchmarks.rollouts.scale import measure_scale
 from benchmarks.rollouts.scene import build_model, engine_at
 from benchmarks.rollouts.strategies import measure_strategies
 from benchmarks.rollouts.work import SHORT, WorkSize
+from benchmarks.rollouts.works import measure_works
 
 AT_AN_ENGINE = {"strategies": measure_strategies, "efficiency": measure_efficiency}
 ALONE = {
@@ -34,6 +35,8 @@ ALONE = {
     "scale": measure_scale,
     "rewards": measure_rewards,
 }
+BY_NAME = {"works": measure_works}
+"""Run only if they are named."""
 
 
 async def measure(size: WorkSize, only: list[str], report: Report) -> None:
@@ -45,16 +48,18 @@ async def measure(size: WorkSize, only: list[str], report: Report) -> None:
             async with engine_at(folder, size) as engine:
                 for part in chosen:
                     await AT_AN_ENGINE[part](size, folder, engine, report)
-        for part in ALONE:
+        for part, run in (ALONE | BY_NAME).items():
             if part in only:
-                await ALONE[part](size, folder, report)
+                await run(size, folder, report)
 
 
 def main() -> None:
     parts = [*AT_AN_ENGINE, *ALONE]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="small sizes, to see that it works")
-    parser.add_argument("--only", action="append", choices=parts, help="this part alone")
+    parser.add_argument(
+        "--only", action="append", choices=[*parts, *BY_NAME], help="this part alone"
+    )
     arguments = parser.parse_args()
     report = Report("rollouts")
     size = SHORT if arguments.short else WorkSize()

@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu_engine import Roofline
-from benchmarks.rollouts.rivals import run_counter, run_one_off
+from benchmarks.rollouts.published.rivals import run_counter, run_one_off
 from benchmarks.rollouts.scene import ENGINE, Commits, engines_of, pool_at
 from benchmarks.rollouts.strategies import RIVALS, Rival, run_rival
 from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs

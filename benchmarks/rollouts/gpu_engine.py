@@ -33,6 +33,8 @@ from starlette.routing import Route
 
 from benchmarks.rollouts.stub_engine import serve
 
+NUM_PROMPT = 16
+"""Tokens of a prompt of the benchmark."""
 MOST_STEPS = 16
 """Steps between two looks at who has a part to send."""
 
@@ -102,8 +104,8 @@ class Running:
     most: int
     interval: int
     scale: int
-    """Tokens of the answer for which one of the emulation stands; the prompt is as long as it is.
-    """
+    """Tokens of the answer for which one of the emulation stands; the prompt is as long as it is,
+    but for what an answer's earlier turns or requests have added to it."""
     send: Callable[[dict[str, Any] | None], None]
     """Hands a piece to the request's call; None when the request has ended."""
     num_done: int = 0
@@ -114,7 +116,7 @@ class Running:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_prompt // self.scale + self.num_done
+        return NUM_PROMPT // self.scale + max(0, self.num_prompt - NUM_PROMPT) + self.num_done
 
     def advance(self, steps: int, version: int) -> None:
         if self.spans and self.spans[-1][0] == version:
@@ -362,13 +364,14 @@ async def _run(make: Callable[[], GpuEngine], num_engines: int) -> None:
 
         async def take(request: Request) -> Response:
             """All engines stop, or take a version, as by receivers beside them: a worker that told
-            each of them would pay for it."""
+            each of them would pay for it. With `port` it is one of them."""
             body = await request.json()
-            for engine in engines.values():
+            chosen = [one for port, one in engines.items() if body["port"] in (None, port)]
+            for engine in chosen:
                 engine.hold(retracts=body["retracts"])
             if (version := body["version"]) is not None:
-                await asyncio.gather(*(one.load_version(version) for one in engines.values()))
-                for engine in engines.values():
+                await asyncio.gather(*(engine.load_version(version) for engine in chosen))
+                for engine in chosen:
                     engine.go_on()
             return JSONResponse({})
 

@@ -37,9 +37,9 @@ from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu import gpus_at
 from benchmarks.rollouts.gpu_engine import ROOFLINES, Roofline
-from benchmarks.rollouts.rivals import (
+from benchmarks.rollouts.published.rivals import (
+    Run,
     Trainer,
-    _Run,
     run_batches,
     run_counter,
     run_one_off,
@@ -64,7 +64,7 @@ GPU = ROOFLINES[MODEL]
 COLUMNS = (
     "", "s a step", "ours over it", "of the bound", "trained length", "worker's core", "engines'",
 )  # fmt: skip
-MFU, SWITCH_S, LOAD_EVERY_S = 0.4, 10.0, 4.0
+MFU, SWITCH_S, LOAD_EVERY_S, WIRE_BYTES_PER_S = 0.4, 10.0, 4.0, 10e9
 
 
 class Schedule(NamedTuple):
@@ -126,14 +126,20 @@ class _Fleet:
 
     http: httpx.AsyncClient
     retracts: bool
+    urls: Sequence[str]
     version: int = 0
 
-    async def hold(self, version: int | None = None) -> None:
-        await self.http.post("/take", json={"retracts": self.retracts, "version": version})
+    async def hold(self, version: int | None = None, port: int | None = None) -> None:
+        what = {"retracts": self.retracts, "version": version, "port": port}
+        (await self.http.post("/take", json=what)).raise_for_status()
 
     async def next(self) -> None:
         self.version += 1
         await self.hold(self.version)
+
+    async def load(self, number: int, version: int) -> None:
+        """One engine alone takes a version."""
+        await self.hold(version, httpx.URL(self.urls[number]).port)
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -143,8 +149,8 @@ class _Steps(Trainer):
     num_steps: int
     tallies: list[Tally]
 
-    async def step(self, tally: Tally, runs: Sequence[_Run]) -> None:
-        await super().step(tally, runs)
+    async def step(self, tally: Tally, runs: Sequence[Run], steps_a_version: int = 1) -> None:
+        await super().step(tally, runs, steps_a_version)
         if tally.num_steps >= self.num_steps:
             self.tallies.append(tally)
             raise _EnoughError
@@ -156,7 +162,7 @@ async def measure_scale(size: WorkSize, folder: Path, report: Report) -> None:
         size,
         group_size=16,
         batch_groups=size.scale_groups,
-        num_groups=size.scale_groups * (size.scale_steps + 2 * size.scale_staleness + 2),
+        num_groups=num_jobs(size),
         median_tokens=5000 // GPU.tokens,
         p99_over_p50=9.5,
         longest=31_744 // GPU.tokens,
@@ -164,12 +170,7 @@ async def measure_scale(size: WorkSize, folder: Path, report: Report) -> None:
         max_running=size.scale_places,
     )
     jobs = draw_jobs(size, seed=0)
-    lengths = [length for job in jobs for length in job.lengths]
-    mean = sum(lengths) / len(lengths)
-    # A running answer holds half its tokens on average, and the longer it is, the longer it runs.
-    held = sum(length**2 for length in lengths) / (2 * len(lengths) * mean)
-    step_s = GPU.step_s(size.max_running, size.max_running * held)
-    generate_s = step_s / (size.max_running * size.scale_engines)
+    mean, generate_s = mean_and_token_s(size, jobs)
     flops = 6 * GPU.parameters * GPU.tokens * GPU.requests
     train_s = flops / (trainers * 989e12 * MFU)
     bound = 1 / max(generate_s, train_s)
@@ -183,17 +184,12 @@ async def measure_scale(size: WorkSize, folder: Path, report: Report) -> None:
     for column in COLUMNS:
         table.add_column(column)
     for name, schedule in SCHEDULES.items():
-        num_steps = size.scale_steps if schedule.has_memory else max(2, size.scale_steps // 3)
-        one = dataclasses.replace(size, num_groups=num_steps * size.batch_groups)
-        tally, cpu = await _run(name, schedule, one, jobs, folder, train_s)
-        first = size.batch_groups * (num_steps // 2 if schedule.has_memory else 1)
-        trained = tally.lengths[first : one.num_groups]
-        seconds = (tally.ends[one.num_groups - 1] - tally.ends[first - 1]) * size.scale_speed
-        rate = rates[name] = sum(trained) / seconds
-        bias = sum(trained) / len(trained) / (mean * size.group_size)
+        found = await measure_schedule(name, schedule, size, jobs, folder, train_s)
+        rate = rates[name] = found.rate
+        bias = found.mean / (mean * size.group_size)
         report.note(f"scale_of_bound_{name}", rate / bound)
         report.note(f"scale_length_{name}", bias)
-        figures = (rates["ours"] / rate, rate / bound, bias, *cpu)
+        figures = (rates["ours"] / rate, rate / bound, bias, *found.cpu)
         row = (f"{tokens / rate:.1f}", *(f"{figure:.2f}" for figure in figures))
         report.say(f"{name}: {', '.join(row)}")
         table.add_row(f"{name}: {schedule.what}", *row)
@@ -207,6 +203,57 @@ async def measure_scale(size: WorkSize, folder: Path, report: Report) -> None:
             least = {"sync": 2.8, "partial": 1.2}.get(name, 1.0)
             how = "trained tokens/s of ours over it"
             report.target(f"scale_vs_{name}", rates["ours"] / rate, ">=", least, how)
+
+
+def num_jobs(size: WorkSize) -> int:
+    """Enough, whatever a schedule puts off or has in flight at its end."""
+    return size.scale_groups * (size.scale_steps + 2 * size.scale_staleness + 2)
+
+
+def mean_and_token_s(size: WorkSize, jobs: Sequence[Job]) -> tuple[float, float]:
+    """The mean answer, and the seconds that all engines take for a token if they are full."""
+    lengths = [length for job in jobs for length in job.lengths]
+    mean = sum(lengths) / len(lengths)
+    # A running answer holds half its tokens on average, and the longer it is, the longer it runs.
+    held = sum(length**2 for length in lengths) / (2 * len(lengths) * mean)
+    step_s = GPU.step_s(size.max_running, size.max_running * held)
+    return mean, step_s / (size.max_running * size.scale_engines)
+
+
+class Measured(NamedTuple):
+    rate: float
+    """Tokens trained for a second of the emulated clock."""
+    mean: float
+    """Tokens of a trained group."""
+    mean_in_turn: float
+    """The same for the same number of prompts in their order."""
+    age: float
+    """Steps since a group's oldest token, of trained groups."""
+    oldest: int
+    wasted: float
+    cpu: tuple[float, float]
+
+
+async def measure_schedule(
+    name: str, schedule: Schedule, size: WorkSize, jobs: Sequence[Job], folder: Path, train_s: float
+) -> Measured:
+    num_steps = size.scale_steps if schedule.has_memory else max(2, size.scale_steps // 3)
+    one = dataclasses.replace(size, num_groups=num_steps * size.batch_groups)
+    tally, cpu = await _run(name, schedule, one, jobs, folder, train_s)
+    first = size.batch_groups * (num_steps // 2 if schedule.has_memory else 1)
+    there = slice(first, one.num_groups)
+    trained, ages = tally.lengths[there], tally.ages[there]
+    seconds = (tally.ends[one.num_groups - 1] - tally.ends[first - 1]) * size.scale_speed
+    lost = tally.lost_tokens if schedule.rival is None else tally.wasted_tokens
+    return Measured(
+        rate=sum(trained) / seconds,
+        mean=sum(trained) / len(trained),
+        mean_in_turn=sum(job.num_tokens for job in jobs[there]) / len(trained),
+        age=sum(ages) / len(ages),
+        oldest=max(ages),
+        wasted=lost / (lost + tally.used_tokens),
+        cpu=cpu,
+    )
 
 
 def _simulated_rate(size: WorkSize, jobs: Sequence[Job], trained_s: float) -> float:
@@ -253,7 +300,7 @@ async def _run(
         http = await closing.enter_async_context(
             httpx.AsyncClient(base_url=engines[0].url, trust_env=False, timeout=120.0)
         )
-        fleet = _Fleet(http=http, retracts=schedule.retracts)
+        fleet = _Fleet(http=http, retracts=schedule.retracts, urls=[one.url for one in engines])
         began, before = time.perf_counter(), _cpu_s(engines[0].pid)
         if schedule.rival is None:
             pool = await closing.enter_async_context(
@@ -278,6 +325,8 @@ async def _run(
                 token_s=token_s,
                 commit=fleet.next,
                 hold=fleet.hold,
+                load=fleet.load,
+                transfer_s=2 * GPU.parameters / WIRE_BYTES_PER_S / size.scale_speed,
                 num_steps=size.num_groups // size.batch_groups,
                 tallies=[],
             )

@@ -170,6 +170,8 @@ class Pool:
                 running.result()
                 raise AssertionError("the worker ended before its work did")
             await taking
+            counters = await self.state.counters()
+            tally.lost_tokens = round(counters.get("tokens_wasted", 0))
         finally:
             taking.cancel()
             self.worker.stop()
@@ -192,11 +194,12 @@ class Pool:
             )
             kept = await self.buffer.validate(lease, step)
             lengths = [g.num_trainable_tokens for g in lease.groups if g.group_id in kept]
+            ages = [step - g.min_version for g in lease.groups if g.group_id in kept]
             await asyncio.sleep(self.train_s + self.token_s * sum(lengths))
             step += 1
             await self.buffer.consume(lease, kept)
             await self.buffer.ack(step)
-            tally.deliver(lengths)
+            tally.deliver(lengths, ages)
             await self.buffer.announce_version(step)
             await self.publish(step)
 
@@ -232,7 +235,7 @@ async def pool_at(
         group_size=size.group_size,
         tail=tail,
         max_prompt_tokens=64,
-        max_response_tokens=size.longest,
+        max_response_tokens=size.longest + size.pauses.turns,  # a token between two turns
         max_groups_in_flight=max_groups_in_flight,
         reward_processes=reward_processes,
         log_rate=0.0,
@@ -250,7 +253,12 @@ async def pool_at(
         await state.record_commits({info.name: 0})
         spec = RolloutSpec(
             config=rollout,
-            task=TaskConfig(kind=TaskKind.custom, factory=TASK, params={"score_s": score_s}),
+            task=TaskConfig(
+                kind=TaskKind.custom,
+                factory=TASK,
+                max_turns=size.pauses.turns,
+                params={"score_s": score_s, **size.pauses._asdict()},
+            ),
             weight_sync=WeightSyncConfig(),
             buffer=settings,
             model_path=str(folder),

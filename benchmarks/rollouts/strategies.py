@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.bare import run_bare
-from benchmarks.rollouts.rivals import Trainer, run_batches, run_partial, run_stream
+from benchmarks.rollouts.published.rivals import Trainer, run_batches, run_partial, run_stream
 from benchmarks.rollouts.scene import ENGINE, Commits, pool_at
 from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs, equal_jobs
 from rollout_pool.engines.sglang.client import SGLangClient

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,23 @@ from trainer_pool.model.scratch import byte_tokenizer
 
 P99 = 2.326
 """Standard deviations of a normal distribution above its median."""
+
+
+class Pauses(NamedTuple):
+    """When an answer is not at an engine."""
+
+    turns: int = 1
+    """Equal parts of its tokens."""
+    turn_s: float = 0.0
+    """The environment's, between two of them."""
+    reward_s: float = 0.0
+
+    def ends(self, length: int) -> list[int]:
+        """The number of its tokens at the end of each turn, of at least one token."""
+        return [max(turn, length * turn // self.turns) for turn in range(1, self.turns + 1)]
+
+
+NO_PAUSES = Pauses()
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -38,6 +56,10 @@ class WorkSize:
     median_tokens: int = 24
     p99_over_p50: float = 21.0
     longest: int = 1600
+    pauses: Pauses = NO_PAUSES
+    oversampling: float = 1.0
+    """Groups that run at once in batches of those that end first, over those that fill the engine.
+    """
     hidden: int = 128
     layers: int = 2
     rounds: int = 1
@@ -74,6 +96,12 @@ class WorkSize:
     """Requests that an engine runs at once; 128 of the GPU."""
     scale_steps: int = 14
     scale_staleness: int = 8
+    works_speed: float = 50.0
+    works_engines: int = 6
+    works_places: int = 16
+    works_groups: int = 16
+    """Of 4 requests."""
+    works_steps: int = 12
     prefix_tokens: int = 2000
     prefix_turns: int = 8
     prefix_hidden: int = 256
@@ -86,7 +114,8 @@ SHORT = WorkSize(
     reward_rounds=5, gpu_groups=12, gpu_tails=(5.0,), gpu_median_tokens=8, gpu_longest=64,
     gpu_train_s=(0.5,), gpu_rounds=1, cost_groups=20, fleets=(2, 4), fleet_groups=20,
     fleet_rounds=1, fleet_idle_s=0.5, scale_engines=2, scale_speed=2000.0, scale_groups=2,
-    scale_steps=4, scale_staleness=2, prefix_tokens=200, prefix_turns=2,
+    scale_steps=4, scale_staleness=2, works_speed=2000.0, works_engines=3, works_places=4,
+    works_groups=2, works_steps=4, prefix_tokens=200, prefix_turns=2,
     prefix_hidden=128,
 )  # fmt: skip
 
@@ -94,8 +123,8 @@ SHORT = WorkSize(
 class Job:
     """One group: a prompt and how long each of its answers is."""
 
-    def __init__(self, index: int, lengths: tuple[int, ...]) -> None:
-        self.index, self.lengths = index, lengths
+    def __init__(self, index: int, lengths: tuple[int, ...], pauses: Pauses = NO_PAUSES) -> None:
+        self.index, self.lengths, self.pauses = index, lengths, pauses
         self.prompt = list(_tokenizer().encode(text_of(index)))
         """One token a byte."""
 
@@ -118,20 +147,30 @@ def draw_jobs(size: WorkSize, seed: int) -> list[Job]:
     drawn = size.median_tokens * np.exp(
         sigma * numbers.standard_normal((size.num_groups, size.group_size))
     )
-    lengths = np.clip(drawn.round(), 1, size.longest).astype(int)
-    return [Job(index, tuple(map(int, row))) for index, row in enumerate(lengths)]
+    lengths = np.clip(drawn.round(), size.pauses.turns, size.longest).astype(int)
+    return [Job(index, tuple(map(int, row)), size.pauses) for index, row in enumerate(lengths)]
 
 
 class Lengths:
-    """Gives each sample of a prompt its length, by the order in which they are asked for."""
+    """Gives each answer to a prompt its length, by the order in which they are asked for, and each
+    turn its part of it."""
 
     def __init__(self, jobs: Sequence[Job]) -> None:
-        self._lengths = {tuple(job.prompt): job.lengths for job in jobs}
-        self._numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+        self._jobs = {tuple(job.prompt): job for job in jobs}
+        self._num_prompt = len(jobs[0].prompt)
+        self._numbers: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        self._turns: dict[str, list[int]] = {}
+        """Lengths of the turns that a session has before it."""
 
-    def of(self, prompt: Sequence[int]) -> int:
-        lengths = self._lengths[tuple(prompt)]
-        return lengths[next(self._numbers[tuple(prompt)]) % len(lengths)]
+    def of(self, sample: Sample) -> int:
+        turns = self._turns.pop(sample.session, None)
+        if not turns:
+            job = self._jobs[tuple(sample.prompt[: self._num_prompt])]
+            whole = job.lengths[next(self._numbers[job.index]) % len(job.lengths)]
+            turns = [b - a for a, b in itertools.pairwise([0, *job.pauses.ends(whole)])]
+        if turns[1:]:
+            self._turns[sample.session] = turns[1:]
+        return turns[0]
 
 
 class LimitedCompleter:
@@ -143,7 +182,7 @@ class LimitedCompleter:
 
     async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         if not sample.num_attempts:
-            sample.max_new_tokens = self._lengths.of(sample.prompt)
+            sample.max_new_tokens = self._lengths.of(sample)
         await self._completer.complete(sample, clock)
 
     def interrupt(self, sample: Sample) -> None:
@@ -160,8 +199,12 @@ class Tally:
     num_steps: int = 0
     lengths: list[int] = field(default_factory=list)
     """Tokens of each group, in the order of their delivery."""
+    ages: list[int] = field(default_factory=list)
+    """Steps since the weights of each group's oldest token."""
     used_tokens: int = 0
     wasted_tokens: int = 0
+    lost_tokens: int = 0
+    """Of groups and samples that were given up before the end; for ours alone."""
 
     @property
     def seconds(self) -> float:
@@ -185,8 +228,9 @@ class Tally:
         half = self.lengths[: max(1, len(self.lengths) // 2)]
         return (sum(half) / len(half)) / (sum(self.lengths) / len(self.lengths))
 
-    def deliver(self, num_tokens: Sequence[int]) -> None:
+    def deliver(self, num_tokens: Sequence[int], ages: Sequence[int] = ()) -> None:
         """A step took groups of so many tokens each."""
+        self.ages += ages
         self.used_tokens += sum(num_tokens)
         self.lengths += num_tokens
         self.ends += [time.perf_counter()] * len(num_tokens)

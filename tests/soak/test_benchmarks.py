@@ -24,6 +24,13 @@ from tests.support.hosts import missing
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
+RULES = (
+    "ours", "in_place", "colocated", "sync", "one_off", "partial", "quota", "counter", "window",
+    "requeue", "repack",
+)  # fmt: skip
+WORKS = (
+    "balanced", "generation_bound", "training_bound", "long_tailed", "multi_turn", "reward_heavy",
+)  # fmt: skip
 FIGURES = {
     "training.checkpoint": "stall_vs_copy deepspeed_vs_copy step_beside_vs_step durable_s "
     "memory_copy_vs_copy",
@@ -59,6 +66,11 @@ FIGURES = {
     "gpu_of_bound_one_off_train_0.5 gpu_of_bound_counter_train_0.5 gpu_of_bound_ours_train_0.5 "
     "scale_simulated_ours scale_of_bound scale_of_bound_in_place scale_length_ours scale_vs_sync "
     "scale_vs_partial scale_vs_counter",
+    "rollout --only works": " ".join(
+        f"works_of_bound_{rule}_{work} works_age_{rule}_{work} works_wasted_{rule}_{work}"
+        for rule in RULES
+        for work in WORKS
+    ),
 }
 
 

@@ -46,36 +46,60 @@ class Trainer:
     """Stops what runs in the engines themselves, which compute it again after the commit: the same
     for them as if the client interrupted it, without a request for each answer."""
 
-    async def step(self, tally: Tally, runs: Sequence[_Run]) -> None:
+    load: Callable[[int, int], Awaitable[None]] | None = None
+    """One engine alone takes weights: its number and the version."""
+    transfer_s: float = 0.0
+    """Weights on their way, for schedules whose engines wait meanwhile."""
+
+    async def step(self, tally: Tally, runs: Sequence[Run], steps_a_version: int = 1) -> None:
+        ages = [tally.num_steps - steps_a_version * run.oldest_version for run in runs]
         await asyncio.sleep(self.step_s + self.token_s * sum(run.num_tokens for run in runs))
         for run in runs:
             assert run.num_tokens == run.job.num_tokens, (run.num_tokens, run.job)
             tally.wasted_tokens += run.num_lost
-        tally.deliver([run.num_tokens for run in runs])
+        tally.deliver([run.num_tokens for run in runs], ages)
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
+class Run:
     """A group under way."""
 
     job: Job
     num_put_off: int = 0
     samples: list[Sample] = field(default_factory=list)
+    version: int = 0
+    """The trainer's, when it began."""
 
     async def go(self, completer: Completer) -> None:
+        self.begin()
+        both = zip(self.samples, self.job.lengths, strict=True)
+        plays = [self._play(completer, *one) for one in both if one[0].finish_reason is None]
+        ends = await asyncio.gather(*plays, return_exceptions=True)
+        for error in sorted(filter(None, ends), key=lambda e: isinstance(e, Interrupted)):
+            raise error  # an interruption only if there is nothing worse
+        await asyncio.sleep(self.job.pauses.reward_s)  # after that of its last answer
+
+    def begin(self) -> None:
         if not self.samples:
             members = range(len(self.job.lengths))
             self.samples = [new_sample(self.job, m, self.num_put_off) for m in members]
-        left = [sample for sample in self.samples if sample.finish_reason is None]
-        ends = await asyncio.gather(
-            *(completer.complete(sample) for sample in left), return_exceptions=True
-        )
-        for error in sorted(filter(None, ends), key=lambda e: isinstance(e, Interrupted)):
-            raise error  # an interruption only if there is nothing worse
+
+    async def _play(self, completer: Completer, sample: Sample, length: int) -> None:
+        """The turns of an answer are one sample, which goes on where the turn before has ended."""
+        for end in self.job.pauses.ends(length):
+            if sample.finish_reason is not None:
+                await asyncio.sleep(self.job.pauses.turn_s)
+            if len(sample.output_ids) < end:
+                sample.max_new_tokens, sample.finish_reason = end, None
+                await completer.complete(sample)
 
     @property
     def num_tokens(self) -> int:
         return sum(len(sample.output_ids) for sample in self.samples)
+
+    @property
+    def oldest_version(self) -> int:
+        return min(span.version for sample in self.samples for span in sample.version_spans)
 
     @property
     def num_lost(self) -> int:
@@ -123,12 +147,12 @@ async def run_partial(
 async def run_counter(
     jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
 ) -> Tally:
-    return await _Counter(jobs, completer, size, trainer).run()
+    return await Continuous(jobs, completer, size, trainer).run()
 
 
-def _batches(jobs: Sequence[Job], size: WorkSize) -> Iterator[list[_Run]]:
+def _batches(jobs: Sequence[Job], size: WorkSize) -> Iterator[list[Run]]:
     for first in range(0, len(jobs), size.batch_groups):
-        yield [_Run(job) for job in jobs[first : first + size.batch_groups]]
+        yield [Run(job) for job in jobs[first : first + size.batch_groups]]
 
 
 class _FirstToEnd:
@@ -143,25 +167,25 @@ class _FirstToEnd:
         *,
         keeps_tokens: bool,
     ) -> None:
-        self._waiting = deque(_Run(job) for job in jobs)
-        self._put_off: deque[_Run] = deque()
+        self._waiting = deque(Run(job) for job in jobs)
+        self._put_off: deque[Run] = deque()
         self._completer = completer
         self._size = size
         self._trainer = trainer
         self._keeps_tokens = keeps_tokens
-        self._running: dict[asyncio.Task[None], _Run] = {}
+        self._running: dict[asyncio.Task[None], Run] = {}
         self._tally = Tally(time.perf_counter())
 
     async def run(self) -> Tally:
-        while self._waiting or self._put_off:
+        while self._waiting or self._put_off or self._running:
             runs = await self._batch()
             await self._trainer.step(self._tally, runs)
             await self._trainer.commit()
         return self._tally
 
-    async def _batch(self) -> list[_Run]:
-        done: list[_Run] = []
-        num_left = len(self._waiting) + len(self._put_off)
+    async def _batch(self) -> list[Run]:
+        done: list[Run] = []
+        num_left = len(self._waiting) + len(self._put_off) + len(self._running)
         wanted = min(self._size.batch_groups, num_left)
         self._feed()
         while len(done) < wanted or self._must_wait:
@@ -176,7 +200,7 @@ class _FirstToEnd:
 
     def _feed(self) -> None:
         """As many groups as fill the engine; those that were put off most come first."""
-        room = self._size.max_running // self._size.group_size
+        room = int(self._size.oversampling * self._size.max_running) // self._size.group_size
         while len(self._running) < room and (self._waiting or self._put_off):
             due = self._put_off and (
                 self._keeps_tokens or not self._waiting or self._is_last_chance
@@ -217,83 +241,101 @@ class _FirstToEnd:
         self._running.clear()
 
 
-class _Counter:
+class Continuous:
     """Groups are admitted by number; what runs goes on under each new version."""
+
+    steps_a_version = 1
 
     def __init__(
         self, jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
     ) -> None:
-        self._waiting = deque(_Run(job) for job in jobs)
-        self._completer = completer
-        self._size = size
-        self._trainer = trainer
-        self._running: set[_Run] = set()
-        self._ended: deque[_Run] = deque()
-        self._num_begun = 0
-        self._version = 0
+        self.waiting = deque(Run(job) for job in jobs)
+        self.completer = completer
+        self.size = size
+        self.trainer = trainer
+        self.running: set[Run] = set()
+        self.ended: deque[Run] = deque()
+        self.num_begun = 0
+        self.version = 0
+        """Steps that were trained."""
+        self.tally = Tally(time.perf_counter())
+        self.tasks = asyncio.TaskGroup()
         self._serves = asyncio.Event()
         """Clear while the engine takes a version."""
         self._serves.set()
         self._one_ended = asyncio.Event()
 
     async def run(self) -> Tally:
-        tally = Tally(time.perf_counter())
-        num_left = len(self._waiting)
-        async with asyncio.TaskGroup() as tasks:
+        num_left = len(self.waiting)
+        async with self.tasks:
             while num_left:
-                self._feed(tasks)
-                wanted = min(self._size.batch_groups, num_left)
-                while len(self._ended) < wanted:
+                wanted = min(self.size.batch_groups, num_left)
+                while not (runs := self.pick(wanted)):
+                    self.feed()
                     self._one_ended.clear()
                     await self._one_ended.wait()
-                    self._feed(tasks)
-                runs = [self._ended.popleft() for _ in range(wanted)]
-                await self._trainer.step(tally, runs)
+                self.feed()
+                await self.trainer.step(self.tally, runs, self.steps_a_version)
                 num_left -= wanted
-                await self._take_version()
-        return tally
+                await self.after_step()
+                self.feed()
+        return self.tally
 
-    def _feed(self, tasks: asyncio.TaskGroup) -> None:
-        most = (self._version + 1 + self._size.max_staleness) * self._size.batch_groups
-        while self._waiting and self._num_begun < most and self._has_room:
-            run = self._waiting.popleft()
-            self._num_begun += 1
-            self._running.add(run)
-            tasks.create_task(self._go(run, tasks))
+    def may_begin(self) -> bool:
+        """One group more, if there is room for it."""
+        most = (self.version + 1 + self.size.max_staleness) * self.size.batch_groups
+        return self.num_begun < most
+
+    def pick(self, wanted: int) -> list[Run]:
+        """The next batch; none while it is not there."""
+        if len(self.ended) < wanted:
+            return []
+        return [self.ended.popleft() for _ in range(wanted)]
+
+    def feed(self) -> None:
+        while self.waiting and self.may_begin() and self._has_room:
+            self.start(self.waiting.popleft())
+
+    def start(self, run: Run) -> None:
+        run.version = self.version
+        self.num_begun += 1
+        self.running.add(run)
+        self.tasks.create_task(self._go(run))
 
     @property
     def _has_room(self) -> bool:
         """For one group more; of the running ones only answers that have not ended count."""
         open_samples = sum(
-            sample.finish_reason is None for run in self._running for sample in run.samples
+            sample.finish_reason is None for run in self.running for sample in run.samples
         )
-        new = sum(self._size.group_size for run in self._running if not run.samples)
-        return open_samples + new + self._size.group_size <= self._size.max_running
+        new = sum(self.size.group_size for run in self.running if not run.samples)
+        return open_samples + new + self.size.group_size <= self.size.max_running
 
-    async def _go(self, run: _Run, tasks: asyncio.TaskGroup) -> None:
+    async def _go(self, run: Run) -> None:
         while True:
             await self._serves.wait()
             try:
-                await run.go(self._completer)
+                await run.go(self.completer)
                 break
             except Interrupted:
                 continue
-        self._running.remove(run)
-        self._feed(tasks)
-        self._ended.append(run)
+        self.running.remove(run)
+        self.feed()
+        self.ended.append(run)
         self._one_ended.set()
 
-    async def _take_version(self) -> None:
-        if self._trainer.hold is not None:
-            await self._trainer.hold()
-            await self._trainer.commit()
-            self._version += 1
+    async def after_step(self) -> None:
+        """All engines take the new version."""
+        if self.trainer.hold is not None:
+            await self.trainer.hold()
+            await self.trainer.commit()
+            self.version += 1
             return
         self._serves.clear()
-        for run in self._running:
+        for run in self.running:
             for sample in run.samples:
                 if sample.finish_reason is None:
-                    self._completer.interrupt(sample)
-        await self._trainer.commit()
-        self._version += 1
+                    self.completer.interrupt(sample)
+        await self.trainer.commit()
+        self.version += 1
         self._serves.set()

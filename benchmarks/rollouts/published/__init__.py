@@ -1,0 +1,1 @@
+"""Schedules that others have published, over the same sampler as ours."""
