@@ -2,7 +2,7 @@
 
 python -m benchmarks.loops.trl_loop WORK FOLDER RIVALS SEED
 
-`FOLDER` holds `model`, the prompts and the reward; `RIVALS` is where TRL is installed. Writes the
+`FOLDER` holds `model`, the prompts and the rewards; `RIVALS` is where TRL is installed. Writes the
 trained model to `FOLDER/trl`, and prints a line of JSON for each step: seconds since the epoch,
 mean reward, mean tokens of an answer.
 """

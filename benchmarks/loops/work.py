@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,23 @@ from configs.load import load_config
 from configs.schema import Config
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 
-REWARD = '''\
-def score(prompt: str, completion: str, **columns: object) -> float:
+REWARDS = '''\
+import string
+
+
+def vowels(prompt, episode):
     """Share of its characters that are vowels."""
-    return sum(letter in "aeiou" for letter in completion) / max(1, len(completion))
+    answer = getattr(episode, "answer", episode)  # TRL has the text alone
+    return sum(letter in "aeiou" for letter in answer) / max(1, len(answer))
+
+
+def spans(prompt, episode):
+    """Share of the places at which the answer to "d-h=" is "defgh"."""
+    letters = string.digits + string.ascii_letters
+    first, last = (letters.index(prompt.text[place]) for place in (0, 2))
+    right = letters[first : last + 1]
+    places = max(len(right), len(episode.answer))
+    return sum(map(str.__eq__, right, episode.answer)) / places
 '''
 WORDS = (
     *("the", "of", "and", "rain", "stone", "river", "light", "under"),
@@ -33,6 +47,8 @@ class Work:
     settings: Sequence[str] = ()
     goal: float | None = None
     """A mean reward that a learner reaches within `num_steps`; without: only speed is compared."""
+    reward: str = ""
+    """One of REWARDS, with the prompts that `write_prompts` makes for it."""
 
 
 QUICKSTART = Work(
@@ -63,11 +79,25 @@ ANSWERS = Work(
     title="4M parameters, 64 answers of up to 64 tokens a step, prompts of 200",
     num_steps=16,
     settings=(*FOUR_MILLION, "trainer.groups_per_step=8", "rollout.max_response_tokens=64"),
+    reward="vowels",
 )
 LONG = Work(
     title="4M parameters, 32 answers of up to 512 tokens a step, prompts of 200",
     num_steps=8,
     settings=(*FOUR_MILLION, "trainer.groups_per_step=4", "rollout.max_response_tokens=512"),
+    reward="vowels",
+)
+SPANS = Work(
+    title="quickstart's model, 128 answers of 1 to 60 tokens a step, 14 on average",
+    num_steps=100,
+    goal=0.8,
+    reward="spans",
+    settings=(
+        "trainer.learning_rate=1e-4",
+        "trainer.warm_start.num_steps=300",
+        "trainer.warm_start.echo_fraction=0",
+        "rollout.max_response_tokens=64",
+    ),
 )
 WORKS = {"quickstart": QUICKSTART, "answers": ANSWERS, "long": LONG}
 
@@ -75,21 +105,37 @@ WORKS = {"quickstart": QUICKSTART, "answers": ANSWERS, "long": LONG}
 def settings_of(work: Work, folder: Path) -> list[str]:
     """All settings but the model's; the prompts and the reward that they name are in `folder`."""
     settings = [f"trainer.num_steps={work.num_steps}", *work.settings]
-    if work.goal is None:
-        reward = f"{{kind: function, function: '{folder}/reward.py:score'}}"
-        settings += ["task.kind=questions", f"task.path={folder}/prompts.jsonl", "task.eval_size=1"]
+    if name := work.reward:
+        reward = f"{{kind: function, function: '{folder}/rewards.py:{name}'}}"
+        settings += ["task.kind=questions", f"task.path={folder}/{name}.jsonl", "task.eval_size=1"]
         settings += ["task.prompt_pattern=null", "task.instruction=''", "task.params={}"]
-        settings += ["task.name=prompts", f"task.rewards={{vowels: {reward}}}"]
+        settings += [f"task.name={name}", f"task.rewards={{{name}: {reward}}}"]
     return settings
 
 
 def write_prompts(folder: Path) -> None:
-    (folder / "reward.py").write_text(REWARD)
-    drawn = random.Random(0)
-    with (folder / "prompts.jsonl").open("w") as lines:
-        for _ in range(1000):
-            text = " ".join(drawn.choice(WORDS) for _ in range(60))[:200]
-            lines.write(json.dumps({"question": text, "answer": "e"}) + "\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    for name, draw in (("vowels", _vowels), ("spans", _span)):
+        drawn = random.Random(0)
+        with (folder / f"{name}.jsonl").open("w") as lines:
+            for _ in range(1000):
+                question, answer = draw(drawn)
+                lines.write(json.dumps({"question": question, "answer": answer}) + "\n")
+
+
+def _vowels(drawn: random.Random) -> tuple[str, str]:
+    return " ".join(drawn.choice(WORDS) for _ in range(60))[:200], "e"
+
+
+def _span(drawn: random.Random) -> tuple[str, str]:
+    """Six of ten answers are backward: a warm start teaches both ways, and rewards the right one.
+    Lengths are lognormal: half are up to 10, one in a hundred 58 or more."""
+    letters = string.digits + string.ascii_letters
+    length = min(60, max(1, round(drawn.lognormvariate(2.3, 0.75))))
+    first = drawn.randrange(len(letters) - length + 1)
+    answer = letters[first : first + length]
+    question = f"{answer[0]}-{answer[-1]}="
+    return question, answer[::-1] if drawn.random() < 0.6 else answer
 
 
 def load(work: Work, folder: Path) -> Config:
