@@ -16,20 +16,17 @@ from rollout_pool.tasks.task import Prompt, Task, TaskStream
 REWARDS = '''\
 import string
 
-
 def vowels(prompt, episode):
     """Share of its characters that are vowels."""
     answer = getattr(episode, "answer", episode)  # TRL has the text alone
     return sum(letter in "aeiou" for letter in answer) / max(1, len(answer))
 
-
 def spans(prompt, episode):
     """Share of the places at which the answer to "d-h=" is "defgh"."""
     letters = string.digits + string.ascii_letters
-    first, last = (letters.index(prompt.text[place]) for place in (0, 2))
-    right = letters[first : last + 1]
-    places = max(len(right), len(episode.answer))
-    return sum(map(str.__eq__, right, episode.answer)) / places
+    right = letters[letters.index(prompt.text[0]) : letters.index(prompt.text[2]) + 1]
+    equal = sum(map(str.__eq__, right, episode.answer))
+    return equal / max(len(right), len(episode.answer))
 '''
 WORDS = (
     *("the", "of", "and", "rain", "stone", "river", "light", "under"),
@@ -93,10 +90,8 @@ SPANS = Work(
     goal=0.8,
     reward="spans",
     settings=(
-        "trainer.learning_rate=1e-4",
-        "trainer.warm_start.num_steps=300",
-        "trainer.warm_start.echo_fraction=0",
-        "rollout.max_response_tokens=64",
+        *("trainer.warm_start.num_steps=150", "trainer.warm_start.echo_fraction=0"),
+        *("trainer.learning_rate=1e-4", "rollout.max_response_tokens=64"),
     ),
 )
 WORKS = {"quickstart": QUICKSTART, "answers": ANSWERS, "long": LONG}
@@ -115,27 +110,21 @@ def settings_of(work: Work, folder: Path) -> list[str]:
 
 def write_prompts(folder: Path) -> None:
     (folder / "rewards.py").write_text(REWARDS)
-    for name, draw in (("vowels", _vowels), ("spans", _span)):
-        drawn = random.Random(0)
-        with (folder / f"{name}.jsonl").open("w") as lines:
-            for _ in range(1000):
-                question, answer = draw(drawn)
-                lines.write(json.dumps({"question": question, "answer": answer}) + "\n")
-
-
-def _vowels(drawn: random.Random) -> tuple[str, str]:
-    return " ".join(drawn.choice(WORDS) for _ in range(60))[:200], "e"
-
-
-def _span(drawn: random.Random) -> tuple[str, str]:
-    """Six of ten answers are backward: a warm start teaches both ways, and rewards the right one.
-    Lengths are lognormal: half are up to 10, one in a hundred 58 or more."""
+    drawn, rows = random.Random(0), dict[str, list[tuple[str, str]]](vowels=[], spans=[])
     letters = string.digits + string.ascii_letters
-    length = min(60, max(1, round(drawn.lognormvariate(2.3, 0.75))))
-    first = drawn.randrange(len(letters) - length + 1)
-    answer = letters[first : first + length]
-    question = f"{answer[0]}-{answer[-1]}="
-    return question, answer[::-1] if drawn.random() < 0.6 else answer
+    for _ in range(1000):
+        rows["vowels"].append((" ".join(drawn.choice(WORDS) for _ in range(60))[:200], "e"))
+    for _ in range(1000):
+        # Lognormal lengths: half are up to 10, one in a hundred 58 or more.
+        length = min(60, max(1, round(drawn.lognormvariate(2.3, 0.75))))
+        first = drawn.randrange(len(letters) - length + 1)
+        span = letters[first : first + length]
+        # A warm start teaches both ways, rewards the right one.
+        answer = span[::-1] if drawn.random() < 0.6 else span
+        rows["spans"].append((f"{span[0]}-{span[-1]}=", answer))
+    for name, of_it in rows.items():
+        lines = (json.dumps({"question": question, "answer": answer}) for question, answer in of_it)
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def load(work: Work, folder: Path) -> Config:
