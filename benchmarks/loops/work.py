@@ -114,7 +114,7 @@ def write_prompts(folder: Path) -> None:
     letters = string.digits + string.ascii_letters
     for _ in range(1000):
         rows["vowels"].append((" ".join(drawn.choice(WORDS) for _ in range(60))[:200], "e"))
-    for _ in range(1000):
+    for _ in range(10_000):  # so many that no question has one way alone in the warm start
         # Lognormal lengths: half are up to 10, one in a hundred 58 or more.
         length = min(60, max(1, round(drawn.lognormvariate(2.3, 0.75))))
         first = drawn.randrange(len(letters) - length + 1)
