@@ -87,7 +87,7 @@ LONG = Work(
 SPANS = Work(
     title="quickstart's model, 128 answers of 1 to 60 tokens a step, 14 on average",
     num_steps=100,
-    goal=0.8,
+    goal=0.5,
     reward="spans",
     settings=(
         *("trainer.warm_start.num_steps=150", "trainer.warm_start.echo_fraction=0"),
