@@ -1,10 +1,12 @@
-"""The type of a result that another process is still computing."""
+"""Results that another process, or a thread, is still computing."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -21,3 +23,18 @@ class Pending(Protocol[T]):
 async def value(pending: Pending[T]) -> T:
     """Wait for the result. Raises the errors of the other process."""
     return await asyncio.wrap_future(pending.future())
+
+
+def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """The result of a call that may block, in a thread for which the end of a run does not wait."""
+    done = Future[T]()
+    done.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
+
+    def work() -> None:
+        try:
+            done.set_result(call(*args))
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return asyncio.wrap_future(done)

@@ -73,8 +73,9 @@ class StepTimes:
     """The times of one step on this rank."""
 
     lease_wait_s: float = 0.0
+    """Waiting for rollouts."""
     lease_ranks_s: float = 0.0
-    """The part of `lease_wait_s` in which this rank waited for another one."""
+    """Waiting for ranks that came later to the lease."""
     step_s: float = 0.0
     snapshot_s: float = 0.0
     snapshot_wait_s: float = 0.0
@@ -86,14 +87,17 @@ class StepTimes:
 
 
 class Clock:
-    """Measures seconds between calls of `lap`."""
+    """Measures seconds between calls of `lap`, and those of them in which other ranks were waited
+    for."""
 
     def __init__(self) -> None:
-        self._last = time.perf_counter()
+        self.ranks_s = 0.0
+        self._last, self._waited_s = time.perf_counter(), RankWaits.seconds
 
     def lap(self) -> float:
-        now = time.perf_counter()
+        now, waited_s = time.perf_counter(), RankWaits.seconds
         seconds, self._last = now - self._last, now
+        self.ranks_s, self._waited_s = min(seconds, waited_s - self._waited_s), waited_s
         return seconds
 
 
@@ -310,14 +314,13 @@ class TrainerRank:
         batches: list[tuple[Lease, tuple[str, ...]]] = []
         with ExitStack() as renewals:
             while True:
-                clock, times, waited_s = Clock(), StepTimes(), RankWaits.seconds
+                clock, times = Clock(), StepTimes()
                 if (leased := self._lease(clock)) is None:
                     self._step -= len(batches)  # nothing of an update that is not complete counts
                     return
                 lease, kept_ids = leased
-                times.lease_wait_s = clock.lap()
-                # A pause lies before the last lap, and what was waited before it too.
-                times.lease_ranks_s = min(times.lease_wait_s, RankWaits.seconds - waited_s)
+                times.lease_wait_s = clock.lap() - clock.ranks_s
+                times.lease_ranks_s = clock.ranks_s
                 # It is held until the update, which may take longer than the lease.
                 renewals.enter_context(self._loop.running(self._buffer.keep_renewed(lease)))
                 batches.append((replace(lease, groups=()), kept_ids))  # they are large
@@ -355,7 +358,7 @@ class TrainerRank:
         waited_s, self._waited_s = RankWaits.seconds - self._waited_s, RankWaits.seconds
         lane = {
             "at": time.time(),
-            "lease": times.lease_wait_s - times.lease_ranks_s,
+            "lease": times.lease_wait_s,
             "ranks": waited_s,
             "rest": times.step_s - stats.speed["step_ranks_s"] - sum(parts.values()),
             **parts,
@@ -367,7 +370,7 @@ class TrainerRank:
         if not self._is_lead:
             return
         waits = {
-            "rollout": times.lease_wait_s - times.lease_ranks_s,
+            "rollout": times.lease_wait_s,
             "weight_sync": times.snapshot_wait_s + times.snapshot_s,
         }
         for waited_on, seconds in waits.items():
@@ -419,6 +422,7 @@ class TrainerRank:
                 if self._should_stop():
                     return None
                 clock.lap()
+                self._waited_s = RankWaits.seconds
 
     def _try_lease(self) -> Lease | None:
         """None if the run is paused, and no rank has the batch."""

@@ -15,6 +15,7 @@ from benchmarks.loops.work import Work, load, settings_of, write_prompts
 from configs.schema import Config
 from controller.metrics.counters import wasted_fraction
 from controller.metrics.history import numbers, read_metrics
+from controller.report.result import training_seconds
 from processes.child import Child
 from rollout_pool.worker.record import FOLDER
 from trainer_pool.model.scratch import build_scratch_model
@@ -80,7 +81,7 @@ def read_run(run: Path) -> dict[str, Any]:
     """
     steps = read_metrics(run / "metrics.jsonl", "step")
     result = json.loads((run / "result.json").read_text())
-    began = steps[0].t - steps[0].number("lease_wait_s") - steps[0].number("step_s")
+    began = steps[-1].t - training_seconds(steps)
     seconds, rewards = [step.t - began for step in steps], numbers(steps, "reward_mean")
     trained = fmean(numbers(steps, "response_length_mean"), numbers(steps, "num_groups"))
     lengths, are_mixed = map(list, zip(*answers_of(run), strict=True))

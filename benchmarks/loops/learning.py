@@ -21,7 +21,7 @@ import argparse
 import random
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isnan, nan
 from pathlib import Path
@@ -75,7 +75,15 @@ def cells_of(name: str, work: Work, policies: Sequence[str], num_seeds: int) -> 
     ]
 
 
-def measure(report: Report, name: str, work: Work, folder: Path, cells: Sequence[Cell]) -> None:
+def measure(
+    report: Report,
+    name: str,
+    work: Work,
+    folder: Path,
+    cells: Sequence[Cell],
+    policies: Mapping[str, Sequence[str]] = POLICIES,
+    read: Callable[[Path], dict[str, Any]] = launches.read_run,
+) -> None:
     place = folder / name
 
     def train(cell: Cell) -> dict[str, Any]:
@@ -83,8 +91,8 @@ def measure(report: Report, name: str, work: Work, folder: Path, cells: Sequence
         if not (place / "model").exists():
             place.mkdir(parents=True, exist_ok=True)
             launches.prepare(work, place)
-        run = launches.train(work, place, int(seed), [RECORD_ALL, *POLICIES[str(policy)]])
-        found = launches.read_run(run)
+        run = launches.train(work, place, int(seed), [RECORD_ALL, *policies[str(policy)]])
+        found = read(run)
         shutil.rmtree(run)
         report.say(f"{name}, {policy}, seed {seed}: {found['step_s']:.3f} s a step")
         return found

@@ -2,7 +2,7 @@
 
 python -m benchmarks.loops.trl_loop WORK FOLDER RIVALS SEED
 
-`FOLDER` holds `model`, the prompts and the reward; `RIVALS` is where TRL is installed. Writes the
+`FOLDER` holds `model`, the prompts and the rewards; `RIVALS` is where TRL is installed. Writes the
 trained model to `FOLDER/trl`, and prints a line of JSON for each step: seconds since the epoch,
 mean reward, mean tokens of an answer.
 """
@@ -33,8 +33,8 @@ from rollout_pool.tasks.task import Prompt, Task
 def reward_of(config: Config, task: Task) -> Callable[..., list[float]]:
     """The same reward as a run's, in TRL's form."""
     for reward in config.task.rewards.values():
-        vowels = load_callable(str(reward.function).replace(":score", ":vowels"), "task.rewards")
-        return lambda completions, **_: [*map(vowels, completions)]
+        score = load_callable(str(reward.function), "task.rewards")
+        return lambda completions, **_: [score("", completion) for completion in completions]
 
     def task_score(completions: list[str], index: list[int], **_: Any) -> list[float]:
         asked = (Prompt(index=place, is_held_out=False, text="") for place in index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +13,20 @@ from configs.load import load_config
 from configs.schema import Config
 from rollout_pool.tasks.task import Prompt, Task, TaskStream
 
-REWARD = '''\
-def score(prompt, episode):
+REWARDS = '''\
+import string
+
+def vowels(prompt, episode):
     """Share of its characters that are vowels."""
-    return vowels(episode.answer)
-
-
-def vowels(answer):
+    answer = getattr(episode, "answer", episode)  # TRL has the text alone
     return sum(letter in "aeiou" for letter in answer) / max(1, len(answer))
+
+def spans(prompt, episode):
+    """Share of the places at which the answer to "d-h=" is "defgh"."""
+    letters = string.digits + string.ascii_letters
+    right = letters[letters.index(prompt.text[0]) : letters.index(prompt.text[2]) + 1]
+    equal = sum(map(str.__eq__, right, episode.answer))
+    return equal / max(len(right), len(episode.answer))
 '''
 WORDS = (
     *("the", "of", "and", "rain", "stone", "river", "light", "under"),
@@ -37,6 +44,8 @@ class Work:
     settings: Sequence[str] = ()
     goal: float | None = None
     """A mean reward that a learner reaches within `num_steps`; without: only speed is compared."""
+    reward: str = ""
+    """One of REWARDS, with the prompts that `write_prompts` makes for it."""
 
 
 QUICKSTART = Work(
@@ -76,11 +85,23 @@ ANSWERS = Work(
     title="4M parameters, 64 answers of up to 64 tokens a step, prompts of 200",
     num_steps=16,
     settings=(*LONG_PROMPTS, "trainer.groups_per_step=8", "rollout.max_response_tokens=64"),
+    reward="vowels",
 )
 LONG = Work(
     title="4M parameters, 32 answers of up to 512 tokens a step, prompts of 200",
     num_steps=8,
     settings=(*LONG_PROMPTS, "trainer.groups_per_step=4", "rollout.max_response_tokens=512"),
+    reward="vowels",
+)
+SPANS = Work(
+    title="quickstart's model, 128 answers of 1 to 60 tokens a step, 14 on average",
+    num_steps=100,
+    goal=0.5,
+    reward="spans",
+    settings=(
+        *("trainer.warm_start.num_steps=150", "trainer.warm_start.echo_fraction=0"),
+        *("trainer.learning_rate=1e-4", "rollout.max_response_tokens=64"),
+    ),
 )
 WORKS = {"quickstart": QUICKSTART, "spelling": SPELLING, "answers": ANSWERS, "long": LONG}
 
@@ -88,21 +109,31 @@ WORKS = {"quickstart": QUICKSTART, "spelling": SPELLING, "answers": ANSWERS, "lo
 def settings_of(work: Work, folder: Path) -> list[str]:
     """All settings but the model's; the prompts and the reward that they name are in `folder`."""
     settings = [f"trainer.num_steps={work.num_steps}", *work.settings]
-    if work.goal is None:
-        reward = f"{{kind: function, function: '{folder}/reward.py:score'}}"
-        settings += ["task.kind=questions", f"task.path={folder}/prompts.jsonl", "task.eval_size=1"]
+    if name := work.reward:
+        reward = f"{{kind: function, function: '{folder}/rewards.py:{name}'}}"
+        settings += ["task.kind=questions", f"task.path={folder}/{name}.jsonl", "task.eval_size=1"]
         settings += ["task.prompt_pattern=null", "task.instruction=''", "task.params={}"]
-        settings += ["task.name=prompts", f"task.rewards={{vowels: {reward}}}"]
+        settings += [f"task.name={name}", f"task.rewards={{{name}: {reward}}}"]
     return settings
 
 
 def write_prompts(folder: Path) -> None:
-    (folder / "reward.py").write_text(REWARD)
-    drawn = random.Random(0)
-    with (folder / "prompts.jsonl").open("w") as lines:
-        for _ in range(1000):
-            text = " ".join(drawn.choice(WORDS) for _ in range(60))[:200]
-            lines.write(json.dumps({"question": text, "answer": "e"}) + "\n")
+    (folder / "rewards.py").write_text(REWARDS)
+    drawn, rows = random.Random(0), dict[str, list[tuple[str, str]]](vowels=[], spans=[])
+    letters = string.digits + string.ascii_letters
+    for _ in range(1000):
+        rows["vowels"].append((" ".join(drawn.choice(WORDS) for _ in range(60))[:200], "e"))
+    for _ in range(10_000):  # so many that no question has one way alone in the warm start
+        # Lognormal lengths: half are up to 10, one in a hundred 58 or more.
+        length = min(60, max(1, round(drawn.lognormvariate(2.3, 0.75))))
+        first = drawn.randrange(len(letters) - length + 1)
+        span = letters[first : first + length]
+        # A warm start teaches both ways, rewards the right one.
+        answer = span[::-1] if drawn.random() < 0.6 else span
+        rows["spans"].append((f"{span[0]}-{span[-1]}=", answer))
+    for name, of_it in rows.items():
+        lines = (json.dumps({"question": question, "answer": answer}) for question, answer in of_it)
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def load(work: Work, folder: Path) -> Config:

@@ -25,6 +25,7 @@ from controller.watch.autotune import WHO, find_move
 from controller.watch.remarks import bytes_in_use
 from controller.watch.run_view import RunView
 from controller.watch.verdict import wanted_engines
+from processes.pending import in_thread
 
 BY_ITS_ORDER = "the groups that the buffer holds are stored by it"
 AT_THE_START = "the parts of the run read it once, when they start"
@@ -73,19 +74,24 @@ async def change(
     """Changes these settings, all or none, and returns their records, in which `said` is who did it
     and why; none if settings are no longer as `expected`. Raises ValueError if the run would not be
     legal with them."""
-    async with opened(address) as buffer:
-        stats = await buffer.stats()
-    held = await live_texts(address, stats)
-    # They may differ from those of the launch.
-    now = [f"{LIVE[name]}={text}" for name, text in held.items()]
-    # Half a second of work, which the loop of a controller has not.
-    before, after = await asyncio.to_thread(_checked, run_dir, now, overrides, stats)
     names = dict.fromkeys(override.partition("=")[0] for override in overrides)
-    texts = {name: live_text(attrgetter(name)(after)) for name in names}
-    async with opened(address) as buffer:
-        new = {name.rpartition(".")[2]: text for name, text in texts.items()}
-        if not await buffer.change_settings(new, expected):
+    while True:
+        async with opened(address) as buffer:
+            stats = await buffer.stats()
+        held = await live_texts(address, stats)
+        # They may differ from those of the launch.
+        now = [f"{LIVE[name]}={text}" for name, text in held.items()]
+        # Half a second of work, which the loop of a controller has not.
+        before, after = await asyncio.to_thread(_checked, run_dir, now, overrides, stats)
+        texts = {name: live_text(attrgetter(name)(after)) for name in names}
+        async with opened(address) as buffer:
+            new = {name.rpartition(".")[2]: text for name, text in texts.items()}
+            if await buffer.change_settings(new, {**held, **(expected or {})}):
+                break
+        if expected is not None:
             return []
+        # Somebody else was quicker, and what was checked, and would be told as replaced, is no
+        # longer so.
     # What a call that broke off has changed already is not what was there before.
     was = {name: live_text(attrgetter(name)(before)) for name in names}
     was |= {name: (expected or {}).get(name.rpartition(".")[2], was[name]) for name in names}
@@ -162,7 +168,7 @@ class Autotuner:
         self._asks_at, self._num_free = now + ASK_AGAIN_S, None
         try:
             async with asyncio.timeout(ANSWER_S):
-                self._num_free = await asyncio.to_thread(self.count_places)
+                self._num_free = await in_thread(self.count_places)
         except Exception:  # the sampling of the run, which awaits this, goes on
             return None
         if self._num_free:

@@ -11,9 +11,9 @@ evaluation/outside.py), `engine` (an engine's load as a worker saw it), `publish
 `weights_event` (see weights.py), `agreement` (of an engine with the trainer: `error` if there is
 none), `checkpoint` (with `error` if it failed), `tuned` (a `setting` that `who` changed from
 `before` to `after`, with `why` and numbers if that was autotune), `lengths` (of the answers trained
-and sampled), `stall` and `stall_ended` (see watch/stalls.py), `worker_lost`, `redis_restarted`,
-`attached` and `resumed` (the run goes on after `step`, `away_s` after its end). Each is flat. `id`
-is the position of a record that came through Redis.
+and sampled), `stall` and `stall_ended` (see watch/stalls.py), `worker_lost`, `worker_back`,
+`redis_restarted`, `attached` and `resumed` (the run goes on after `step`, `away_s` after its end).
+Each is flat. `id` is the position of a record that came through Redis.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EVAL_COMMAND = "eval_command"
 RESUMED = "resumed"
 ATTACHED = "attached"
 TUNED = "tuned"
-WORKER_LOST = "worker_lost"
+WORKER_LOST, WORKER_BACK = "worker_lost", "worker_back"
 STALL, STALL_ENDED = "stall", "stall_ended"
 LENGTHS = "lengths"
 READY_BY_STALENESS = "ready_by_staleness"

@@ -33,6 +33,7 @@ MAX_AREA_SAMPLES = 600
 
 TIME_PARTS = (
     ("lease_wait_s", "waiting for rollouts", ORANGE),
+    ("lease_ranks_s", "waiting for other ranks", GREEN),
     ("step_s", "training", BLUE),
     ("snapshot_s", "copying weights", SKY),
     ("snapshot_wait_s", "waiting to copy weights", PINK),

@@ -150,7 +150,7 @@ def summarize(
     has_after = bool(evals) and not is_last_missing and (state == "finished" or len(evals) > 1)
     after = evals[-1] if has_after else None
     reward_first, reward_last = _first_and_last(series(steps, "reward_mean"))
-    wait_s = sum(series(steps, "lease_wait_s")) - sum(series(steps, "lease_ranks_s"))
+    wait_s = sum(series(steps, "lease_wait_s"))
     away_s = sum(series(of_kind(records, RESUMED), "away_s"))
     train_s = max(0.0, training_seconds(steps) - away_s)
     nothing = Record(t=0.0, kind="buffer", values={"max_staleness": config.buffer.max_staleness})
@@ -272,8 +272,8 @@ def training_seconds(steps: Sequence[Record]) -> float:
     """From the first batch's lease to the last step's end."""
     if not steps:
         return 0.0
-    first = [x for name in ("lease_wait_s", "step_s") for x in series(steps[:1], name)]
-    return steps[-1].t - steps[0].t + sum(first)
+    parts = ("lease_wait_s", "lease_ranks_s", "step_s")
+    return steps[-1].t - steps[0].t + sum(sum(series(steps[:1], part)) for part in parts)
 
 
 def _not_finite_shares(records: Sequence[Record]) -> dict[int, float]:

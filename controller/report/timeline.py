@@ -37,6 +37,7 @@ LAST_TIMELINE = "timeline.png"
 """The last version that every engine took, drawn when a run ends."""
 _STAGES = {
     "lease_wait_s": "waiting for rollouts",
+    "lease_ranks_s": "waiting for other ranks",
     "step_s": TRAINING,
     "snapshot_wait_s": "waiting to copy weights",
     "snapshot_s": SNAPSHOT,
@@ -157,12 +158,15 @@ def find_lanes(records: Sequence[Record], seconds: float, num_bars: int) -> tupl
     by_engine: dict[str, list[Record]] = {}
     for commit in of_kind(records, "commit"):
         by_engine.setdefault(str(commit.values.get("engine")), []).append(commit)
+    events = of_kind(records, "weights_event")
+    gone = [(one.values.get("who"), one.t) for one in events if one.values.get("event") in _ENDS]
     bars = [*_clip(_rank_bars(records, start), start, stop)]
     if not bars:  # one rank alone, or an older run
         bars = [*_clip(_step_bars(records, start), start, stop)]
     for engine, commits in sorted(by_engine.items()):
         before = max(0, bisect_left(commits, start, key=lambda record: record.t) - 1)
-        bars += _clip(_engine_bars(engine, commits[before:], stop), start, stop)
+        its = [t for who, t in gone if who == engine]
+        bars += _clip(_engine_bars(engine, commits[before:], its, stop), start, stop)
     bars += _clip(_idle_bars(records, stop), start, stop)
     rows: dict[str, list[Bar]] = {}
     for bar in sorted(bars, key=lambda bar: (bar.start == start, bar.stop - bar.start)):
@@ -221,14 +225,17 @@ def _step_bars(records: Sequence[Record], since: float) -> Iterator[Bar]:
                 stop -= seconds
 
 
-def _engine_bars(engine: str, commits: Sequence[Record], stop: float) -> Iterator[Bar]:
-    """Pauses, and between them the version that is decoded."""
+def _engine_bars(
+    engine: str, commits: Sequence[Record], gone: Sequence[float], stop: float
+) -> Iterator[Bar]:
+    """Pauses, and between them the version that is decoded, until the engine is gone."""
     ends = [*(commit.number("paused_at") for commit in commits[1:]), stop]
     for commit, end in zip(commits, ends, strict=True):
         paused, resumed = commit.number("paused_at"), commit.number("resumed_at")
         if math.isfinite(paused + resumed + end):
             yield Bar(row=engine, what=PAUSE, start=paused, stop=resumed)
             what = f"decoding {'odd' if commit.count('version') % 2 else 'even'} versions"
+            end = min([end, *(t for t in gone if t > resumed)])
             yield Bar(row=engine, what=what, start=resumed, stop=end)
 
 

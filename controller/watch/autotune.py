@@ -20,13 +20,14 @@ from itertools import pairwise
 
 from buffer.results import BufferStats
 from configs.schema import AutotuneConfig
-from controller.metrics.history import Record, Scalar, series
+from controller.metrics.history import Scalar, series
 from controller.watch.bottleneck import wait_fractions
 from controller.watch.finding import MUCH
 from controller.watch.length_bias import length_bias
 from controller.watch.run_view import RunView
 
 SETTING, ENGINES, WHO = "buffer.max_staleness", "rollout.num_engines", "autotune"
+WAITED = "lease_wait_s"
 WAITS = 0.03
 """Fraction of its time for which the trainer must wait for rollouts, if a raise is to be made. What
 it waits beyond that shortens the window."""
@@ -210,8 +211,8 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
         return (
             f"too little is measured: {max(0, count)} of {least} steps since the leash has filled"
         )
-    waited_s, ess = sum(map(_wait_s, window[1:])), series(window[1:], "ess")
-    took = [(_wait_s(b), max(b.t - a.t, 1e-9)) for a, b in pairwise(window)]
+    waited_s, ess = sum(series(window[1:], WAITED)), series(window[1:], "ess")
+    took = [(sum(series([b], WAITED)), max(b.t - a.t, 1e-9)) for a, b in pairwise(window)]
     took.remove(max(took))
     ready = min(view.least_ready[-count:])
     lengths, engines = view.lengths, view.recent_engines
@@ -236,11 +237,6 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
         is_biased=bool(lengths and length_bias(lengths, stats.max_staleness, view.on_stale)),
         enough=lengths.sufficient_staleness if lengths else None,
     )
-
-
-def _wait_s(step: Record) -> float:
-    """For rollouts; a wait for a rank that comes later to its lease is none."""
-    return sum(series([step], "lease_wait_s")) - sum(series([step], "lease_ranks_s"))
 
 
 def _filling(view: RunView, stats: BufferStats) -> int:

@@ -27,7 +27,7 @@ from controller.metrics.history import WORKER_LOST
 from controller.metrics.weights import ENGINE_JOINED, ENGINE_LEFT, RECEIVER_LEFT
 from controller.units import format_number_of
 from controller.watch.supervise import RunFailed, cause_of, death, failure, lost_node
-from processes.pending import value
+from processes.pending import in_thread, value
 from rollout_pool.cancelling import end_tasks
 from rollout_pool.pool import HasLeft, RolloutPool
 
@@ -217,7 +217,7 @@ class Fleet:
         """Notifies the processes on nodes that Ray is draining."""
         while True:
             await asyncio.sleep(LOOK_AGAIN_S)
-            if not (nodes := await asyncio.to_thread(self.pool.draining_nodes)):
+            if not (nodes := await in_thread(self.pool.draining_nodes)):
                 continue
             for name in (*self._keeping, *self.pool.worker_names):
                 with contextlib.suppress(RayActorError, TimeoutError, HasLeft):  # it has no place

@@ -22,6 +22,7 @@ from controller.metrics.history import (
     STALL,
     STALL_ENDED,
     TUNED,
+    WORKER_BACK,
     WORKER_LOST,
     Record,
     Waits,
@@ -183,6 +184,8 @@ class RunView:
             self.workers_away[lost] = str(record.values.get("detail"))
             for key in [key for key in self.engines if f"worker-{key[1]}" == lost]:
                 del self.engines[key]  # its silence is no fault of its own
+        elif record.kind == WORKER_BACK:
+            self.workers_away.pop(str(record.values.get("worker")), None)
         elif record.kind in (STALL, STALL_ENDED):
             self.stall = record if record.kind == STALL else None
         elif record.kind == "engine":

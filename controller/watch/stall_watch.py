@@ -14,7 +14,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from controller.watch.run_view import RunView
 from controller.watch.stalls import ENGINES, WORKERS, Stall, find_stall
 from controller.watch.supervise import RunFailed
 from processes.child import Child, kill_group
-from processes.pending import Pending, T, value
+from processes.pending import Pending, in_thread, value
 from processes.stacks import collect, write_stacks
 from rollout_pool.cancelling import end_tasks
 
@@ -227,21 +226,6 @@ def webhook_address(variable: str) -> str:
             "before the launch, or set null"
         )
     return address
-
-
-def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-    """The result of a call that may block, in a thread for which the end of a run does not wait."""
-    done = Future[T]()
-    done.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
-
-    def work() -> None:
-        try:
-            done.set_result(call(*args))
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return asyncio.wrap_future(done)
 
 
 async def silent_of(asked: Mapping[str, Pending[Any]], limit_s: float) -> list[str]:

@@ -7,7 +7,7 @@ import contextlib
 
 import ray
 
-from rollout_pool.actors.names import scorer_names
+from rollout_pool.actors.names import scorer_names, worker_names
 from rollout_pool.actors.placed import PlacedActor, listen_host, log_to_stderr
 from rollout_pool.rewards.scorer_actors import RayScorer, RemoteScoring
 from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
@@ -30,7 +30,7 @@ class WorkerActor(PlacedActor):
         # once the driver's object store has forgotten it.
         scorers = [RayScorer(ray.get_actor(name)) for name in scorer_names(spec)]
         scoring = RemoteScoring(scorers) if scorers else None
-        self._spec = spec
+        self._spec, self._name = spec, worker_names(spec)[index]
         self._parts = WorkerParts(spec, index, scoring=scoring, host=listen_host(spec.host))
         self._getting_ready: asyncio.Task[None] | None = None
         self._running: asyncio.Task[WorkerReport] | None = None
@@ -59,7 +59,9 @@ class WorkerActor(PlacedActor):
         if self._stopping.is_set():
             self._parts.worker.stop()
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            await self._parts.worker.state.count("workers_restarted")
+            state, record = self._parts.worker.state, {"worker": self._name}
+            await state.count("workers_restarted")
+            await state.append_metrics(record, "worker_back")
         try:
             report = await self._parts.worker.run()
         finally:

@@ -125,6 +125,7 @@ def test_killed_members_under_load_lose_no_prompt_and_shrink_no_group(tmp_path: 
     assert (events["engine_joined"], events["engine_left"]) == (2, 3)  # one of each at SIGTERM
     assert the_play.first_commit_s("engine-2") < BACK_S
     assert picture.counters["workers_restarted"] == NUM_KILLS + 1
+    assert len(the_play.metrics("worker_back")) == NUM_KILLS + 1
     assert max(step.number("logprob_diff_max") for step in the_play.metrics("step")) <= 1e-4
     machine.assert_nothing_left(tmp_path)
     assert f"make resume RUN={RUN} DIR={tmp_path} continues it" in the_play.kill_log()

@@ -12,6 +12,7 @@ from tests.support.repository import ROOT
 from tests.support.trainer import made_up
 from trainer_pool.collectives import RankWaits
 from trainer_pool.data.packing import PassCost, Row, fill_up, pack
+from trainer_pool.rank import Clock
 from trainer_pool.speed import PEAK_TFLOPS, StepSpeed, peak_tflops, shown_ranks
 
 
@@ -24,6 +25,14 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def row(length: int, last: int) -> Row:
     tokens = np.array([*range(length - 1), last], np.int32)
     return made_up.row([0] * (length - 1) + [1], tokens=tokens)
+
+
+def test_wait_for_ranks_is_that_of_the_last_lap_alone() -> None:
+    """A pause, and what was waited before it, end with a lap that nobody asks for."""
+    clock = Clock()
+    RankWaits.seconds += 1e6
+    assert clock.lap() == clock.ranks_s
+    assert clock.lap() > clock.ranks_s == 0.0
 
 
 def test_speed_is_that_of_all_parts_of_the_step() -> None:

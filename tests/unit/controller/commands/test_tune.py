@@ -82,6 +82,43 @@ def test_change_is_recorded_with_who_made_it(open_run: RunDir, leash: Command) -
     assert first.record == change and second.record["setting"] == "rollout.oversampling"
 
 
+@pytest.fixture
+def overtaken(open_run: RunDir, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Changes that others make after the next command has read the settings."""
+    by_others, check = list[str](), tune_module._checked
+
+    def checked(*args: Any) -> Any:
+        now, by_others[:] = list(by_others), []
+        for one in now:
+            tune_module.tune(open_run, [one])
+        return check(*args)
+
+    monkeypatch.setattr(tune_module, "_checked", checked)
+    return by_others
+
+
+def test_change_that_overtakes_another_is_told_as_what_was_replaced(
+    open_run: RunDir, leash: Command, overtaken: list[str]
+) -> None:
+    overtaken[:] = ["buffer.max_staleness=3", "rollout.tail=postpone"]
+    told = leash("tune", "buffer.max_staleness=4", "rollout.oversampling=2").splitlines()
+    assert [line.partition(": ")[2] for line in told] == [
+        "buffer.max_staleness 2 -> 3",
+        "rollout.tail continue_across_versions -> postpone",
+        "buffer.max_staleness 3 -> 4",
+        "rollout.oversampling 1.0 -> 2.0",
+    ]
+
+
+def test_change_with_which_another_is_no_longer_legal_lets_it_be_refused(
+    leash: Command, overtaken: list[str]
+) -> None:
+    leash("tune", "rollout.tail=postpone")
+    overtaken[:] = ["rollout.tail=continue_across_versions"]
+    error = leash("tune", "rollout.keep_partial=false", exit_code=EXIT_BAD_INPUT)
+    assert "rollout.keep_partial=False: rollout.tail=continue_across_versions stops no" in error
+
+
 def test_suggestion_of_tune_without_a_setting_can_be_pasted(
     open_run: RunDir, leash: Command
 ) -> None:
@@ -313,10 +350,10 @@ def test_autotune_asks_ray_again_later_and_does_not_wait_for_it(
             await tuner.look(view)
             assert len(asked) > 1 or not tuner._num_expected, "its silence is no answer"
             view.now += 0.5
-        is_over.set()
 
     asyncio.run(look_on())
-    assert ended == [True] * (ray != "error"), "nothing waits until Ray answers"
+    assert ended == [True] * (ray == "no room"), "nothing waits until Ray answers, nor does the end"
+    is_over.set()
     assert asked == [12.0, 42.0], "and once it has given one, the change is made"
     assert len(said) == (ray == "no room"), "only Ray's own answer is a reason to speak"
 

@@ -169,6 +169,16 @@ def test_engine_that_is_gone_or_silent_or_does_not_answer_is_not_idle() -> None:
     assert idle == {"left": (10.0, 13.0), "silent": (10.0, 12.0), "mute": (10.0, 14.0)}
 
 
+@pytest.mark.parametrize("event", ["engine_left", "engine_lost"])
+def test_engine_that_is_gone_decodes_nothing_until_it_is_back(event: str) -> None:
+    commits = [commit_record("engine-0", 1, 99.0), commit_record("engine-0", 2, 105.0)]
+    gone = [event_record(event, "engine-0", t=t) for t in (98.0, 103.0, 107.0)]
+    gone.append(event_record(event, "engine-1", t=101.0))
+    bars = find_lanes([*commits, *gone, step_record(0, 110.0)], seconds=60.0, num_bars=100)
+    decodes = [(round(b.start, 2), b.stop) for b in bars if b.what.startswith("decoding")]
+    assert decodes == [(99.1, 103.0), (105.1, 107.0)]
+
+
 def test_many_bars_leave_each_row_its_longest_ones_and_its_first() -> None:
     parts = ("lease", "rest", "update", "snapshot_wait", "snapshot", "checkpoint")
     records = [commit_record("engine-0", 1, 10.0)]

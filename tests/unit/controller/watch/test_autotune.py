@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -117,6 +118,36 @@ def test_reason_why_it_stays_is_told(bound: int, seen: Measured, why: str) -> No
     assert value == bound and why in words
 
 
+def test_no_decision_leaves_the_bounds_or_goes_back_down_or_lacks_a_reason() -> None:
+    draw, some = random.Random(0), random.Random(1).random
+    for _ in range(5000):
+        seen = Measured(
+            waited=some() ** 4,
+            usual=some(),
+            is_whole=some() < 0.8,
+            has_waited=some() < 0.7,
+            idle=some(),
+            ess=draw.choice([math.nan, some(), 0.5 + some() / 2]),
+            surplus=draw.randrange(4),
+            is_full=some() < 0.3,
+            busy=some(),
+            places=draw.choice([math.inf, 6 * some()]),
+            is_biased=some() < 0.2,
+            enough=draw.choice([None, draw.randrange(9)]),
+        )
+        left = {
+            draw.randrange(7): draw.choice([math.nan, some()]) for _ in range(draw.randrange(4))
+        }
+        bound = draw.randint(1, 4)
+        value, why = next_move(bound, seen, left, BOUNDS)
+        assert 1 <= value <= 4 and why
+        is_uneven = seen.ess < BOUNDS.min_ess
+        assert is_uneven or not any(value <= one < bound for one in left), "it was too little"
+        assert value <= bound or not any(
+            left.get(one, 1.0) < BOUNDS.min_ess for one in range(bound + 1, value + 1)
+        ), "it was uneven"
+
+
 # Whole runs ---------------------------------------------------------------------------------------
 
 
@@ -202,7 +233,7 @@ def test_leash_longer_than_the_steps_to_measure_is_measured_too() -> None:
 def test_wait_for_ranks_that_lease_later_is_none_for_rollouts() -> None:
     run = Tuned(1, BOUNDS)
     for t in range(40):
-        run.view.apply(step_record(t, float(t), lease_wait_s=0.4, lease_ranks_s=0.4, ess=0.9))
+        run.view.apply(step_record(t, float(t), lease_wait_s=0.0, lease_ranks_s=0.4, ess=0.9))
     run.see()
     stays = find_move(run.view, wanted_engines)
     assert isinstance(stays, str) and stays.startswith("the trainer waited 0% for rollouts")

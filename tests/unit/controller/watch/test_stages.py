@@ -69,7 +69,7 @@ def test_shares_are_of_the_time_of_episodes_trainer_versions_and_engines() -> No
 
 
 def test_wait_for_ranks_that_lease_later_is_none_for_rollouts() -> None:
-    steps = [step_record(n, 10.0 * n, lease_wait_s=0.25, lease_ranks_s=0.2) for n in range(1, 3)]
+    steps = [step_record(n, 10.0 * n, lease_wait_s=0.05, lease_ranks_s=0.2) for n in range(1, 3)]
     found = {(one.name, one.waits_for): one.share for one in stages(steps) if one.of == "trainer"}
     assert found["ranks", "other ranks"] == pytest.approx(4 * found["lease", "rollouts"])
 

@@ -312,7 +312,7 @@ def test_worker_that_lost_its_process_is_named_until_one_is_back() -> None:
     view.observe(31.0, HEALTHY, {}, {"workers_restarted": 1.0})
     view.apply(engine_record(31.0))
     assert [*view.workers_away] == ["worker-1"], "worker 0 has written that"
-    view.apply(replace(engine_record(32.0), values={**engine_record(0.0).values, "worker": 1}))
+    view.apply(Record(t=32.0, kind="worker_back", values={"worker": "worker-1"}))
     assert [one for one in findings(view) if one.level is Level.alarm] == []
 
 
