@@ -440,6 +440,13 @@ def _to_schema(composed: DictConfig) -> Config:
         # OmegaConf rejects a scalar here as well, but does not say where.
         if not (section is None or isinstance(section, DictConfig) or name in FUNCTION_SETTINGS):
             raise ConfigError(f"{name}={section!r}: is a section; set its settings one by one")
+    for setting in all_settings():
+        if setting.annotation in (str, list[str]) and not setting.name.startswith("algorithm."):
+            given = OmegaConf.select(composed, setting.name)
+            words = given if isinstance(given, ListConfig) else [given]
+            if any(isinstance(word, bool) for word in words):
+                fix = "expected text, and YAML takes yes, no, on and off for these: quote them"
+                raise ConfigError(f"{setting.name}={given!r}: {fix}")
     try:
         config = OmegaConf.to_object(_merged(composed))
     except OmegaConfBaseException as error:
@@ -527,7 +534,7 @@ def _function(base: type[FunctionConfig], given: object, place: str) -> DictConf
 
 
 def _explain(error: OmegaConfBaseException, composed: DictConfig, prefix: str = "") -> str:
-    name = f"{prefix}{error.full_key or ''}"
+    name = re.sub(r"\[\d+\]$", "", f"{prefix}{error.full_key or ''}")  # one of a list
     setting = setting_named(name) or named_setting(name)
     if setting is not None:
         value = OmegaConf.select(composed, name.removeprefix(prefix))

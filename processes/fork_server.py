@@ -277,13 +277,14 @@ class _Server:
             (length,) = _NUMBER.unpack(size)
             data = connection.recv(length, socket.MSG_WAITALL)
             request = _Request(**json.loads(data))
-        except (OSError, TypeError, ValueError, struct.error) as error:  # who asked has died
-            print(f"a request was cut off: {error}", file=sys.stderr, flush=True)
+            pid = os.fork()
+        except (OSError, TypeError, ValueError, struct.error) as error:
+            # Who asked has died, or the host has no process to spare.
+            print(f"a request was not served: {error}", file=sys.stderr, flush=True)
             connection.close()
             for stream in streams:
                 os.close(stream)
             return None
-        pid = os.fork()
         if pid == 0:
             self._leave(selector)
             _take_over(request, streams)

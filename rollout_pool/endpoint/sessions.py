@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -29,6 +28,7 @@ from rollout_pool.endpoint.pending_completion import RETRY_GRACE_S, PendingCompl
 from rollout_pool.episodes.conversation import Chat, Message, ToolSpec
 from rollout_pool.episodes.episode import (
     HEEDS_INTERRUPT_S,
+    MAX_REWARD,
     Branch,
     Episode,
     EpisodeClock,
@@ -77,8 +77,8 @@ class Outcome:
     def __post_init__(self) -> None:
         of_roles = (*self.rewards.items(), *self.advantages.items())
         for name, value in (("reward", self.reward), *self.parts.items(), *of_roles):
-            if value is not None and not math.isfinite(value):
-                raise ValueError(f"{name}={value}: a reward must be a finite number")
+            if value is not None and not abs(value) < MAX_REWARD:
+                raise ValueError(f"{name}={value}: a reward must be a finite number, below 1e30")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -186,6 +186,8 @@ class EpisodeRequest:
         return True
 
 
+MAX_REWARD = 1e30
+"""The squares of larger ones, or their advantages in float32, would be infinite."""
 MAX_PARTS = 100
 """Named parts of a reward that a program or a service gives; each becomes a metric."""
 MAX_PART_CHARS = 200

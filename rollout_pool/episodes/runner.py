@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -26,6 +25,7 @@ from rollout_pool.episodes.conversation import Chat, Completion, Message, ToolSp
 from rollout_pool.episodes.environment import Env, Observation, SingleTurn, Step
 from rollout_pool.episodes.episode import (
     HEEDS_INTERRUPT_S,
+    MAX_REWARD,
     ROLE,
     Branch,
     Episode,
@@ -338,6 +338,6 @@ class _Progress:
 
 def _finite(value: float, name: str) -> float:
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"the environment's {name} is {number}; it must be finite")
+    if not abs(number) < MAX_REWARD:
+        raise ValueError(f"the environment's {name} is {number}; it must be finite, below 1e30")
     return number

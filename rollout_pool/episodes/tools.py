@@ -17,6 +17,8 @@ import json
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from rollout_pool.cancelling import contained
@@ -35,6 +37,8 @@ MAX_RESULT_CHARS = 8192
 """A longer result is cut in the middle."""
 MAX_CALLS = 16
 """Per completion; further calls are not run."""
+_THREADS = ThreadPoolExecutor(256, "tool")
+"""Apart from asyncio's few, which the worker needs: one that hangs keeps its thread for ever."""
 
 
 class ToolEnv:
@@ -171,7 +175,8 @@ def function_tool(function: Callable[..., Any], setting: str) -> Tool:
         if inspect.iscoroutinefunction(function):
             result = await function(*bound.args, **bound.kwargs)
         else:
-            result = await asyncio.to_thread(in_thread, *bound.args, **bound.kwargs)
+            call = partial(in_thread, *bound.args, **bound.kwargs)
+            result = await asyncio.get_running_loop().run_in_executor(_THREADS, call)
         if isinstance(result, str):
             return result
         return json.dumps(result, ensure_ascii=False, default=str)

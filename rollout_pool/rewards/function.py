@@ -13,6 +13,7 @@ from typing import Any, SupportsFloat
 from configs.choices import RewardScope
 from configs.rollout_schema import RewardConfig, TaskConfig
 from host.user_code import load_callable
+from rollout_pool.episodes.episode import MAX_REWARD
 from rollout_pool.rewards.reward import PartScorer, Reward
 from rollout_pool.tasks.task import Task, load_user_function, signature_of
 
@@ -108,10 +109,10 @@ def as_reward(given: object, what: str) -> float | None:
         reward = float(given) if isinstance(given, SupportsFloat) else math.nan
     except (TypeError, ValueError, OverflowError):  # an array of several numbers, or a huge one
         reward = math.nan
-    if not math.isfinite(reward):
+    if not abs(reward) < MAX_REWARD:
         raise BadReward(
-            f"{what}: returned {given!r:.200}, which is not a finite number; let it return an int, "
-            "a float or a bool, or None for an answer that cannot be judged"
+            f"{what}: returned {given!r:.200}, which is not a finite number below 1e30; let it "
+            "return an int, a float or a bool, or None for an answer that cannot be judged"
         )
     return reward
 

@@ -30,7 +30,7 @@ few sentences, then end with a line "Score: x"."""
 RUBRIC_PROMPT = _CASE + "{rubric}"
 _PLACES = re.compile(r"\{(prompt|answer|solution|rubric)\}")
 _NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?:\s*/\s*\d+(?:\.\d+)?)?"
-_SCORE = re.compile(rf"score\W{{0,5}}(?:is\s+)?{_NUMBER}", re.IGNORECASE)
+_SCORE = re.compile(rf"score\W{{0,5}}?(?:is\s+)?{_NUMBER}", re.IGNORECASE)
 _LAST = re.compile(_NUMBER)
 _OBJECT = re.compile(r"(?s)\s*(?:```(?:json)?\s*)?(\{.*\})\s*(?:```\s*)?")
 _LONGEST = 100_000
@@ -57,7 +57,10 @@ class Judge(RemoteService):
         }
         judgement = _content(await self.ask(body, key))
         if not rubric:
-            return PartScore(value=parse_score(judgement))
+            score = parse_score(judgement)
+            if self.config.prompt is None and not 0 <= score <= 1:  # 7/10 beside 0.7 misleads
+                raise RemoteFailure(f"the judge's score must be from 0 to 1: {score:g}")
+            return PartScore(value=score)
         scores = parse_rubric(judgement, rubric)
         weights = {name: one.weight for name, one in rubric.items()}
         total = sum(weight * scores[name] for name, weight in weights.items())
@@ -124,9 +127,12 @@ def parse_score(text: str) -> float:
 
 def _content(response: dict[str, object]) -> str:
     try:
-        content = response["choices"][0]["message"]["content"]  # type: ignore[index]
-    except (KeyError, IndexError, TypeError) as error:
+        choice = response["choices"][0]  # type: ignore[index]
+        content, end = choice["message"]["content"], choice.get("finish_reason")
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise RemoteFailure("the judge's response is not a chat completion") from error
+    if end == "length":  # its last number is of its reasons
+        raise RemoteFailure("the judge's reply was cut off; let its server give it more tokens")
     return content if isinstance(content, str) else ""
 
 

@@ -100,7 +100,7 @@ class RewardPool:
         """Scores one request; waits for a free process, then at most `timeout_s` for each request
         before it, and for its own."""
         if self._is_closed:
-            return PartScore(failure=CLOSED)
+            return PartScore(failure=CLOSED, is_unscored=True)
         loop = asyncio.get_running_loop()
         one = _Asked(request, loop.create_future(), time.monotonic(), self._worked_s)
         self._waiting.append(one)
@@ -141,16 +141,17 @@ class RewardPool:
         await self._tasks.end()
         await asyncio.gather(*(process.kill() for process in self._processes))
         for one in self._waiting:
-            one.end(PartScore(failure=CLOSED))
+            one.end(PartScore(failure=CLOSED, is_unscored=True))
 
     async def _score(self, process: _ScoringProcess, asked: list[_Asked]) -> None:
         """Returns the process to the pool or replaces it. If it fails, that is the doing of the
         first request without a reply; the others wait again."""
-        left, is_well = deque(asked), False
+        left, is_up, is_well = deque(asked), False, False
         try:
             if not process.is_alive:  # killed while idle, or its start failed
                 self.num_restarts += 1
                 await process.start()
+            is_up = True
             async with asyncio.timeout(self._timeout_s) as limit:
                 await process.send(*(one.request for one in left))
                 while left:
@@ -172,7 +173,9 @@ class RewardPool:
             if isinstance(error, TimeoutError):
                 self._note_work(left[0], self._timeout_s)
             failure = str(error) or f"no reward within {self._timeout_s:g} s"
-            left.popleft().end(PartScore(failure=failure, waited_s=waited_s))
+            # What cannot start, as a file that is being edited, says nothing about the completion.
+            score = PartScore(failure=failure, waited_s=waited_s, is_unscored=not is_up)
+            left.popleft().end(score)
         except Exception as error:
             if not any(one.is_alive for one in self._processes):
                 while left:  # the host can start no process: to wait again would not help

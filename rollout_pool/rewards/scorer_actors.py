@@ -77,7 +77,7 @@ class RemoteScoring:
                 return await line.ask(request)
             except ConnectionError:
                 continue
-        return PartScore(failure="the scoring actor died")
+        return PartScore(failure="the scoring actor died", is_unscored=True)
 
     async def close(self) -> None:
         await self._tasks.end()

@@ -155,12 +155,13 @@ class PromptCut:
     def __call__(self, question: str) -> str:
         if self._pattern is not None:
             match = self._pattern.search(question)
-            if match is None:
+            found = match and match[1 if self._pattern.groups else 0]
+            if not found:
                 raise ValueError(
                     f"task.prompt_pattern={self._pattern.pattern!r}: matches nothing in the "
                     f"question {question!r}"
                 )
-            question = match.group(1 if self._pattern.groups else 0)
+            question = found
         return question + self._instruction
 
 

@@ -114,10 +114,11 @@ def _lines(text: str, what: str, form: str) -> Iterator[Record]:
             place = f"{what}, line {number}"
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{place}: not JSON: {error.msg} at column {error.colno}; {form}"
-                ) from error
+            except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
+                why = str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    why = f"{error.msg} at column {error.colno}"
+                raise ValueError(f"{place}: not JSON: {why}; {form}") from error
             yield _object(record, place, form), place
 
 
@@ -126,7 +127,7 @@ def _array(text: str, what: str, form: str) -> list[Record] | None:
     text, which may be JSON Lines."""
     try:
         given = json.loads(text.removeprefix(BYTE_ORDER_MARK))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     if isinstance(given, dict) and isinstance(given.get("data"), list):
         given = given["data"]

@@ -164,6 +164,15 @@ def test_unknown_setting_without_a_near_match_is_refused_with_its_section() -> N
         ),
         ("task.params=3", "task.params=3: expected a mapping"),
         (
+            "task.stop=[yes, No]",
+            "task.stop=[True, False]: expected text, and YAML takes yes, no, on and off for these: "
+            "quote them",
+        ),
+        (
+            "run.loggers=[no]",
+            "run.loggers=[False]: expected a list, each one of tensorboard, wandb",
+        ),
+        (
             "task.rewards={a: {rubric: {brief: {weight: much}}}}",
             "task.rewards.a.rubric.brief.weight='much': expected a number, above 0",
         ),

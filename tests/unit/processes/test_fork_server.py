@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import selectors
 import signal
 import subprocess
 import sys
@@ -220,6 +221,27 @@ def test_program_that_nothing_can_fork_is_left_to_be_executed(folder: Path, wher
     elif where == "server that could not import":
         script = "breaks.py"
     assert fork_server.fork([sys.executable, script], variables, (0, 1, 2)) is None
+
+
+def test_host_without_a_process_to_spare_ends_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = fork_server._listen(tmp_path, ["wait.py"])
+    server = fork_server._Server(listener.detach(), [])
+
+    def serve() -> None:
+        connection, _ = server._listener.accept()
+        with pytest.MonkeyPatch.context() as patch, selectors.DefaultSelector() as selector:
+            patch.setattr(os, "fork", lambda: os.listdir("/no process"))  # raises OSError
+            replies.append(server._fork(connection, selector))
+
+    replies = list[object]()
+    serving = threading.Thread(target=serve)
+    serving.start()
+    assert fork_server.fork([sys.executable, "wait.py"], environment(tmp_path), (0, 1, 2)) is None
+    serving.join(60)
+    assert replies == [None]  # it goes on, and the program is executed
+    server.close()
 
 
 def test_program_that_was_asked_for_too_long_ago_is_not_forked_later(

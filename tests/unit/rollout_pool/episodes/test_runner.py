@@ -278,6 +278,7 @@ async def test_environment_that_breaks_ends_its_episode_with_what_was_sampled():
     [
         (Step(reward=float("nan")), "the environment's reward is nan"),
         (Step(info={"speed": float("inf")}), "the environment's speed is inf"),
+        (Step(reward=1e200), "the environment's reward is 1e+200; it must be finite, below 1e30"),
         (Step(reward="good"), "could not convert string to float"),
         (Step(info=None), "NoneType"),
         (TimeoutError("of mine"), "step: TimeoutError: of mine"),

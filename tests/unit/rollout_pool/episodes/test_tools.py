@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from typing import Any, Literal
 
@@ -115,6 +116,25 @@ async def test_model_sees_a_bad_call_beside_the_results_of_good_ones():
     assert said[1].startswith("error: invalid tool call: no closing brace.")
     [alone] = await results(env, bad_call="no name")
     assert "no name" in alone
+
+
+async def test_tools_that_hang_take_no_thread_that_the_worker_needs():
+    is_over = threading.Event()
+
+    def hang() -> str:
+        """Hangs."""
+        is_over.wait(300)
+        return "late"
+
+    more_than_asyncio_has = 33
+    envs = [env_with(hang, call_timeout_s=0.1) for _ in range(more_than_asyncio_has)]
+    try:
+        shown = await asyncio.gather(*(results(env, call("hang")) for env in envs))
+        assert {text for [text] in shown} == {"error: no result within 0.1 s"}
+        async with asyncio.timeout(60):
+            assert await asyncio.to_thread(lambda: "soon") == "soon"
+    finally:
+        is_over.set()
 
 
 async def test_calls_of_one_answer_are_limited():

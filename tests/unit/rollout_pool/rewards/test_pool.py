@@ -154,7 +154,7 @@ def fork_and_die(prompt, episode):
     time.sleep(600)
 
 """
-NO_NUMBER = "which is not a finite number; let it return an int, a float or a bool, "
+NO_NUMBER = "which is not a finite number below 1e30; let it return an int, a float or a bool, "
 NO_NUMBER += "or None for an answer that cannot be judged"
 NO_LIST = "which is no list of 3 rewards; let it return one for each episode, in their order"
 FUNCTIONS = (
@@ -253,7 +253,7 @@ def running(pid: int) -> bool:
 )
 async def test_bad_scorer_fails_only_its_own_sample(pool, answer, failure, num_restarts):
     bad, next_one = await asyncio.gather(pool.score(asked(answer)), pool.score(asked("ok")))
-    assert (bad.value, bad.failure) == (0.0, failure)
+    assert (bad.value, bad.failure, bad.is_unscored) == (0.0, failure, False)
     assert (next_one.value, next_one.failure) == (0.4, None)
     assert pool.num_restarts == num_restarts
 
@@ -343,6 +343,22 @@ async def test_error_of_the_host_at_a_restart_reaches_the_callers(pool, monkeypa
             assert await asyncio.gather(*asking, return_exceptions=True) == [error] * 3
         await until(lambda: pool._idle)
     assert len(starts) <= 6  # one for each request, and one after each
+    assert (await pool.score(asked("ok"))).value == 0.4
+
+
+async def test_request_for_which_no_process_starts_is_unscored(pool, monkeypatch):
+    """A file that is being edited says nothing about a completion, whose reward would be 0."""
+    [process] = pool._processes
+    await process.kill()
+
+    async def start():
+        raise ValueError("task.rewards.mine.function='mine.py:f': could not be loaded")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "start", start)
+        score = await pool.score(asked("ok"))
+        await until(lambda: pool._idle)
+    assert score.is_unscored and "could not be loaded" in score.failure
     assert (await pool.score(asked("ok"))).value == 0.4
 
 

@@ -387,7 +387,7 @@ async def test_request_that_meets_two_losses_has_no_score(spread):
     for host in hosts:
         host.is_lost = True
     score = await pool.score(b"a")
-    assert score.failure == "the scoring actor died"
+    assert score.failure == "the scoring actor died" and score.is_unscored
     for host in hosts:
         host.is_back.set()
 

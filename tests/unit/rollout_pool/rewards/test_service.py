@@ -338,6 +338,9 @@ async def test_judge_prompt_defaults_to_a_score_from_0_to_1(service, judge):
         ("I give it 4, no, 6.", 6.0),
         ("9 / 10", 9.0),
         ("-1.5", -1.5),
+        ("Score: -1", -1.0),
+        ("**Score:** -0.5/1", -0.5),
+        ("Score - 5", 5.0),
         ("the score is .25", 0.25),
     ],
 )
@@ -353,12 +356,21 @@ def test_endless_judgement_does_not_hold_the_event_loop():
 
 @pytest.mark.parametrize(
     "reply",
-    [says("No idea."), says(""), says("Score: " + 400 * "9"), {"choices": []}, {"error": 1}],
+    [
+        *(says("No idea."), says(""), says("Score: " + 400 * "9"), {"choices": []}, {"error": 1}),
+        *(says("Score: 7/10"), says("Score: -0.1"), {"choices": [1]}),
+        {"choices": [{**says("1. The answer")["choices"][0], "finish_reason": "length"}]},
+    ],
 )
 async def test_judge_without_a_score_is_reported(service, judge, reply):
     service.replies = [reply]
     with pytest.raises(RemoteFailure, match="the judge"):
         await judge().score(PROMPT, EPISODE, "k")
+
+
+async def test_prompt_of_ones_own_may_ask_a_judge_for_any_number(service, judge):
+    service.replies = [says("Score: 7/10")]
+    assert (await judge(prompt="0 to 10: {answer}").score(PROMPT, EPISODE, "k")).value == 7.0
 
 
 RUBRIC = {

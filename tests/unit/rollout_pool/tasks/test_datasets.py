@@ -514,6 +514,8 @@ def test_csv_keeps_commas_and_lines_in_quotes_and_names_a_line_that_is_none(tmp_
     [
         ("a.json", '[{"question": "a", "answer": "b"}, 7]', "a.json, row 1: not an object; each"),
         ("a.json", '[{"question": "a"', "a.json, line 1: not JSON: Expecting ',' delimiter"),
+        ("a.json", "[" * 100_000, "a.json, line 1: not JSON: maximum recursion depth"),
+        ("a.jsonl", '\n{"answer": ' + "9" * 5000, "a.jsonl, line 2: not JSON: Exceeds the limit"),
         ("a.json", "[]", "a.json: the file is empty; each line must be"),
         ("a.csv", "", "a.csv: the file is empty; each"),
         ("a.csv", "question,answer", "a.csv: the file is empty; each"),

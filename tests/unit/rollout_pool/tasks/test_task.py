@@ -128,6 +128,12 @@ def test_bad_setting_is_named(changes, message):
         sums(**changes)
 
 
+@pytest.mark.parametrize("pattern", ["is [0-8] ", "(is [0-8] )|.", "(x*)"])
+def test_question_of_which_a_pattern_leaves_nothing_is_refused_before_its_turn(tmp_path, pattern):
+    with pytest.raises(ValueError, match=r"^task\.prompt_pattern=.*matches nothing in the quest"):
+        words(problems(tmp_path / "words.jsonl", 13), prompt_pattern=pattern)
+
+
 def test_every_epoch_of_a_file_has_each_training_problem_once_in_another_order(tmp_path):
     task = words(problems(tmp_path / "words.jsonl", 13))
     epochs = [[task.example(10 * e + i).text for i in range(10)] for e in range(2)]
