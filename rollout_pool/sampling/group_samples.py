@@ -16,9 +16,8 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from rollout_pool.sampling.kept_tokens import GroupTokens
 from rollout_pool.sampling.sample import Sample
 
 
@@ -88,6 +87,13 @@ class Activity:
         return time.monotonic() - self._since
 
 
+class Keeper(Protocol):
+    """Keeps the tokens of samples while they grow; see kept_tokens.GroupTokens."""
+
+    def begin(self, sample: Sample) -> None: ...
+    def end(self, sample: Sample) -> None: ...
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class GroupSamples:
     """A group's samples in progress, sums over all, and whether interrupted ones may go on.
@@ -106,7 +112,7 @@ class GroupSamples:
     """See Sample.group."""
     order: int = 0
     """Place among the groups: the lowest is served first."""
-    keeper: GroupTokens | None = None
+    keeper: Keeper | None = None
     """Keeps the tokens of its samples."""
     is_external: bool = False
     """External programs run its episodes."""
