@@ -205,6 +205,8 @@ def read_stats(reply: StatsReply) -> BufferStats:
         return None if settings.get(name) in (None, "", "null") else int(setting(name))
 
     trainer_version = int(setting("trainer_version"))
+    by_age = _by_reason(counters, "trained_age:")
+    up_to_age = accumulate(by_age.get(f"{bound:g}", 0) for bound in AGE_BOUNDS_S)
     return BufferStats(
         **{name: counters.get(name, 0) for name in _COUNTERS},
         **{name: getattr(reply, name) for name in _SIZES},
@@ -231,7 +233,7 @@ def read_stats(reply: StatsReply) -> BufferStats:
             for age, n in sorted(_by_reason(counters, "trained_staleness:").items())
             if is_number(age)
         },
-        trained_by_age=_cumulative(_by_reason(counters, "trained_age:")),
+        trained_by_age=dict(zip(AGE_BOUNDS_S, up_to_age, strict=True)),
         trained_age_sum_s=counters.get("trained_age_ms", 0) / 1000,
         counters=counters,
     )
@@ -256,11 +258,6 @@ _SETTINGS = (
 
 def _numbers(flat: Sequence[str]) -> dict[str, int]:
     return {name: int(text) for name, text in _pairs(flat).items() if is_number(text)}
-
-
-def _cumulative(by_bucket: Mapping[str, int]) -> dict[float, int]:
-    totals = accumulate(by_bucket.get(f"{bound:g}", 0) for bound in AGE_BOUNDS_S)
-    return dict(zip(AGE_BOUNDS_S, totals, strict=True))
 
 
 def _pairs(flat: Sequence[str]) -> dict[str, str]:

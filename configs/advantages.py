@@ -39,16 +39,10 @@ class AdvantageConfig(FunctionConfig):
 
     def rules(self) -> Iterator[Rule]:
         start, end = self.overlong_start, self.overlong_end
-        yield Rule(
-            start is None or end is None or start < end,
-            "overlong_start",
-            f"must be below algorithm.advantage.overlong_end={end}",
-        )
-        yield Rule(
-            end is None or start is not None,
-            "overlong_end",
-            "without algorithm.advantage.overlong_start length costs nothing; set both",
-        )
+        fix = f"must be below algorithm.advantage.overlong_end={end}"
+        yield Rule(start is None or end is None or start < end, "overlong_start", fix)
+        fix = "without algorithm.advantage.overlong_start length costs nothing; set both"
+        yield Rule(end is None or start is not None, "overlong_end", fix)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,11 +98,8 @@ class Gdpo(Normalized):
         yield from Normalized.rules(self)
         weights = self.part_weights.values()
         yield Rule(all(map(math.isfinite, weights)), "part_weights", "weights must be finite")
-        yield Rule(
-            not weights or any(weights),
-            "part_weights",
-            "nothing would be learnt; give one part another weight",
-        )
+        fix = "nothing would be learnt; give one part another weight"
+        yield Rule(not weights or any(weights), "part_weights", fix)
 
 
 ADVANTAGES: dict[str, type[AdvantageConfig]] = {

@@ -100,16 +100,10 @@ class KLConfig(Section):
 
     def rules(self) -> Iterator[Rule]:
         for name in ("reference", "offload"):
-            yield Rule(
-                self.weight > 0 or not getattr(self, name),
-                name,
-                "with algorithm.kl.weight=0 there is no reference; raise it, or leave this out",
-            )
-        yield Rule(
-            not self.params or ":" in self.estimator,
-            "params",
-            f"algorithm.kl.estimator={self.estimator} reads none; leave them out",
-        )
+            fix = "with algorithm.kl.weight=0 there is no reference; raise it, or leave this out"
+            yield Rule(self.weight > 0 or not getattr(self, name), name, fix)
+        fix = f"algorithm.kl.estimator={self.estimator} reads none; leave them out"
+        yield Rule(not self.params or ":" in self.estimator, "params", fix)
         yield Rule(
             not (self.weight and self.where is KLPlace.loss and self.estimator == "k1"),
             "estimator",
@@ -252,11 +246,8 @@ class AlgorithmConfig(Section):
             [*self.streams],
         )
         kind, has_critic = self.advantage.kind, self.critic is not None
-        yield Rule(
-            has_critic or kind != "gae",
-            "advantage.kind",
-            "it needs the values of a critic; set algorithm.critic={} too",
-        )
+        fix = "it needs the values of a critic; set algorithm.critic={} too"
+        yield Rule(has_critic or kind != "gae", "advantage.kind", fix)
         is_read = kind == "gae" and self.policy_weight > 0 and self.loss.kind != "supervised"
         yield Rule(
             is_read or not has_critic,
@@ -288,16 +279,10 @@ class AlgorithmConfig(Section):
             why = "algorithm.advantage.kind=max_rl cannot use the rewards below 0 that this makes"
         else:
             return
-        yield Rule(
-            self.advantage.overlong_start is None,
-            "advantage.overlong_start",
-            f"{why}; set null",
-        )
-        yield Rule(
-            self.kl.weight == 0 or self.kl.where is KLPlace.loss,
-            "kl.where",
-            f"{why}; set loss",
-        )
+        fix = f"{why}; set null"
+        yield Rule(self.advantage.overlong_start is None, "advantage.overlong_start", fix)
+        fix = f"{why}; set loss"
+        yield Rule(self.kl.weight == 0 or self.kl.where is KLPlace.loss, "kl.where", fix)
 
     def _correction_rules(self) -> Iterator[Rule]:
         kinds = self.corrections
@@ -305,18 +290,10 @@ class AlgorithmConfig(Section):
         yield Rule(
             len(set(kinds)) == len(kinds), "correction", "each correction applies once", kinds
         )
-        yield Rule(
-            len(weights) <= 1,
-            "correction",
-            f"{' and '.join(weights)} would multiply two weights for the same ratio; keep one",
-            kinds,
-        )
-        yield Rule(
-            self.loss.kind != "supervised" or not kinds,
-            "correction",
-            "algorithm.loss=supervised imitates tokens, whichever policy sampled them; set []",
-            kinds,
-        )
+        fix = f"{' and '.join(weights)} would multiply two weights for the same ratio; keep one"
+        yield Rule(len(weights) <= 1, "correction", fix, kinds)
+        fix = "algorithm.loss=supervised imitates tokens, whichever policy sampled them; set []"
+        yield Rule(self.loss.kind != "supervised" or not kinds, "correction", fix, kinds)
         where = f"algorithm.loss={self.loss.kind}"
         if self.proximal is Proximal.rollout:
             where += " with algorithm.proximal=rollout"

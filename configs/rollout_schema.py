@@ -118,11 +118,8 @@ class EvalConfig(Section):
     """Longest that one of its evaluations may take, with the export of the model."""
 
     def rules(self) -> Iterator[Rule]:
-        yield Rule(
-            self.num_samples == 1 or self.temperature > 0,
-            "num_samples",
-            "greedy answers are all the same: set rollout.eval.temperature above 0",
-        )
+        fix = "greedy answers are all the same: set rollout.eval.temperature above 0"
+        yield Rule(self.num_samples == 1 or self.temperature > 0, "num_samples", fix)
         fix = "says how often rollout.eval.command runs: set both or neither"
         yield Rule(bool(self.command) == bool(self.command_every), "command_every", fix)
         words = " ".join(self.command[1:])
@@ -495,16 +492,10 @@ class RewardConfig(Section):
         name, kind = f"task.rewards.*.kind={self.kind.name}", self.kind
         is_teacher = not self.gives_reward
         needs_url = is_teacher or kind in (RewardKind.judge, RewardKind.http)
-        yield Rule(
-            bool(self.url or self.path) or not needs_url,
-            "url",
-            f"{name} needs the address of the service",
-        )
-        yield Rule(
-            self.url is None or ":***@" not in self.url,
-            "url",
-            "the file was written without the password of this address; put it back",
-        )
+        fix = f"{name} needs the address of the service"
+        yield Rule(bool(self.url or self.path) or not needs_url, "url", fix)
+        fix = "the file was written without the password of this address; put it back"
+        yield Rule(self.url is None or ":***@" not in self.url, "url", fix)
         yield Rule(
             self.path is None or (is_teacher and self.url is None),
             "path",
@@ -516,11 +507,8 @@ class RewardConfig(Section):
         )
         has_function = bool(self.function) or kind is not RewardKind.function
         yield Rule(has_function, "function", f"{name} needs module:name or file.py:name")
-        yield Rule(
-            self.of is RewardScope.episode or kind is RewardKind.function,
-            "of",
-            f"{name} scores single episodes; only kind: function scores groups",
-        )
+        fix = f"{name} scores single episodes; only kind: function scores groups"
+        yield Rule(self.of is RewardScope.episode or kind is RewardKind.function, "of", fix)
         yield Rule(bool(self.model) or not needs_model, "model", f"{name} needs the model's name")
         yield Rule(
             self.weight == 1.0 or not is_teacher,
@@ -543,11 +531,8 @@ class RewardConfig(Section):
             "names the language of task.rewards.*.command, as it follows the backquotes of a "
             "program: set both or neither",
         )
-        yield Rule(
-            self.python is None or not self.command,
-            "python",
-            "programs run either with this Python or by task.rewards.*.command",
-        )
+        fix = "programs run either with this Python or by task.rewards.*.command"
+        yield Rule(self.python is None or not self.command, "python", fix)
         yield from self._compile_rules()
         for setting in fields(self):
             if setting.name in _OF_CODE_TESTS and not self.runs_tests:
@@ -672,16 +657,10 @@ class TaskSource(Section):
         return [name for name, reward in self.rewards.items() if not reward.gives_reward]
 
     def rules(self) -> Iterator[Rule]:
-        yield Rule(
-            (self.kind is TaskKind.custom) == (self.factory is not None),
-            "factory",
-            "task.kind=custom needs module:name or file.py:name, and no other kind has one",
-        )
-        yield Rule(
-            self.python is None or self.kind is TaskKind.verifiers,
-            "python",
-            "runs the environments of task.kind=verifiers only; leave it out",
-        )
+        fix = "task.kind=custom needs module:name or file.py:name, and no other kind has one"
+        yield Rule((self.kind is TaskKind.custom) == (self.factory is not None), "factory", fix)
+        fix = "runs the environments of task.kind=verifiers only; leave it out"
+        yield Rule(self.python is None or self.kind is TaskKind.verifiers, "python", fix)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -697,17 +676,10 @@ class MixedTask(TaskSource):
 
     def rules(self) -> Iterator[Rule]:
         yield from TaskSource.rules(self)
-        yield Rule(
-            self.kind is not TaskKind.mixture,
-            "kind",
-            "a mixture has no mixtures in it; name their tasks one by one",
-        )
-        yield Rule(
-            not self.teachers,
-            "rewards",
-            "every trajectory of a run has a teacher or none has: put it into task.rewards",
-            self.teachers,
-        )
+        fix = "a mixture has no mixtures in it; name their tasks one by one"
+        yield Rule(self.kind is not TaskKind.mixture, "kind", fix)
+        fix = "every trajectory of a run has a teacher or none has: put it into task.rewards"
+        yield Rule(not self.teachers, "rewards", fix, self.teachers)
 
 
 FILE_KINDS = (*HUB_KINDS, TaskKind.code, TaskKind.repository)
@@ -860,26 +832,17 @@ class TaskConfig(TaskSource):
 
     def rules(self) -> Iterator[Rule]:
         yield from TaskSource.rules(self)
-        yield Rule(
-            self.agent is None or self.env is None,
-            "agent",
-            "an agent has its own environment: do not set task.env",
-        )
-        yield Rule(
-            self.renderer is None or self.chat_template,
-            "renderer",
-            "it writes a chat format: set task.chat_template=true",
-        )
+        fix = "an agent has its own environment: do not set task.env"
+        yield Rule(self.agent is None or self.env is None, "agent", fix)
+        fix = "it writes a chat format: set task.chat_template=true"
+        yield Rule(self.renderer is None or self.chat_template, "renderer", fix)
         yield Rule(
             self.renderer is None or self.tool_parser is ToolParser.hermes,
             "tool_parser",
             "task.renderer reads the calls itself; leave it out",
         )
-        yield Rule(
-            not self.template_args or self.chat_template,
-            "template_args",
-            "they are arguments of a chat template: set task.chat_template=true",
-        )
+        fix = "they are arguments of a chat template: set task.chat_template=true"
+        yield Rule(not self.template_args or self.chat_template, "template_args", fix)
         is_mixture = self.kind is TaskKind.mixture
         yield Rule(
             is_mixture == bool(self.tasks),
@@ -890,12 +853,8 @@ class TaskConfig(TaskSource):
         )
         for mapping, named in (("tasks", self.tasks), ("eval_sets", self.eval_sets)):
             wrong = [name for name in named if not re.fullmatch(r"\w[\w.-]*", name)]
-            yield Rule(
-                not wrong,
-                mapping,
-                "a name has letters, digits, _, - and . only, as in easy-sums",
-                wrong,
-            )
+            fix = "a name has letters, digits, _, - and . only, as in easy-sums"
+            yield Rule(not wrong, mapping, fix, wrong)
         yield from self._rules_of_sets()
         kinds = {name: task.kind.name for name, task in self.tasks.items()}
         num_verifiers = list(kinds.values()).count(TaskKind.verifiers.name)
@@ -907,22 +866,12 @@ class TaskConfig(TaskSource):
             kinds,
         )
         weights = {name: task.weight for name, task in self.tasks.items()}
-        yield Rule(
-            sum(weights.values()) <= MAX_ROUND,
-            "tasks.*.weight",
-            f"the weights of all tasks may be {MAX_ROUND} together; divide them",
-            weights,
-        )
-        yield Rule(
-            is_mixture or self.curriculum is None,
-            "curriculum",
-            "it chooses between the tasks of task.kind=mixture; leave it out",
-        )
-        yield Rule(
-            self.pools is None or self.curriculum is None,
-            "curriculum",
-            "it chooses between tasks, and task.pools between prompts; leave one of them out",
-        )
+        fix = f"the weights of all tasks may be {MAX_ROUND} together; divide them"
+        yield Rule(sum(weights.values()) <= MAX_ROUND, "tasks.*.weight", fix, weights)
+        fix = "it chooses between the tasks of task.kind=mixture; leave it out"
+        yield Rule(is_mixture or self.curriculum is None, "curriculum", fix)
+        fix = "it chooses between tasks, and task.pools between prompts; leave one of them out"
+        yield Rule(self.pools is None or self.curriculum is None, "curriculum", fix)
         yield Rule(
             not is_mixture or self.agent is None,
             "agent",
@@ -940,12 +889,8 @@ class TaskConfig(TaskSource):
         yield Rule(
             not both, "eval_sets", "a task of the mixture has this name; choose another", both
         )
-        yield Rule(
-            self.agent is None or not self.eval_sets,
-            "eval_sets",
-            "an agent leads the episodes of its own task only; leave them out",
-            list(self.eval_sets),
-        )
+        fix = "an agent leads the episodes of its own task only; leave them out"
+        yield Rule(self.agent is None or not self.eval_sets, "eval_sets", fix, list(self.eval_sets))
         is_of_library = next(iter(self.tasks.values()), self).kind is TaskKind.verifiers
         others = [
             name

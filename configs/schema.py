@@ -580,16 +580,10 @@ class Config(Section):
 
     def _model_rules(self) -> Iterator[Rule]:
         model = self.model
-        yield Rule(
-            model.path is not None or model.scratch is not None,
-            "model.path",
-            "name a Hugging Face model or a folder, or choose model=tiny (which builds one)",
-        )
-        yield Rule(
-            model.path is None or model.scratch is None,
-            "model.path",
-            "model.scratch would build another model; add model=pretrained to disable it",
-        )
+        fix = "name a Hugging Face model or a folder, or choose model=tiny (which builds one)"
+        yield Rule(model.path is not None or model.scratch is not None, "model.path", fix)
+        fix = "model.scratch would build another model; add model=pretrained to disable it"
+        yield Rule(model.path is None or model.scratch is None, "model.path", fix)
         longest = self.rollout.longest_trajectory
         yield Rule(
             longest <= self.trainer.micro_batch_tokens,
@@ -842,19 +836,13 @@ class Config(Section):
         name, _, of = metric.partition("/")
         known, usual = list(self.task.eval_sets), self.rollout.eval
         known += self.task.tasks if name == "accuracy" else []
-        yield Rule(
-            not of or of in known,
-            "trainer.keep_best",
-            f"evaluations have it of {', '.join(known) or 'no set'} only",
-        )
+        fix = f"evaluations have it of {', '.join(known) or 'no set'} only"
+        yield Rule(not of or of in known, "trainer.keep_best", fix)
         k = int(name.partition("_at_")[2] or 1)
         one = self.task.eval_sets.get(of)
         most = (one and one.num_samples) or usual.num_samples
-        yield Rule(
-            k <= most and (k == most or k.bit_count() == 1),
-            "trainer.keep_best",
-            f"of {most} answers evaluations have it for 1, 2, 4, ... and {most}",
-        )
+        fix = f"of {most} answers evaluations have it for 1, 2, 4, ... and {most}"
+        yield Rule(k <= most and (k == most or k.bit_count() == 1), "trainer.keep_best", fix)
 
     def _task_rules(self) -> Iterator[Rule]:
         for name, task in self.task.by_name.items():
@@ -939,12 +927,8 @@ class Config(Section):
             "a grammar says itself where an answer ends; remove one of them",
             task.min_turn_tokens,
         )
-        yield Rule(
-            not task.tools or task.chat_template,
-            "tools",
-            "the chat template describes the tools to the model: set task.chat_template=true",
-            task.tools,
-        )
+        fix = "the chat template describes the tools to the model: set task.chat_template=true"
+        yield Rule(not task.tools or task.chat_template, "tools", fix, task.tools)
 
     def _algorithm_rules(self) -> Iterator[Rule]:
         algorithm, advantage = self.algorithm, self.algorithm.advantage
@@ -1025,11 +1009,8 @@ class Config(Section):
             fix = f"a critic's weights are all trained, and its rows are whole: set {setting}"
             yield Rule(is_usual, "algorithm.critic", fix, {})
         steps = trainer.gradient_accumulation_steps
-        yield Rule(
-            critic.warmup_steps % steps == 0,
-            "algorithm.critic.warmup_steps",
-            f"must be a multiple of trainer.gradient_accumulation_steps={steps}",
-        )
+        fix = f"must be a multiple of trainer.gradient_accumulation_steps={steps}"
+        yield Rule(critic.warmup_steps % steps == 0, "algorithm.critic.warmup_steps", fix)
 
     @property
     def idle_settings(self) -> str:
@@ -1096,11 +1077,8 @@ class Config(Section):
 
     def rules_without_gpus(self, why: str) -> Iterator[Rule]:
         """Rules for a run without GPUs, to be passed to `enforce`; `why` says why it has none."""
-        yield Rule(
-            self.weight_sync.commit is not CommitStrategy.ipc,
-            "weight_sync.commit",
-            f"it shares GPU memory, and {why}: choose staged_disk",
-        )
+        fix = f"it shares GPU memory, and {why}: choose staged_disk"
+        yield Rule(self.weight_sync.commit is not CommitStrategy.ipc, "weight_sync.commit", fix)
         yield Rule(
             not self.rollout.engine.deterministic,
             "rollout.engine.deterministic",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,14 +14,13 @@ from rich.table import Table
 from configs.load import to_yaml
 from configs.schema import Config
 from controller.cluster.doctor import table_of
-from controller.cluster.packing import Room, packed
 from controller.cluster.survey import RayNode, ray_nodes
 from controller.commands.simulate import Question, lognormal_lengths, setting_of
 from controller.simulate.events import simulate
 from controller.simulate.machine import MEMORY
 from controller.start.gpu_host import SURE_FRACTION, check_host_memory
 from controller.start.gpus import rank_bytes
-from controller.start.placement import PlacementError, joined
+from controller.start.placement import CPUS_PER_PROCESS, PlacementError, joined
 from controller.start.plan import Plan
 from controller.start.preflight import check_plan, check_shared_memory, plan_here, plan_on
 from controller.units import format_bytes, format_number_of
@@ -120,7 +120,7 @@ def _memory(plan: Plan, is_here: bool) -> str:
 
 def _places(plan: Plan, nodes: Sequence[RayNode]) -> Table:
     """Processes and memory by machine."""
-    placed = packed(plan, [Room(cpus=node.num_cpus, gpus=node.num_gpus) for node in nodes])
+    placed = packed(plan, [(node.num_cpus, node.num_gpus) for node in nodes])
     if placed is None:
         raise PlacementError(
             "the machines cannot hold the run, though they have enough GPUs and CPUs in all: each "
@@ -143,6 +143,45 @@ def _places(plan: Plan, nodes: Sequence[RayNode]) -> Table:
     table = table_of(["machine", "in Ray", "gets", "host memory"], rows)
     table.caption = "As Ray would pack them if nothing else runs there; it may choose otherwise."
     return table
+
+
+def packed(plan: Plan, rooms: Sequence[tuple[float, float]]) -> list[Counter[str]] | None:
+    """Processes by kind on machines with these CPUs and GPUs, if nothing else runs there; None if
+    they do not fit (pure).
+
+    As Ray packs a placement group: as much as fits goes to the machine with the largest part of its
+    room left, then to the next.
+    """
+    config, devices = plan.config, plan.devices
+    groups = [
+        ("rank", config.trainer.ranks, devices.rank_gpus),
+        *[("engine", 1, devices.engine_gpus)] * config.rollout.num_engines,
+        ("worker", config.rollout.num_workers, 0.0),
+    ]
+    if config.task.served_teacher is not None:
+        groups.append(("teacher", 1, devices.engine_gpus))
+    left, placed = [[*room] for room in rooms], [Counter[str]() for _ in rooms]
+    for kind, count, gpus in sorted(groups, key=lambda group: -group[2]):
+        while count:
+            fits = [number for number, (cpu, gpu) in enumerate(left) if cpu >= 1 and gpu >= gpus]
+            if not fits:
+                return None
+            best = max(fits, key=lambda number: _part_left(left[number], gpus))
+            while count and left[best][0] >= CPUS_PER_PROCESS and left[best][1] >= gpus:
+                left[best][0] -= CPUS_PER_PROCESS
+                left[best][1] -= gpus
+                placed[best][kind] += 1
+                count -= 1
+    return placed
+
+
+def _part_left(room: Sequence[float], gpus: float) -> float:
+    """Mean over the resources that are asked for."""
+    cpu, gpu = room
+    parts = [(cpu - CPUS_PER_PROCESS) / cpu]
+    if gpus:
+        parts.append((gpu - gpus) / gpu)
+    return sum(parts) / len(parts)
 
 
 def step_sentence(plan: Plan, kind: str | None, lengths: str | None) -> str:

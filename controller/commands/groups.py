@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from buffer.types import Trajectory
+from controller.commands.show import tokenizer_of
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_number_of
-from rollout_pool.episodes.tokenizer import Tokenizer, load_tokenizer
+from rollout_pool.episodes.tokenizer import Tokenizer
 from rollout_pool.worker.record import Recorded, all_recorded
 
 SUFFIXES = (".parquet", ".jsonl")
@@ -36,13 +37,7 @@ def write_groups(run_dir: RunDir, to: Path, best: int | None, min_reward: float 
         raise ValueError(f"TO={to}: exists already; choose another name, or remove it")
     if best is not None and best < 1:
         raise ValueError(f"BEST={best}: must be at least 1")
-
-    @cache
-    def tokenizer() -> Tokenizer:
-        model = run_dir.read_config().model
-        path = model.path or str(run_dir.model)
-        return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-
+    tokenizer = cache(partial(tokenizer_of, run_dir))
     groups = [[*_rows(one, tokenizer)] for one in all_recorded(run_dir.path)]
     if not groups:
         rate = run_dir.read_config().rollout.log_rate

@@ -56,14 +56,18 @@ def print_group(run_dir: RunDir, group_id: str | None, url: str | None = None) -
     """Print this group, or the one recorded last. Raises RunDirError if it is not kept."""
     console = Console(highlight=False)
     group, where = _find(run_dir, group_id, url)
-    model = run_dir.read_config().model
-    path = model.path or str(run_dir.model)
-    tokenizer = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    tokenizer, trained = tokenizer_of(run_dir), read_trained(run_dir.path, group)
     has_colours = console.is_terminal and not console.no_color
-    trained = read_trained(run_dir.path, group)
     for line in group_lines(group, where, tokenizer, trained, has_colours=has_colours):
         line.plain = printable(line.plain)
         console.print(line, soft_wrap=True, highlight=False)
+
+
+def tokenizer_of(run_dir: RunDir) -> Tokenizer:
+    """Raises ValueError if it is gone."""
+    model = run_dir.read_config().model
+    path = model.path or str(run_dir.model)
+    return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
 
 
 def group_lines(

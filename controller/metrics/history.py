@@ -206,6 +206,17 @@ def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
     return [record for record in records if record.kind == kind]
 
 
+def fullest(samples: Sequence[Record], most: int) -> list[Record]:
+    """At most so many `buffer` records: of each interval that with the most groups, as the
+    staleness bound limits the peaks."""
+
+    def held(sample: Record) -> int:
+        return sum(map(sample.count, ("running", "ready", "leased")))
+
+    size = -(-len(samples) // most) or 1
+    return [max(samples[i : i + size], key=held) for i in range(0, len(samples), size)]
+
+
 def numbers(records: Iterable[Record], name: str) -> list[float]:
     """The value of `name` in each record; NaN where it is missing."""
     return [record.number(name) for record in records]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.metrics.catalogue import METRICS, Kind
-from controller.metrics.history import READY_BY_STALENESS, Record, numbers, of_kind
+from controller.metrics.history import READY_BY_STALENESS, Record, fullest, numbers, of_kind
 from controller.watch.stages import STEP_PARTS
 
 MAX_POINTS = 2000
@@ -102,17 +102,10 @@ def thinned(values: NDArray[np.float64], most: int) -> NDArray[np.int64]:
 
 
 def depth(records: Sequence[Record], since_s: float = math.inf) -> Area | None:
-    """Groups in the buffer over the last `since_s`, those that wait by their staleness. Of each
-    interval the sample with the most groups: the staleness bound limits the peaks."""
-    samples = of_kind(latest(records, since_s), "buffer")
-    if not samples:
+    """Groups in the buffer over the last `since_s`, those that wait by their staleness."""
+    peaks = fullest(of_kind(latest(records, since_s), "buffer"), MAX_AREA_POINTS)
+    if not peaks:
         return None
-
-    def held(sample: Record) -> float:
-        return sum(sample.count(name) for name in ("running", "ready", "leased"))
-
-    size = -(-len(samples) // MAX_AREA_POINTS)
-    peaks = [max(samples[i : i + size], key=held) for i in range(0, len(samples), size)]
     x = [sample.t - records[0].t for sample in peaks]
     layers = {"being trained": numbers(peaks, "leased")}
     waiting = [_by_staleness(sample) for sample in peaks]

@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from controller.commands.show import tokenizer_of
 from controller.metrics.history import TUNED, MetricsTail, Record, of_kind
 from controller.page.curves import find_metrics
 from controller.page.samples import Decode, GroupIndex
@@ -22,7 +23,6 @@ from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
 from controller.watch.run_view import UNSEEN_S, RunView
 from controller.watch.verdict import findings, findings_of_ended
-from rollout_pool.episodes.tokenizer import load_tokenizer
 
 EVERY_S = 2.0
 """Files and Redis are read no more often, however many look."""
@@ -143,14 +143,13 @@ class WatchedRun:
     @cached_property
     def decode(self) -> Decode | None:
         """The text of tokens; None if the tokenizer is gone."""
-        model = self.dir.read_config().model
-        path = model.path or str(self.dir.model)
+        path = self.dir.read_config().model.path or self.dir.model
         if (file := Path(path) / "tokenizer.json").is_file():
             # Transformers, which read the same file, take ten seconds of a core to import.
             return partial(
                 tokenizers.Tokenizer.from_file(str(file)).decode, skip_special_tokens=False
             )
         try:
-            return load_tokenizer(path, trust_remote_code=model.trust_remote_code).decode
+            return tokenizer_of(self.dir).decode
         except (ValueError, OSError):
             return None

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from controller.metrics.history import Record, numbers, of_kind, series
+from controller.metrics.history import Record, fullest, numbers, of_kind, series
 from controller.watch.learning import has_no_gradient
 
 # Okabe and Ito's colours: colour-blind readers can tell them apart.
@@ -287,13 +287,13 @@ def _staleness(axes: Axes, records: Sequence[Record]) -> bool:
 
 
 def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
-    samples = _peaks(of_kind(records, "buffer"))
+    samples = fullest(of_kind(records, "buffer"), MAX_AREA_SAMPLES)
     if len(samples) < 2:
         return False
     since, unit = _clock(records)
     times = [since(r.t) for r in samples]
     depths = [numbers(samples, name) for name in STATES]
-    # Steps and peaks instead of means: the leash bounds the peaks.
+    # Steps instead of lines: the leash bounds the peaks.
     axes.stackplot(times, *depths, labels=STATES, colors=(SKY, GREEN, BLUE), lw=0, step="post")
     limits = numbers(samples, "limit")
     if all(map(math.isfinite, limits)):
@@ -307,16 +307,6 @@ def _buffer(axes: Axes, records: Sequence[Record]) -> bool:
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     _legend_outside(axes)
     return True
-
-
-def _peaks(samples: Sequence[Record]) -> list[Record]:
-    """At most `MAX_AREA_SAMPLES`: the sample with the most groups of each interval."""
-
-    def held(sample: Record) -> float:
-        return sum(sample.number(name) for name in STATES)
-
-    size = -(-len(samples) // MAX_AREA_SAMPLES) or 1
-    return [max(samples[i : i + size], key=held) for i in range(0, len(samples), size)]
 
 
 def _time_shares(axes: Axes, records: Sequence[Record]) -> bool:

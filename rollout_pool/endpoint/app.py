@@ -20,11 +20,11 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import Any, TypeVar
 
 import uvicorn
 from msgspec import structs
@@ -36,7 +36,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from host.http_server import HttpLimits, ServerConfig, read_body
+from host.http_server import BodyRoom, HttpLimits, ServerConfig, has_more_values, read_body
+from host.network import listen_for
 from rollout_pool.cancelling import end_tasks, unless_gone
 from rollout_pool.endpoint.chat import ChatTurn, MessagesTurn, ResponsesTurn
 from rollout_pool.endpoint.completions import CompletionTurn
@@ -44,7 +45,6 @@ from rollout_pool.endpoint.errors import ApiError, refuse
 from rollout_pool.endpoint.groups import ExternalGroups, GroupStream
 from rollout_pool.endpoint.messages import CountRequest, MessagesRequest
 from rollout_pool.endpoint.pending_completion import PendingCompletion
-from rollout_pool.endpoint.request_limits import RequestLimits
 from rollout_pool.endpoint.responses import ResponsesRequest
 from rollout_pool.endpoint.schema import (
     ChatRequest,
@@ -54,7 +54,14 @@ from rollout_pool.endpoint.schema import (
     decode,
     shown,
 )
-from rollout_pool.endpoint.sessions import Outcome, Serving, Session, SessionOver, Sessions
+from rollout_pool.endpoint.sessions import (
+    CHARACTERS_PER_TOKEN,
+    Outcome,
+    Serving,
+    Session,
+    SessionOver,
+    Sessions,
+)
 from rollout_pool.endpoint.stream import Stream, Turn, ended
 from rollout_pool.episodes.episode import ROLE, EpisodeFailed, check_parts
 
@@ -62,10 +69,24 @@ log = logging.getLogger(__name__)
 
 MAX_SMALL_BODY_BYTES = 64 * 1024
 """Limit of a request without a conversation."""
+BYTES_PER_CHARACTER = 6
+r"""In JSON: a character can be spelled \u00e9."""
+BASE_BODY_BYTES = 2**20
+MAX_BODY_BYTES = 16 * 2**20
+MAX_OPEN_BYTES = 2**30
+"""Limit for the bodies of all requests at a time."""
+BASE_VALUES = 50_000
+LARGE_BODY_BYTES = 16 * 1024
+"""A larger request is parsed and tokenized in a thread."""
+MAX_LARGE_AT_ONCE = 2
+"""These threads compete with the event loop for the GIL."""
 MAX_RETRY_COUNT_DIGITS = 6
 COUNT_PAGE = "messages/count_tokens"
 REQUEST_ID = "x-request-id"
 REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
+
+T = TypeVar("T")
+Page = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class _RequestIds:
@@ -103,6 +124,33 @@ async def _failed(request: Request, error: Exception) -> Response:
     return ApiError(500, message, should_retry=False).response(request)
 
 
+class RequestLimits:
+    """Limits on one request of a session, and the threads for large ones: parsing and tokenizing
+    some MiB takes seconds, and must not block the event loop, which also drives the engines."""
+
+    def __init__(self, serving: Serving) -> None:
+        self._max_values = BASE_VALUES + serving.max_tokens
+        bytes_per_token = CHARACTERS_PER_TOKEN * BYTES_PER_CHARACTER
+        self.max_body_bytes = min(
+            MAX_BODY_BYTES, BASE_BODY_BYTES + bytes_per_token * serving.max_tokens
+        )
+        self.bodies = BodyRoom(MAX_OPEN_BYTES)
+        self._large = asyncio.Semaphore(MAX_LARGE_AT_ONCE)
+
+    def check_values(self, body: bytes) -> None:
+        """Raises ApiError for JSON with more values than a request can need."""
+        if has_more_values(body, self._max_values):
+            problem = f"holds more than {self._max_values} values"
+            raise refuse("body", problem, code="too_many_values")
+
+    async def read(self, body: bytes, work: Callable[[], T]) -> T:
+        """The result of `work`, run in a thread if `body` is large."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return work()
+        async with self._large:
+            return await asyncio.to_thread(work)
+
+
 class _Api:
     """The routes of an endpoint."""
 
@@ -113,7 +161,7 @@ class _Api:
         self._limits = RequestLimits(sessions.serving)
 
     def app(self) -> ASGIApp:
-        pages = [
+        pages: list[tuple[str, Page, str]] = [
             ("health", self.health, "GET"),
             ("groups", self.open_group, "POST"),
             ("groups/{group_id}", self.group, "GET"),
@@ -121,11 +169,11 @@ class _Api:
         ]
         for start in ("v1", "sessions/{key}/v1"):
             pages += [
-                (f"{start}/chat/completions", self.chat, "POST"),
-                (f"{start}/completions", self.completions, "POST"),
-                (f"{start}/responses", self.responses, "POST"),
-                (f"{start}/messages", self.messages, "POST"),
-                (f"{start}/{COUNT_PAGE}", self.count_tokens, "POST"),
+                (f"{start}/chat/completions", self._page_of(ChatTurn, ChatRequest), "POST"),
+                (f"{start}/completions", self._page_of(CompletionTurn, CompletionRequest), "POST"),
+                (f"{start}/responses", self._page_of(ResponsesTurn, ResponsesRequest), "POST"),
+                (f"{start}/messages", self._page_of(MessagesTurn, MessagesRequest), "POST"),
+                (f"{start}/{COUNT_PAGE}", self._page_of(MessagesTurn, CountRequest), "POST"),
                 (f"{start}/models", self.models, "GET"),
                 (f"{start}/models/{{model:path}}", self.models, "GET"),
             ]
@@ -139,49 +187,25 @@ class _Api:
 
     # The model ------------------------------------------------------------------------------------
 
-    async def chat(self, request: Request) -> Response:
-        return await self._serve(
-            request, lambda session, body: ChatTurn(session, decode(body, ChatRequest))
-        )
+    def _page_of(self, turn: Callable[[Session, T], Turn], kind: type[T]) -> Page:
+        """The page on which a body of this kind asks the model for a turn."""
 
-    async def completions(self, request: Request) -> Response:
-        return await self._serve(
-            request, lambda session, body: CompletionTurn(session, decode(body, CompletionRequest))
-        )
+        async def page(request: Request) -> Response:
+            session, most = self._session(request), self._limits.max_body_bytes
+            async with AsyncExitStack() as held:
+                async with session.reading:
+                    await held.enter_async_context(self._limits.bodies.place(request, most))
+                    body = await read_body(request, most)
+                return await self._serve_body(
+                    body, request, session, lambda: turn(session, decode(body, kind))
+                )
 
-    async def responses(self, request: Request) -> Response:
-        return await self._serve(
-            request, lambda session, body: ResponsesTurn(session, decode(body, ResponsesRequest))
-        )
-
-    async def messages(self, request: Request) -> Response:
-        return await self._serve(
-            request, lambda session, body: MessagesTurn(session, decode(body, MessagesRequest))
-        )
-
-    async def count_tokens(self, request: Request) -> Response:
-        return await self._serve(
-            request, lambda session, body: MessagesTurn(session, decode(body, CountRequest))
-        )
-
-    async def _serve(self, request: Request, turn_of: Callable[[Session, bytes], Turn]) -> Response:
-        session = self._session(request)
-        most = self._limits.max_body_bytes
-        async with AsyncExitStack() as held:
-            async with session.reading:
-                await held.enter_async_context(self._limits.bodies.place(request, most))
-                body = await read_body(request, most)
-            return await self._serve_body(body, request, session, turn_of)
+        return page
 
     async def _serve_body(
-        self,
-        body: bytes,
-        request: Request,
-        session: Session,
-        turn_of: Callable[[Session, bytes], Turn],
+        self, body: bytes, request: Request, session: Session, make_turn: Callable[[], Turn]
     ) -> Response:
         page = request.url.path.rpartition("/v1/")[2]
-
         role = _role_of(self._key(request))
 
         def fingerprint_of() -> bytes:
@@ -189,7 +213,7 @@ class _Api:
 
         def read() -> tuple[Turn, bytes]:
             self._limits.check_values(body)
-            turn = turn_of(session, body)
+            turn = make_turn()
             turn.role = role
             return turn, fingerprint_of()
 
@@ -388,7 +412,6 @@ def _read_outcome(body: bytes) -> Outcome:
     return Outcome(**structs.asdict(posted))
 
 
-BACKLOG = 4096
 CLOSE_S = 5
 
 
@@ -419,10 +442,9 @@ class Endpoint:
         """Once it is started; ends with `close`, or with the error that ended it before."""
 
     async def start(self) -> None:
-        """Starts to accept requests. Raises OSError naming the address if it is taken."""
-        listening = _listen(self._host, self._port)
-        host, port = listening.getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        """Starts to accept requests. Raises ValueError naming the address if it is taken."""
+        # At once, so that no client that has the address is refused.
+        listening, self.url = listen_for("rollout.openai.port", self._host, self._port)
         app = _Api(self.sessions, self.groups, self.admin_key).app()
         count = self.sessions.serving.count
         self._server = _Server(ServerConfig(app, self._limits, close_s=CLOSE_S, count=count))
@@ -460,19 +482,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Listens at once, so that no client that has the address is refused."""
-    [(family, _, _, _, address), *_] = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    try:
-        listening = socket.create_server(
-            address, family=family, backlog=BACKLOG, dualstack_ipv6=family == socket.AF_INET6
-        )
-    except OSError as error:
-        problem = f"rollout.openai.port={port}: cannot listen on {host}: {error.strerror}"
-        raise OSError(error.errno, problem) from error
-    listening.setblocking(False)
-    return listening

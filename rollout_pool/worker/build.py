@@ -102,8 +102,8 @@ class WorkerParts:
         connects to the run's engines as they come.
 
         Raises ValueError for a bad task or model, if all held-out prompts are too long, or if an
-        environment, agent or reward cannot be loaded, BufferConnectionError for a bad Redis, and
-        OSError naming rollout.openai.port if that is taken.
+        environment, agent or reward cannot be loaded, or if rollout.openai.port is taken, and
+        BufferConnectionError for a bad Redis.
         """
         self._closing.push_async_callback(self._scoring.close)
         self._task, *_ = await asyncio.gather(

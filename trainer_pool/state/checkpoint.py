@@ -137,7 +137,7 @@ class CheckpointStore:
             shutil.rmtree(final)
         written.rename(final)
         sync(self.folder)
-        self._point_latest_to(final.name)
+        self._put(_LATEST_FILE, final.name)
         self._prune(state.step)
         return final
 
@@ -222,9 +222,6 @@ class CheckpointStore:
             return False
         self._put(_BEST_FILE, json.dumps(asdict(one)))
         return True
-
-    def _point_latest_to(self, name: str) -> None:
-        self._put(_LATEST_FILE, name)
 
     def _put(self, name: str, line: str) -> None:
         draft = self.folder / f".{name}"

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_config
-from controller.cluster.dry_run import check_gpu_memory, step_sentence
+from controller.cluster.dry_run import check_gpu_memory, packed, step_sentence
 from controller.cluster.facts import Asked, NodeFacts, node_facts
-from controller.cluster.packing import Room, packed
 from controller.commands.simulate import Question
 from controller.main import _parser, main
 from controller.start.plan import make_plan
@@ -111,14 +110,14 @@ def test_model_that_cannot_fit_into_known_gpus_is_refused() -> None:
 def test_processes_are_packed_as_ray_would() -> None:
     settings = ["trainer.num_ranks=8", "rollout.num_engines=8", "rollout.num_workers=2"]
     plan = make_plan(load_config([*SEVEN_B, *settings]), 16, 64)
-    assert packed(plan, [Room(cpus=4, gpus=0), *[Room(cpus=64, gpus=8)] * 2]) == [
+    assert packed(plan, [(4, 0), *[(64, 8)] * 2]) == [
         Counter(),
         Counter(rank=8, worker=2),
         Counter(engine=8),
     ]
-    assert packed(plan, [Room(cpus=64, gpus=15)]) is None
+    assert packed(plan, [(64, 15)]) is None
     wide = make_plan(load_config([*SEVEN_B, *settings[:1], "rollout.engine.tp_size=2"]), 16, 64)
-    assert packed(wide, [Room(cpus=16, gpus=1)] * 10) is None, "an engine is on one machine"
+    assert packed(wide, [(16, 1)] * 10) is None, "an engine is on one machine"
 
 
 def test_questions_of_dry_run_have_the_defaults_of_simulate() -> None:

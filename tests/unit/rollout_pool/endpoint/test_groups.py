@@ -252,7 +252,7 @@ async def test_taken_address_is_reported_with_its_setting(scene, make_scene):
     port = int(scene.endpoint.url.rpartition(":")[2])
     other = await make_scene()
     other.endpoint._port = port
-    with pytest.raises(OSError, match=rf"rollout\.openai\.port={port}"):
+    with pytest.raises(ValueError, match=rf"rollout\.openai\.port={port}"):
         await other.endpoint.start()
 
 

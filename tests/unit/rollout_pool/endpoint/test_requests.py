@@ -21,7 +21,7 @@ from tokenizers import processors
 from buffer.types import SamplingParams
 from configs.rollout_schema import OpenAIConfig, RolloutConfig, TaskConfig
 from host.http_server import HttpLimits
-from rollout_pool.endpoint import request_limits
+from rollout_pool.endpoint import app as endpoint_app
 from rollout_pool.sampling.sample import Constraint, Priority, SampleFailed
 from tests.support.endpoint_scene import (
     ADMIN_KEY,
@@ -547,10 +547,10 @@ async def test_body_that_never_arrives_times_out_and_keeps_no_session_alive(make
 
 
 async def test_session_that_sends_slowly_takes_no_room_from_the_others(make_scene, monkeypatch):
-    monkeypatch.setattr(request_limits, "MAX_OPEN_BYTES", 8 * 2**20)
+    monkeypatch.setattr(endpoint_app, "MAX_OPEN_BYTES", 8 * 2**20)
     scene = await make_scene(limits=HttpLimits(body_s=60.0))
     slow = scene.session()
-    length = request_limits.RequestLimits(scene.sessions.serving).max_body_bytes
+    length = endpoint_app.RequestLimits(scene.sessions.serving).max_body_bytes
     begun = [await begin_request(scene, slow.key, length=length) for _ in range(12)]
     await eventually(lambda: slow.reading.locked())
     async with asyncio.timeout(30):
