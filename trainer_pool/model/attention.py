@@ -6,21 +6,24 @@ flash-attn package or build a mask of [L, L], whose pairs are all computed: 15 t
 sequences one by one for 20 of 200 tokens on a CPU.
 
     GPU, bfloat16     torch's variable-length flash attention
-    otherwise         SDPA, a call for all spans of a length
+    otherwise         SDPA, a call for all spans of about a length
 
 Without shared prefixes a span is a sequence. With them, the keys of a span are gathered from the
 row: those of its whole sequence so far. Causal attention is then that of the last queries.
 
 Ranks that split a row (`sequence.py`) exchange tokens for heads before it, and back after it.
 
-Letters: L tokens of the row, H heads, K heads of keys and values, D size of a head.
+Letters: L tokens of the row, H heads, K heads of keys and values, D size of a head; in a call of
+SDPA, S spans with room for Q queries and T keys each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
@@ -32,6 +35,9 @@ from trainer_pool.model.sequence import RowPart
 
 PACKED = "leash_packed"
 """The name under which transformers knows it, as `attn_implementation`."""
+SHORT = 64
+"""Spans of at most so many keys share a call with others of about their length: of short ones, a
+call costs more than its numbers."""
 
 
 def arguments(row: PackedRow, part: RowPart | None = None) -> dict[str, object]:
@@ -42,7 +48,7 @@ def arguments(row: PackedRow, part: RowPart | None = None) -> dict[str, object]:
         "cu_seq_lens_k": row.key_starts,
         "max_length_q": row.longest,
         "max_length_k": row.longest_keys,
-        "key_places": row.key_places,
+        "calls": SpanCalls(row),
         "row_part": part,
     }
 
@@ -123,7 +129,7 @@ def packed_attention(
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int = 0,
     max_length_k: int = 0,
-    key_places: Tensor | None = None,
+    calls: SpanCalls | None = None,
     row_part: RowPart | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -137,7 +143,7 @@ def packed_attention(
 
     Raises ValueError for attention that this is not.
     """
-    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or calls is None:
         raise ValueError(
             f"model.path: {type(module).__name__} did not receive the borders of the packed row's "
             "sequences, since its model does not pass them to its layers; choose a model that "
@@ -153,86 +159,130 @@ def packed_attention(
         windows.add(sliding_window)
     if row_part is not None:
         query_1HLD, key_1KLD, value_1KLD = row_part.whole_rows(query_1HLD, key_1KLD, value_1KLD)
-    output_1LHD = _attention_of_spans(
-        query_1HLD,
-        key_1KLD,
-        value_1KLD,
-        cu_seq_lens_q,
-        cu_seq_lens_k,
-        (max_length_q, max_length_k),
-        key_places,
-        scaling,
-        sliding_window,
+    query_LHD, key_LKD, value_LKD = (
+        x_1HLD[0].transpose(0, 1) for x_1HLD in (query_1HLD, key_1KLD, value_1KLD)
     )
-    return output_1LHD if row_part is None else row_part.own_tokens(output_1LHD), None
-
-
-def _attention_of_spans(
-    query_1HLD: Tensor,
-    key_1KLD: Tensor,
-    value_1KLD: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: tuple[int, int],
-    key_places: Tensor | None,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    if key_places is not None:
-        key_1KLD, value_1KLD = key_1KLD[:, :, key_places], value_1KLD[:, :, key_places]
-    is_half = query_1HLD.dtype in (torch.bfloat16, torch.float16)
-    if not query_1HLD.is_cpu and is_half:
+    if not query_LHD.is_cpu and query_LHD.dtype in (torch.bfloat16, torch.float16):
+        if (places := calls.row.key_places) is not None:
+            key_LKD, value_LKD = key_LKD[places], value_LKD[places]
         output_LHD = varlen_attn(
-            query_1HLD[0].transpose(0, 1),
-            key_1KLD[0].transpose(0, 1),
-            value_1KLD[0].transpose(0, 1),
-            starts,
-            key_starts,
-            *longest,
+            query_LHD,
+            key_LKD,
+            value_LKD,
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            max_length_q,
+            max_length_k,
             scale=scaling,
             # The window of transformers counts the token itself.
             window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-            enable_gqa=query_1HLD.shape[1] != key_1KLD.shape[1],
+            enable_gqa=query_LHD.shape[1] != key_LKD.shape[1],
         )
         assert isinstance(output_LHD, Tensor)
-        return output_LHD.unsqueeze(0)
-    num_queries_per_key = query_1HLD.shape[1] // key_1KLD.shape[1]
-    # Split and not sliced: the gradient of each slice would be as large as the whole row.
-    lengths, key_lengths = starts.diff().tolist(), key_starts.diff().tolist()
-    queries, keys, values = (
-        torch.split(query_1HLD, lengths, dim=2),
-        torch.split(key_1KLD.repeat_interleave(num_queries_per_key, dim=1), key_lengths, dim=2),
-        torch.split(value_1KLD.repeat_interleave(num_queries_per_key, dim=1), key_lengths, dim=2),
-    )
-    # Those of equal lengths at once: of short sequences, each call costs more than its numbers.
-    alike: dict[tuple[int, int], list[int]] = {}
-    for place, of_span in enumerate(zip(lengths, key_lengths, strict=True)):
-        alike.setdefault(of_span, []).append(place)
-    outputs: dict[int, Tensor] = {}
-    for (num_queries, num_keys), places in alike.items():
-        mask = _mask(num_queries, num_keys, sliding_window, query_1HLD.device)
-        output_SHTD = scaled_dot_product_attention(
-            torch.cat([queries[place] for place in places]),
-            torch.cat([keys[place] for place in places]),
-            torch.cat([values[place] for place in places]),
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
+    else:
+        output_LHD = calls.attend(query_LHD, key_LKD, value_LKD, scaling, sliding_window)
+    output_1LHD = output_LHD.unsqueeze(0)
+    return output_1LHD if row_part is None else row_part.own_tokens(output_1LHD), None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Call:
+    """Spans of about a length; a shorter one has its last query and key again in what is left."""
+
+    num_keys: int
+    places_SQ: Tensor
+    """The place of each query in its sequence."""
+    is_causal: bool
+    """All spans begin their sequence."""
+    masks: dict[int | None, Tensor]
+    """By sliding window."""
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Bool [S, 1, Q, T]; None if it is plainly causal."""
+        if self.is_causal and (window is None or self.num_keys <= window):
+            return None
+        if window not in self.masks:
+            key_T = torch.arange(self.num_keys, device=self.places_SQ.device)
+            back_SQT = self.places_SQ[:, :, None] - key_T
+            is_seen = (back_SQT >= 0) & (back_SQT < (window or self.num_keys))
+            self.masks[window] = is_seen[:, None]
+        return self.masks[window]
+
+
+class SpanCalls:
+    """The calls of SDPA for a row, the same in all its layers; planned when the first one asks."""
+
+    def __init__(self, row: PackedRow) -> None:
+        self.row = row
+        self._calls: list[_Call] = []
+
+    def attend(
+        self,
+        query_LHD: Tensor,
+        key_LKD: Tensor,
+        value_LKD: Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        """[L, H, D]"""
+        if not self._calls:
+            self._plan(query_LHD.device)
+        times = query_LHD.shape[1] // key_LKD.shape[1]
+        # Each tensor is gathered once for all calls: the gradient of a slice would be as large as
+        # the whole row, and pieces of each span are hundreds of small tensors.
+        sizes = [call.places_SQ.numel() for call in self._calls]
+        queries = torch.split(query_LHD.index_select(0, self._queries), sizes)
+        sizes = [len(call.places_SQ) * call.num_keys for call in self._calls]
+        keys, values = (
+            torch.split(x.index_select(0, self._keys).repeat_interleave(times, dim=1), sizes)
+            for x in (key_LKD, value_LKD)
         )
-        outputs |= zip(places, torch.split(output_SHTD.transpose(1, 2), 1), strict=True)
-    return torch.cat([outputs[place] for place in range(len(lengths))], dim=1)
+        outputs = []
+        for call, *parts in zip(self._calls, queries, keys, values, strict=True):
+            mask, num_spans = call.mask(window), len(call.places_SQ)
+            query, key, value = (x.view(num_spans, -1, *x.shape[1:]).transpose(1, 2) for x in parts)
+            output_SHQD = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+            )
+            outputs.append(output_SHQD.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._back)
 
-
-def _mask(
-    num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device
-) -> Tensor | None:
-    """Bool [queries, keys] of the last queries of a sequence; None if it is plainly causal."""
-    window = num_keys if sliding_window is None else sliding_window
-    if num_queries == num_keys <= window:
-        return None
-    pairs = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    before = num_keys - num_queries
-    return pairs.tril(before).triu(before + 1 - window)
+    def _plan(self, device: torch.device) -> None:
+        starts, key_starts = self.row.starts.cpu().numpy(), self.row.key_starts.cpu().numpy()
+        lengths, key_lengths = np.diff(starts), np.diff(key_starts)
+        places = np.arange(starts[-1])
+        key_places = places if self.row.key_places is None else self.row.key_places.cpu().numpy()
+        alike: dict[tuple[int, int], list[int]] = {}
+        for span, size in enumerate(zip(lengths.tolist(), key_lengths.tolist(), strict=True)):
+            if size[1] <= SHORT:  # powers of two
+                size = 1 << (size[0] - 1).bit_length(), 1 << (size[1] - 1).bit_length()
+            alike.setdefault(size, []).append(span)
+        queries, keys, back, num_before = [], [], np.zeros(len(places), np.int64), 0
+        for (num_queries, num_keys), spans in alike.items():
+            own_S1, keys_S1 = lengths[spans, None], key_lengths[spans, None]
+            query_SQ = np.minimum(np.arange(num_queries), own_S1 - 1)
+            key_ST = np.minimum(np.arange(num_keys), keys_S1 - 1)
+            queries.append((starts[spans, None] + query_SQ).ravel())
+            keys.append(key_places[key_starts[spans, None] + key_ST].ravel())
+            is_own = (np.arange(num_queries) < own_S1).ravel()
+            back[queries[-1][is_own]] = num_before + np.flatnonzero(is_own)
+            num_before += is_own.size
+            call = _Call(
+                num_keys=num_keys,
+                places_SQ=torch.from_numpy(keys_S1 - own_S1 + query_SQ).to(device),
+                is_causal=bool((own_S1 == keys_S1).all()),
+                masks={},
+            )
+            self._calls.append(call)
+        self._queries, self._keys, self._back = (
+            torch.from_numpy(own).to(device)
+            for own in (np.concatenate(queries), np.concatenate(keys), back)
+        )
 
 
 AttentionInterface.register(PACKED, packed_attention)

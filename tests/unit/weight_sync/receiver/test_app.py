@@ -263,14 +263,18 @@ async def test_catch_up_goes_from_peer_to_peer_until_one_has_the_version(
     await north.let_go(3, "receiver east", timeout_s=CALL_S)  # is let go already: no error
 
 
-async def test_layout_travels_once_and_then_by_its_digest(receivers: Receivers) -> None:
+async def test_layout_travels_once_and_then_by_its_digest(
+    receivers: Receivers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     east = await receivers.start("east")
     bodies: list[dict[str, object]] = []
+    call = east._call
 
-    async def note(request: httpx.Request) -> None:
-        bodies.append(json.loads(request.content))
+    async def note(method: str, path: str, body: dict[str, object], *others: Any) -> Any:
+        bodies.append(body)
+        return await call(method, path, body, *others)
 
-    east._client.event_hooks["request"].append(note)
+    monkeypatch.setattr(east, "_call", note)
     for version in (1, 2):
         with pytest.raises(TransferFailed, match="none was named"):
             await east.catch_up(version, [], LAYOUT, timeout_s=CALL_S)
