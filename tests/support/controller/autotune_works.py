@@ -186,7 +186,7 @@ def simulated(
         run.view.now = end
         run.view._least_ready = left_ready[0]  # after the lease of this step
         left_ready[0] = max(0, len(simulation._ready) - groups)
-        queued = all(engine._waiting for engine in simulation._engines)
+        queued = bool(simulation._line)
         values = {"engine": "all", "worker": 0, "queued": int(queued), "in_flight": 0}
         places = {"limit": work.engines * work.running}
         run.view.apply(Record(t=end, kind="engine", values={**values, **places}))
