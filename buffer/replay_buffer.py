@@ -70,6 +70,8 @@ from buffer.types import PromptRef, Rerun, TrajectoryGroup
 from configs.checks import live_text
 from configs.schema import BufferConfig
 
+CAPACITIES = ("capacity_groups", "capacity_bytes")
+"""Settings of which a shard has its part."""
 _MAX_IDS = 128
 """Ids that one script call may get."""
 _KEPT_BYTES = 1 << 20
@@ -757,7 +759,7 @@ def in_shard(values: Mapping[str, str | int], shard: int, num_shards: int) -> di
     """The settings of one shard: of each capacity its part."""
     parts = {
         name: quota(int(value), shard, num_shards)
-        for name in ("capacity_groups", "capacity_bytes")
+        for name in CAPACITIES
         if is_number(str(value := values.get(name, "")))
     }
     return {**values, **parts}

@@ -221,12 +221,11 @@ class ShardedReplayBuffer(ReplayBuffer):
     async def change_settings(
         self, values: Mapping[str, str | int], expected: Mapping[str, str] | None = None
     ) -> bool:
-        # The home shard decides: without its consent no other is changed.
-        in_home = in_shard(expected or {}, self._home.keys.shard, self.num_shards)
-        were = {name: str(value) for name, value in in_home.items()}
+        # The home shard decides: without its consent no other is changed. One that breaks off in
+        # between is made whole by a repeat.
         for shard in self._home_last if expected is None else self.shards:
             own = in_shard(values, shard.keys.shard, self.num_shards)
-            if not await shard.change_settings(own, were if shard is self._home else None):
+            if not await shard.change_settings(own, expected if shard is self._home else None):
                 return False
         return True
 

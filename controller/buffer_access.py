@@ -14,6 +14,7 @@ from buffer.redis.address import address as server_address
 from buffer.redis.client import EXPLAINED, BufferRedis
 from buffer.redis.connection import connect_as
 from buffer.redis.server import EmbeddedServer
+from buffer.replay_buffer import CAPACITIES
 from buffer.results import BufferStats
 from buffer.run_state import RunState
 from configs.checks import live_text
@@ -132,7 +133,7 @@ async def live_texts(address: BufferAddress, stats: BufferStats) -> dict[str, st
     """Live settings as the run's Redis has them, by their names there."""
     async with opened_state(address) as state:
         held = await state.live_settings(live_settings())
-    for name in ("capacity_groups", "capacity_bytes"):  # a shard holds its part
+    for name in CAPACITIES:  # a shard holds its part
         held[name] = live_text(getattr(stats, name))
     return held
 

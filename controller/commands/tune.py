@@ -11,6 +11,7 @@ from operator import attrgetter
 from pwd import getpwuid
 from socket import gethostname
 
+from buffer.replay_buffer import CAPACITIES
 from buffer.results import BufferStats
 from configs.checks import Rule, live_text
 from configs.choices import OnStale
@@ -38,6 +39,8 @@ RESTART = "or end the run and resume it with the value (make stop, make resume)"
 ASK_AGAIN_S, ANSWER_S = 30.0, 5.0
 """Ray is asked for room so long after it had none, and has so long for its answer."""
 CHOICES = ", ".join(LIVE.values())
+TRIES = 10
+"""So often others may be quicker with a change before one is given up."""
 
 
 def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
@@ -75,7 +78,9 @@ async def change(
     and why; none if settings are no longer as `expected`. Raises ValueError if the run would not be
     legal with them."""
     names = dict.fromkeys(override.partition("=")[0] for override in overrides)
-    while True:
+    # Of a capacity shards hold parts, which after a change that broke off are none of any sum.
+    compared = {*LIVE} - {*CAPACITIES} if address.settings.shards > 1 else {*LIVE}
+    for _ in range(TRIES):
         async with opened(address) as buffer:
             stats = await buffer.stats()
         held = await live_texts(address, stats)
@@ -86,12 +91,18 @@ async def change(
         texts = {name: live_text(attrgetter(name)(after)) for name in names}
         async with opened(address) as buffer:
             new = {name.rpartition(".")[2]: text for name, text in texts.items()}
-            if await buffer.change_settings(new, {**held, **(expected or {})}):
+            seen = {name: text for name, text in held.items() if name in compared}
+            if await buffer.change_settings(new, {**seen, **(expected or {})}):
                 break
         if expected is not None:
             return []
-        # Somebody else was quicker, and what was checked, and would be told as replaced, is no
+        # Somebody else was quicker, and what was checked, and would be called replaced, is no
         # longer so.
+    else:
+        raise ValueError(
+            f"{address.run}: its live settings were changed by others {TRIES} times meanwhile, and "
+            "nothing was changed here; try again when they are done"
+        )
     # What a call that broke off has changed already is not what was there before.
     was = {name: live_text(attrgetter(name)(before)) for name in names}
     was |= {name: (expected or {}).get(name.rpartition(".")[2], was[name]) for name in names}

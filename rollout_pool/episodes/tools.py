@@ -11,6 +11,7 @@ The model sees the error of a failed call and may try again; a failed call never
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import dataclasses
 import inspect
 import json
@@ -37,7 +38,7 @@ MAX_RESULT_CHARS = 8192
 """A longer result is cut in the middle."""
 MAX_CALLS = 16
 """Per completion; further calls are not run."""
-_THREADS = ThreadPoolExecutor(256, "tool")
+_THREADS = ThreadPoolExecutor(64, "tool")
 """Apart from asyncio's few, which the worker needs: one that hangs keeps its thread for ever."""
 
 
@@ -176,7 +177,9 @@ def function_tool(function: Callable[..., Any], setting: str) -> Tool:
             result = await function(*bound.args, **bound.kwargs)
         else:
             call = partial(in_thread, *bound.args, **bound.kwargs)
-            result = await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+            result = await asyncio.get_running_loop().run_in_executor(
+                _THREADS, contextvars.copy_context().run, call
+            )
         if isinstance(result, str):
             return result
         return json.dumps(result, ensure_ascii=False, default=str)

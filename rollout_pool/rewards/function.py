@@ -21,7 +21,7 @@ _NOT_FIRST = re.compile(
     "args|samples?|data_sources?|solution_strs?|predict(_str)?|reward_inputs|completions?|prompts"
     "|queries|episodes?"
 )
-_NOT_SECOND = re.compile("prompts?|solution_strs?|ground_truths?|extra_info|completion|response")
+_NOT_SECOND = re.compile("prompts?|solution_strs?|ground_truths?|extra_info|completion")
 """Names that other systems give to what stands there. Any other names are the user's own."""
 _RUNNER = asyncio.Runner()
 """Runs async functions in one loop for all calls: the clients that they keep belong to it."""

@@ -29,7 +29,7 @@ How right and how helpful is the answer, from 0 (useless) to 1 (perfect)? Give y
 few sentences, then end with a line "Score: x"."""
 RUBRIC_PROMPT = _CASE + "{rubric}"
 _PLACES = re.compile(r"\{(prompt|answer|solution|rubric)\}")
-_NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?:\s*/\s*\d+(?:\.\d+)?)?"
+_NUMBER = r"([-+]?(?:\d+(?:\.\d*)?|\.\d+))(?:\s*/\s*(\d+(?:\.\d+)?))?"
 _SCORE = re.compile(rf"score\W{{0,5}}?(?:is\s+)?{_NUMBER}", re.IGNORECASE)
 _LAST = re.compile(_NUMBER)
 _OBJECT = re.compile(r"(?s)\s*(?:```(?:json)?\s*)?(\{.*\})\s*(?:```\s*)?")
@@ -57,8 +57,9 @@ class Judge(RemoteService):
         }
         judgement = _content(await self.ask(body, key))
         if not rubric:
-            score = parse_score(judgement)
-            if self.config.prompt is None and not 0 <= score <= 1:  # 7/10 beside 0.7 misleads
+            is_default = self.config.prompt is None
+            score = parse_score(judgement, is_share=is_default)
+            if is_default and not 0 <= score <= 1:
                 raise RemoteFailure(f"the judge's score must be from 0 to 1: {score:g}")
             return PartScore(value=score)
         scores = parse_rubric(judgement, rubric)
@@ -110,8 +111,8 @@ def parse_rubric(text: str, criteria: Collection[str]) -> dict[str, float]:
     return {name: float(score) for name, score in pairs}
 
 
-def parse_score(text: str) -> float:
-    """The last "score: x" of a judgement, else its last number; "7/10" is 7.
+def parse_score(text: str, *, is_share: bool = False) -> float:
+    """The last "score: x" of a judgement, else its last number; "7/10" is 7, of shares 0.7.
 
     Raises RemoteFailure if there is none.
     """
@@ -119,10 +120,11 @@ def parse_score(text: str) -> float:
     found = _SCORE.findall(text) or _LAST.findall(text)
     if not found:
         raise RemoteFailure(f"the judge gave no score: {text.strip()[-200:]!r}")
-    score = float(found[-1])
+    number, whole = found[-1]
+    score = float(number)
     if not abs(score) < MAX_SCORE:
-        raise RemoteFailure(f"the judge's score is not a usable number: {found[-1][:100]!r}")
-    return score
+        raise RemoteFailure(f"the judge's score is not a usable number: {number[:100]!r}")
+    return score / float(whole) if is_share and whole.strip("0.") else score
 
 
 def _content(response: dict[str, object]) -> str:

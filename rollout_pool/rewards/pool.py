@@ -170,12 +170,14 @@ class RewardPool:
                 left.popleft().end(PartScore(failure="the scoring process died"))
         except (TimeoutError, RewardError, ValueError, TypeError, LookupError) as error:
             waited_s = left[0].waited_s(self._worked_s)
-            if isinstance(error, TimeoutError):
+            if is_up and isinstance(error, TimeoutError):
                 self._note_work(left[0], self._timeout_s)
             failure = str(error) or f"no reward within {self._timeout_s:g} s"
             # What cannot start, as a file that is being edited, says nothing about the completion.
-            score = PartScore(failure=failure, waited_s=waited_s, is_unscored=not is_up)
-            left.popleft().end(score)
+            left[0].num_deaths += not is_up
+            if is_up or left[0].num_deaths > MAX_ATTEMPTS:
+                score = PartScore(failure=failure, waited_s=waited_s, is_unscored=not is_up)
+                left.popleft().end(score)
         except Exception as error:
             if not any(one.is_alive for one in self._processes):
                 while left:  # the host can start no process: to wait again would not help
@@ -215,7 +217,7 @@ class _Asked:
     came: float
     worked_before_s: float
     num_deaths: int = 0
-    """Processes that died during it."""
+    """Processes that died during it, or could not start for it."""
 
     def waited_s(self, worked_s: float) -> float:
         """How long others kept the processes from it.

@@ -148,7 +148,7 @@ def encode_request(part: str, prompt: Prompt, *episodes: Episode, with_messages:
     request = PartRequest(part=part, prompt=prompt, episodes=views)
     try:
         return msgspec.json.encode(request)
-    except UnicodeEncodeError:  # it cannot spell the lone surrogates of a model's text
+    except (UnicodeEncodeError, TypeError):  # lone surrogates of a model's text, keys like None
         return _encode(request)
 
 

@@ -83,7 +83,8 @@ class ProblemTask(SingleTurnTask, Generic[P]):
         self._kind = config.kind.name
         self._cut = PromptCut(config)
         for problem in (*training, *held_out) if config.prompt_pattern else ():
-            self._cut(problem.question)  # raises now, and not when its turn comes
+            if problem.weight:
+                self._cut(problem.question)  # raises now, and not when its turn comes
         self._seed = config.seed
         self._training = training
         self._held_out = held_out

@@ -198,12 +198,15 @@ class _Call:
     """By sliding window."""
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Bool [S, 1, Q, T]; None if it is plainly causal."""
+        """Bool [S, 1, Q, T], or [1, 1, Q, T] for all; None if it is plainly causal."""
         if self.is_causal and (window is None or self.num_keys <= window):
             return None
         if window not in self.masks:
             key_T = torch.arange(self.num_keys, device=self.places_SQ.device)
-            back_SQT = self.places_SQ[:, :, None] - key_T
+            places_SQ = self.places_SQ
+            if (places_SQ == places_SQ[0]).all():  # long spans: each layer keeps its mask
+                places_SQ = places_SQ[:1]
+            back_SQT = places_SQ[:, :, None] - key_T
             is_seen = (back_SQT >= 0) & (back_SQT < (window or self.num_keys))
             self.masks[window] = is_seen[:, None]
         return self.masks[window]
@@ -231,10 +234,10 @@ class SpanCalls:
         # Each tensor is gathered once for all calls: the gradient of a slice would be as large as
         # the whole row, and pieces of each span are hundreds of small tensors.
         sizes = [call.places_SQ.numel() for call in self._calls]
-        queries = torch.split(query_LHD.index_select(0, self._queries), sizes)
+        queries = torch.split(_rows(query_LHD, self._queries), sizes)
         sizes = [len(call.places_SQ) * call.num_keys for call in self._calls]
         keys, values = (
-            torch.split(x.index_select(0, self._keys).repeat_interleave(times, dim=1), sizes)
+            torch.split(_rows(x, self._keys).repeat_interleave(times, dim=1), sizes)
             for x in (key_LKD, value_LKD)
         )
         outputs = []
@@ -250,7 +253,7 @@ class SpanCalls:
                 scale=scaling,
             )
             outputs.append(output_SHQD.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._back)
+        return _rows(torch.cat(outputs), self._back)
 
     def _plan(self, device: torch.device) -> None:
         starts, key_starts = self.row.starts.cpu().numpy(), self.row.key_starts.cpu().numpy()
@@ -283,6 +286,11 @@ class SpanCalls:
             torch.from_numpy(own).to(device)
             for own in (np.concatenate(queries), np.concatenate(keys), back)
         )
+
+
+def _rows(x: Tensor, places: Tensor) -> Tensor:
+    # Gradients must be the same in each run: those of index_select are on a CPU, and take less.
+    return x.index_select(0, places) if x.is_cpu else x[places]
 
 
 AttentionInterface.register(PACKED, packed_attention)

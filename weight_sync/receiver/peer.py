@@ -55,8 +55,8 @@ async def copy_from_peer(
 class _Source:
     """The bytes of one version at a peer. The reader's min_bandwidth bounds the whole copy."""
 
-    # Not through ReceiverClient: http.client reads straight into the slot, while httpx needed ten
-    # times the CPU for the same bytes.
+    # Not through ReceiverClient: http.client reads straight into the slot, while asyncio needed
+    # ten times the CPU for the same bytes.
 
     def __init__(self, url: str, version: int, num_bytes: int, spec: ReceiverSpec) -> None:
         self._url = url

@@ -61,9 +61,6 @@ async def test_settings_change_in_all_shards_or_none_if_one_is_not_as_expected(
     for _ in range(2):  # the reply to the first may be lost
         assert await buffer.change_settings({"max_staleness": "5"}, {"max_staleness": "2"})
     assert {await part.setting("max_staleness") for part in parts} == {5}
-    await buffer.change_settings({"capacity_groups": "31"})  # of which each shard has its part
-    assert await buffer.change_settings({"max_staleness": "6"}, {"capacity_groups": "31"})
-    assert not await buffer.change_settings({"max_staleness": "7"}, {"capacity_groups": "34"})
 
 
 async def test_open_refuses_a_number_of_shards_other_than_the_runs(

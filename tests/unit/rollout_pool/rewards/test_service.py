@@ -358,7 +358,7 @@ def test_endless_judgement_does_not_hold_the_event_loop():
     "reply",
     [
         *(says("No idea."), says(""), says("Score: " + 400 * "9"), {"choices": []}, {"error": 1}),
-        *(says("Score: 7/10"), says("Score: -0.1"), {"choices": [1]}),
+        *(says("Score: 7"), says("Score: -0.1"), says("Score: 7/0"), {"choices": [1]}),
         {"choices": [{**says("1. The answer")["choices"][0], "finish_reason": "length"}]},
     ],
 )
@@ -369,7 +369,8 @@ async def test_judge_without_a_score_is_reported(service, judge, reply):
 
 
 async def test_prompt_of_ones_own_may_ask_a_judge_for_any_number(service, judge):
-    service.replies = [says("Score: 7/10")]
+    service.replies = [says("Score: 7/10"), says("Score: 7/10")]
+    assert (await judge().score(PROMPT, EPISODE, "k")).value == 0.7, "it asks for a share"
     assert (await judge(prompt="0 to 10: {answer}").score(PROMPT, EPISODE, "k")).value == 7.0
 
 
