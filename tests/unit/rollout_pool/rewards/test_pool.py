@@ -618,10 +618,15 @@ async def test_processes_killed_at_random_under_load_cost_no_score(make_pool):
     assert [score.failure for score in together] == [None, None]
     is_over, scores = asyncio.Event(), []
 
+    def kill_oldest():
+        alive = {*children()} - others  # none, if both have just been killed
+        if alive:
+            min(alive, key=psutil.Process.create_time).kill()
+        return bool(alive)
+
     async def kill():
         for number in range(1, num_kills + 1):
-            await until(lambda n=number: len(scores) >= 10 * n and {*children()} - others)
-            min({*children()} - others, key=psutil.Process.create_time).kill()
+            await until(lambda n=number: len(scores) >= 10 * n and kill_oldest())
         is_over.set()
 
     async def ask():
