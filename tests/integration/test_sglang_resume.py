@@ -80,9 +80,13 @@ def check_whole(samples):
         assert sample.finish_reason == ("length" if length == MAX_NEW_TOKENS else "stop")
 
 
+def has_begun(samples, num_tokens):
+    return all(len(s.output_ids) >= num_tokens or s.finish_reason for s in samples)
+
+
 async def begun(samples, num_tokens):
     async with asyncio.timeout(60):
-        while any(len(s.output_ids) < num_tokens and not s.finish_reason for s in samples):
+        while not has_begun(samples, num_tokens):
             await asyncio.sleep(0.005)
 
 
@@ -137,16 +141,21 @@ async def test_samples_of_a_killed_server_continue_elsewhere_and_it_leaves_nothi
     if torch.cuda.is_available():  # a process that is forked shares semaphores without a name
         assert "semaphore" in kinds
     assert {*map(str, shared)} <= {*engine.spec.leftovers_path.read_text().splitlines()}
-    lengths = {}
     samples = [
         make_sample(i, max_new_tokens=MAX_NEW_TOKENS, name="killed-") for i in range(NUM_SAMPLES)
     ]
+    lengths = {sample: [] for sample in samples}
+
+    def note(sample):
+        lengths[sample].append(len(sample.output_ids))
+        if has_begun(samples, 1 + 2 * INTERVAL):  # at once: a look later, all may have ended
+            os.kill(engine.info.pid, signal.SIGKILL)
+            for sample in samples:
+                sample.on_tokens = lambda s: lengths[s].append(len(s.output_ids))
+
     for sample in samples:
-        lengths[sample] = []
-        sample.on_tokens = lambda s: lengths[s].append(len(s.output_ids))
+        sample.on_tokens = note
     tasks = [asyncio.create_task(pair.sampler.complete(sample)) for sample in samples]
-    await begun(samples, 1 + 2 * INTERVAL)
-    os.kill(engine.info.pid, signal.SIGKILL)
     assert await asyncio.wait_for(engine.wait_dead(), 60) == -signal.SIGKILL
     async with asyncio.timeout(120):
         await asyncio.gather(*tasks)

@@ -92,6 +92,8 @@ class Receiver:
 
     async def start(self) -> None:
         info = await self._process.start()
+        if self._client is not None:  # that of the process before
+            await self._client.close()
         self._client = ReceiverClient(self.name, info.url, self._scene.key)
         self._sightings.served.pop(self.name, None)
         await self._state.register_receiver(self.name, info.url)
