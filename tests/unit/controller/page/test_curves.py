@@ -88,7 +88,7 @@ def test_depth_of_an_older_run_has_one_layer_of_ready_groups() -> None:
 
 def test_time_parts_add_up_to_the_time_of_the_steps() -> None:
     area = time_parts([step_record(step, float(step), lease_wait_s=step) for step in range(1000)])
-    assert area is not None and len(area.layers) == len(TIME_PARTS) == 5
+    assert area is not None and len(area.layers) == len(TIME_PARTS) == 6
     waiting = area.layers[0]
     assert len(waiting.y) == 400 and abs(sum(waiting.y) / 400 - 499.5) < 1
 
