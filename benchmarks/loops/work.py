@@ -77,7 +77,7 @@ LONG_PROMPTS = (
     "trainer.warm_start.num_steps=0",
     "rollout.sampling.temperature=1",
     "rollout.max_prompt_tokens=224",
-    "trainer.num_ranks=2",
+    "trainer.num_ranks=1",
     "rollout.engine.radix_cache=true",
     "weight_sync.pause_mode=resubmit",
 )
@@ -90,7 +90,12 @@ ANSWERS = Work(
 LONG = Work(
     title="4M parameters, 32 answers of up to 512 tokens a step, prompts of 200",
     num_steps=8,
-    settings=(*LONG_PROMPTS, "trainer.groups_per_step=4", "rollout.max_response_tokens=512"),
+    settings=(
+        *LONG_PROMPTS,
+        "trainer.groups_per_step=4",
+        "rollout.max_response_tokens=512",
+        "rollout.num_engines=2",
+    ),
     reward="vowels",
 )
 SPANS = Work(
