@@ -36,7 +36,8 @@ functions' families beside it; edit those instead.
     make dry-run ARGS="trainer.num_ranks=4"                           # see what that would start
 
 The command line, with the files that it chooses (`trainer=gpu`), overrides the experiment, which
-overrides the files that it chooses, which override the defaults below. If you choose another `task.kind`, or another `task.name` of a library,
+overrides the files that it chooses, which override the defaults below. If you choose another
+`task.kind`, or another `task.name` of a library,
 the files' settings of their own task are dropped. Unknown names and wrong types are rejected with
 the nearest valid name. The type column includes the bounds; times are in seconds, and a count is at
 most 10^9. Values are written as YAML, and text literally; quote what the shell would interpret:
