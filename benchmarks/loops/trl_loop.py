@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def reward_of(config: Config, task: Task) -> Callable[..., list[float]]:
     """The same reward as a run's, in TRL's form."""
     for reward in config.task.rewards.values():
         score = load_callable(str(reward.function), "task.rewards")
-        return lambda completions, **_: [score("", completion) for completion in completions]
+        return lambda completions, **_: [
+            score(None, SimpleNamespace(answer=one)) for one in completions
+        ]
 
     def task_score(completions: list[str], index: list[int], **_: Any) -> list[float]:
         asked = (Prompt(index=place, is_held_out=False, text="") for place in index)

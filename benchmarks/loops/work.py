@@ -18,8 +18,7 @@ import string
 
 def vowels(prompt, episode):
     """Share of its characters that are vowels."""
-    answer = getattr(episode, "answer", episode)  # TRL has the text alone
-    return sum(letter in "aeiou" for letter in answer) / max(1, len(answer))
+    return sum(letter in "aeiou" for letter in episode.answer) / max(1, len(episode.answer))
 
 def spans(prompt, episode):
     """Share of the places at which the answer to "d-h=" is "defgh"."""

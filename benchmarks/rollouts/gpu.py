@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks import KEY
 from benchmarks.report import Report
 from benchmarks.rollouts.gpu_engine import Roofline
-from benchmarks.rollouts.published.rivals import run_counter, run_one_off
+from benchmarks.rollouts.published.rivals import Continuous, run_one_off
 from benchmarks.rollouts.scene import ENGINE, Commits, engines_of, pool_at
 from benchmarks.rollouts.strategies import RIVALS, Rival, run_rival
 from benchmarks.rollouts.work import Job, Tally, WorkSize, draw_jobs
@@ -40,7 +40,7 @@ from rollout_pool.engines.engine import EngineInfo
 from rollout_pool.engines.sglang.client import SGLangClient
 from rollout_pool.sampling.engine_watch import ASK_EVERY_S
 
-MEANWHILE: dict[str, Rival] = {"one_off": run_one_off, "counter": run_counter}
+MEANWHILE: dict[str, Rival] = {"one_off": run_one_off, "counter": Continuous.play}
 """Schedules that differ from the others only where a step takes time."""
 OURS = {
     "ours": TailPolicy.continue_across_versions,

@@ -38,10 +38,10 @@ from benchmarks.report import Report
 from benchmarks.rollouts.gpu import gpus_at
 from benchmarks.rollouts.gpu_engine import ROOFLINES, Roofline
 from benchmarks.rollouts.published.rivals import (
+    Continuous,
     Run,
     Trainer,
     run_batches,
-    run_counter,
     run_one_off,
     run_partial,
     run_stream,
@@ -86,7 +86,7 @@ SCHEDULES = {
     "partial": Schedule("colocated, partial rollouts", run_partial, True),
     "one_off": Schedule("one step off-policy", run_one_off, has_memory=False),
     "stream": Schedule("first to end, the rest given up", run_stream),
-    "counter": Schedule("admitted by number, as AReaL", run_counter),
+    "counter": Schedule("admitted by number, as AReaL", Continuous.play),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Completion
@@ -16,19 +17,31 @@ def text_of(index: int) -> str:
     return f"job number {index:05d}"
 
 
+class Pauses(NamedTuple):
+    """When an answer is not at an engine."""
+
+    turns: int = 1
+    """Equal parts of its tokens."""
+    turn_s: float = 0.0
+    """The environment's, between two of them."""
+    reward_s: float = 0.0
+
+    def ends(self, length: int) -> list[int]:
+        """The number of its tokens at the end of each turn, of at least one token."""
+        return [max(turn, length * turn // self.turns) for turn in range(1, self.turns + 1)]
+
+
 class JobTask(SingleTurnTask):
-    """Prompt `index` is job `index`. `task.params.score_s`: seconds that a score takes; `turns`,
-    `turn_s`, `reward_s`: see Pauses."""
+    """Prompt `index` is job `index`. Its parameters: `score_s`, the seconds that a score takes, and
+    those of Pauses."""
 
     name = "jobs"
 
     def __init__(self, config: TaskConfig) -> None:
         super().__init__(config)
-        self._score_s = float(config.params.get("score_s", 0.0))
-        self._turns = int(config.params.get("turns", 1))
-        self._turn_s, self._reward_s = (
-            float(config.params.get(name, 0.0)) for name in ("turn_s", "reward_s")
-        )
+        pauses = dict(config.params)
+        self._score_s = float(pauses.pop("score_s"))
+        self._pauses = Pauses(**pauses)
 
     def example(self, index: int) -> Prompt:
         return Prompt(index=index, is_held_out=False, text=text_of(index))
@@ -43,7 +56,9 @@ class JobTask(SingleTurnTask):
         return ""
 
     def environment(self, prompt: Prompt) -> Env:
-        return JobEnv(prompt.text, self._turns, self._turn_s, self._reward_s)
+        # Without pauses it is that of all questions, whose cost is measured.
+        has_any = self._pauses != Pauses()
+        return JobEnv(prompt.text, self._pauses) if has_any else super().environment(prompt)
 
     def score(self, prompt: Prompt, completion: str) -> float:
         time.sleep(self._score_s)  # as a verifier that computes elsewhere: it takes time, no core
@@ -53,13 +68,13 @@ class JobTask(SingleTurnTask):
 class JobEnv(Env):
     """An environment that takes its time after each turn, and after the last one for the reward."""
 
-    def __init__(self, text: str, turns: int, turn_s: float, reward_s: float) -> None:
-        self._text, self._left, self._turn_s, self._reward_s = text, turns, turn_s, reward_s
+    def __init__(self, text: str, pauses: Pauses) -> None:
+        self._text, self._pauses, self._left = text, pauses, pauses.turns
 
     async def reset(self) -> Observation:
         return Observation.user(self._text)
 
     async def step(self, completion: Completion) -> Step:
         self._left -= 1
-        await asyncio.sleep(self._turn_s if self._left else self._reward_s)
+        await asyncio.sleep(self._pauses.turn_s if self._left else self._pauses.reward_s)
         return Step(observation=Observation.user("+") if self._left else None)

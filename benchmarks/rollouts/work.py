@@ -12,31 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.rollouts.task import text_of
+from benchmarks.rollouts.task import Pauses, text_of
 from buffer.types import SamplingParams
 from rollout_pool.sampling.sample import Clock, Completer, Sample
 from trainer_pool.model.scratch import byte_tokenizer
 
 P99 = 2.326
 """Standard deviations of a normal distribution above its median."""
-
-
-class Pauses(NamedTuple):
-    """When an answer is not at an engine."""
-
-    turns: int = 1
-    """Equal parts of its tokens."""
-    turn_s: float = 0.0
-    """The environment's, between two of them."""
-    reward_s: float = 0.0
-
-    def ends(self, length: int) -> list[int]:
-        """The number of its tokens at the end of each turn, of at least one token."""
-        return [max(turn, length * turn // self.turns) for turn in range(1, self.turns + 1)]
 
 
 NO_PAUSES = Pauses()
@@ -100,7 +85,7 @@ class WorkSize:
     works_engines: int = 6
     works_places: int = 16
     works_groups: int = 16
-    """Of 4 requests."""
+    """A step's, of 4 requests each."""
     works_steps: int = 12
     prefix_tokens: int = 2000
     prefix_turns: int = 8
@@ -204,7 +189,7 @@ class Tally:
     used_tokens: int = 0
     wasted_tokens: int = 0
     lost_tokens: int = 0
-    """Of groups and samples that were given up before the end; for ours alone."""
+    """Tokens of groups and samples that were given up before the end; for ours alone."""
 
     @property
     def seconds(self) -> float:

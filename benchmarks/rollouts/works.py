@@ -23,7 +23,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.report import Report
-from benchmarks.rollouts.published.rules import run_quota, run_repack, run_requeue, run_window
+from benchmarks.rollouts.published.rules import Quota, Repack, Requeue, Window
 from benchmarks.rollouts.scale import (
     GPU,
     SCHEDULES,
@@ -32,7 +32,8 @@ from benchmarks.rollouts.scale import (
     measure_schedule,
     num_jobs,
 )
-from benchmarks.rollouts.work import Pauses, WorkSize, draw_jobs
+from benchmarks.rollouts.task import Pauses
+from benchmarks.rollouts.work import NO_PAUSES, WorkSize, draw_jobs
 
 
 class Work(NamedTuple):
@@ -40,9 +41,7 @@ class Work(NamedTuple):
     p99_over_p50: float
     training: float
     """Seconds of a token's training, over those of its generation at full engines."""
-    turns: int = 1
-    turn_s: float = 0.0
-    reward_s: float = 0.0
+    pauses: Pauses = NO_PAUSES
 
 
 WORKS = {
@@ -50,8 +49,8 @@ WORKS = {
     "generation_bound": Work(6000, 4.0, 0.3),
     "training_bound": Work(6000, 4.0, 2.0),
     "long_tailed": Work(5000, 9.5, 0.75),
-    "multi_turn": Work(6000, 4.0, 0.75, turns=4, turn_s=10.0),
-    "reward_heavy": Work(6000, 4.0, 0.75, reward_s=30.0),
+    "multi_turn": Work(6000, 4.0, 0.75, Pauses(turns=4, turn_s=10.0)),
+    "reward_heavy": Work(6000, 4.0, 0.75, Pauses(reward_s=30.0)),
 }
 RULES = {
     "ours": SCHEDULES["ours"],
@@ -60,11 +59,11 @@ RULES = {
     "sync": SCHEDULES["sync"],
     "one_off": SCHEDULES["one_off"],
     "partial": SCHEDULES["partial"],
-    "quota": Schedule("quota a transfer, as verl", run_quota),
+    "quota": Schedule("quota a transfer, as verl", Quota.play),
     "counter": SCHEDULES["counter"],
-    "window": Schedule("windowed FIFO, as torchtitan", run_window, retracts=False),
-    "requeue": Schedule("what is old runs again, as tinker", run_requeue, retracts=False),
-    "repack": Schedule("last answers move, as Laminar", run_repack, retracts=False),
+    "window": Schedule("windowed FIFO, as torchtitan", Window.play, retracts=False),
+    "requeue": Schedule("what is old runs again, as tinker", Requeue.play, retracts=False),
+    "repack": Schedule("last answers move, as Laminar", Repack.play, retracts=False),
 }
 COLUMNS = ("", "s a step", "ours over it", "of the bound", "age", "wasted", "trained length")
 
@@ -82,7 +81,7 @@ def sized(size: WorkSize, work: Work) -> WorkSize:
         scale_groups=size.works_groups,
         scale_steps=size.works_steps,
     )
-    pauses = Pauses(work.turns, work.turn_s / size.scale_speed, work.reward_s / size.scale_speed)
+    turns, turn_s, reward_s = work.pauses
     return dataclasses.replace(
         size,
         group_size=4,
@@ -93,7 +92,7 @@ def sized(size: WorkSize, work: Work) -> WorkSize:
         longest=31_744 // GPU.tokens,
         max_staleness=size.scale_staleness,
         max_running=size.works_places,
-        pauses=pauses,
+        pauses=Pauses(turns, turn_s / size.scale_speed, reward_s / size.scale_speed),
         oversampling=1.5,
     )
 

@@ -96,8 +96,7 @@ async def change(
                 break
         if expected is not None:
             return []
-        # Somebody else was quicker, and what was checked, and would be called replaced, is no
-        # longer so.
+        # Somebody else was quicker: the settings that were checked have changed.
     else:
         raise ValueError(
             f"{address.run}: its live settings were changed by others {TRIES} times meanwhile, and "

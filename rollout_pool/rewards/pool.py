@@ -155,13 +155,12 @@ class RewardPool:
             async with asyncio.timeout(self._timeout_s) as limit:
                 await process.send(*(one.request for one in left))
                 while left:
-                    if not process.has_reply:
-                        limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
                     waited_s = left[0].waited_s(self._worked_s)
                     reply = await process.reply()
                     score = _part_score(reply, waited_s)
                     self._note_work(left[0], reply["took_s"])
                     left.popleft().end(score)
+                    limit.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
             is_well = True
         except ConnectionError:
             left[0].num_deaths += 1
@@ -254,14 +253,6 @@ class _ScoringProcess:
         self._setup = setup
         self._log_path = log_path
         self._child: Child | None = None
-        self._lines = deque[bytes]()
-        """Replies that have come."""
-        self._begun = b""
-        """The beginning of the next one."""
-
-    @property
-    def has_reply(self) -> bool:
-        return bool(self._lines)
 
     @property
     def is_alive(self) -> bool:
@@ -303,9 +294,7 @@ class _ScoringProcess:
             self._child = Child(command, self._log_path, pass_fds=[number])
         # Once it has ended, what it started has too.
         self._ending = asyncio.create_task(self._child.exit())
-        self._lines.clear()
-        self._begun = b""
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
 
     async def send(self, *requests: bytes) -> None:
         """Raises ConnectionError if the process dies."""
@@ -315,16 +304,12 @@ class _ScoringProcess:
     async def reply(self) -> dict[str, Any]:
         """The next one; they come in the order of the requests. Raises ConnectionError if the
         process dies."""
-        while not self._lines:
-            if not (data := await self._reader.read(_REPLY_LIMIT)):
-                raise ConnectionError("the scoring process closed its output")
-            *lines, self._begun = (self._begun + data).split(b"\n")
-            self._lines.extend(lines)
-            if len(self._begun) > _REPLY_LIMIT:
-                raise ConnectionError("the scoring process gave an invalid reply: it is too long")
         try:
-            return cast(dict[str, Any], json.loads(self._lines.popleft()))
-        except ValueError as error:
+            line = await self._reader.readline()
+            if not line.endswith(b"\n"):
+                raise ConnectionError("the scoring process closed its output")
+            return cast(dict[str, Any], json.loads(line))
+        except ValueError as error:  # too long, or not JSON
             raise ConnectionError(f"the scoring process gave an invalid reply: {error}") from error
 
     async def kill(self) -> None:

@@ -21,8 +21,6 @@ from opentelemetry.trace import Span
 
 tracer = trace.get_tracer("leash")
 EXPORT_TIMEOUT_S = 5.0
-_NO_SPAN = nullcontext(trace.INVALID_SPAN)
-_providers: list[TracerProvider] = []
 
 
 def open_span(
@@ -34,8 +32,8 @@ def open_span(
 ) -> AbstractContextManager[Span]:
     """The current span while it is open; `context`: None is the current one. `fails`: what is
     raised inside is an error of it."""
-    if not _providers:
-        return _NO_SPAN
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return nullcontext(trace.INVALID_SPAN)
     return tracer.start_as_current_span(
         name,
         context=context,
@@ -43,12 +41,6 @@ def open_span(
         record_exception=fails,
         set_status_on_exception=fails,
     )
-
-
-def use_provider(provider: TracerProvider) -> None:
-    """Spans of this process go to it from now on; OpenTelemetry takes one, and no other later."""
-    trace.set_tracer_provider(provider)
-    _providers.append(provider)
 
 
 def open_tracing(endpoint: str, run: str, process: str) -> TracerProvider:

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+from opentelemetry import trace
+
 from buffer.connect import Buffer, connect_buffer
 from buffer.run_state import RunState
 from configs.choices import TaskKind
@@ -28,7 +30,7 @@ from rollout_pool.sampling.engine_watch import ASK_EVERY_S, EngineWatch
 from rollout_pool.sampling.grammars import Grammars
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.tracing import open_tracing, use_provider
+from rollout_pool.sampling.tracing import open_tracing
 from rollout_pool.sandbox.containers import wait_removed
 from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.agent import AgentTask, find_agent
@@ -115,7 +117,7 @@ class WorkerParts:
         if (endpoint := self._spec.config.trace_endpoint) is not None:
             tracing = open_tracing(endpoint, self._spec.run, f"worker-{self._index}")
             self._closing.push_async_callback(asyncio.to_thread, tracing.shutdown)
-            use_provider(tracing)
+            trace.set_tracer_provider(tracing)
         await self._build()
         # Else each full collection goes through all that was imported, and holds the loop for half
         # a second.

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 import pytest
 
 from benchmarks.rollouts.published.rivals import (
+    Continuous,
     Run,
     Trainer,
     run_batches,
-    run_counter,
     run_one_off,
     run_partial,
 )
-from benchmarks.rollouts.published.rules import run_quota, run_repack, run_requeue, run_window
+from benchmarks.rollouts.published.rules import Quota, Repack, Requeue, Window
 from benchmarks.rollouts.strategies import Rival
-from benchmarks.rollouts.work import Pauses, Tally, WorkSize, draw_jobs
+from benchmarks.rollouts.task import Pauses
+from benchmarks.rollouts.work import Tally, WorkSize, draw_jobs
 from buffer.types import VersionSpan
 from rollout_pool.sampling.sample import Clock, Interrupted, Sample, merge_spans
 
@@ -32,8 +33,8 @@ SIZE = WorkSize(
     p99_over_p50=9.0, longest=60, scale_engines=2, pauses=Pauses(turns=3),
 )  # fmt: skip
 RULES: dict[str, Rival] = {
-    "sync": run_batches, "one_off": run_one_off, "partial": run_partial, "counter": run_counter,
-    "quota": run_quota, "window": run_window, "requeue": run_requeue, "repack": run_repack,
+    "sync": run_batches, "one_off": run_one_off, "partial": run_partial, "counter": Continuous.play,
+    "quota": Quota.play, "window": Window.play, "requeue": Requeue.play, "repack": Repack.play,
 }  # fmt: skip
 
 
@@ -106,13 +107,13 @@ def test_rule_trains_every_group_once(name: str) -> None:
 
 
 def test_quota_transfers_every_fourth_step_and_bounds_what_begins_between() -> None:
-    tally, engines, _ = play(run_quota)
+    tally, engines, _ = play(Quota.play)
     assert engines.calls == ["hold", "commit"] * 6
     assert max(tally.ages) >= 4 and set(tally.ages[:16]) == {0, 1, 2, 3}
 
 
 def test_window_is_overtaken_by_two_batches_at_most() -> None:
-    tally, _, order = play(run_window)
+    tally, _, order = play(Window.play)
     left = set(order)
     for index in order:
         assert index < min(left) + 2 * SIZE.batch_groups
@@ -121,11 +122,11 @@ def test_window_is_overtaken_by_two_batches_at_most() -> None:
 
 
 def test_requeue_throws_away_what_is_too_old() -> None:
-    tally, _, _ = play(run_requeue)
+    tally, _, _ = play(Requeue.play)
     assert max(tally.ages) <= SIZE.max_staleness and tally.wasted_tokens > 0
 
 
 def test_repack_moves_last_answers_and_mixes_no_weights() -> None:
-    _, engines, _ = play(run_repack)
+    _, engines, _ = play(Repack.play)
     assert engines.num_moved > 0 and "load" in engines.calls and "hold" not in engines.calls
     assert {len(sample.version_spans) for sample in engines.samples} == {1}

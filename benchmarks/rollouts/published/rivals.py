@@ -45,7 +45,6 @@ class Trainer:
     hold: Callable[[], Awaitable[None]] | None = None
     """Stops what runs in the engines themselves, which compute it again after the commit: the same
     for them as if the client interrupted it, without a request for each answer."""
-
     load: Callable[[int, int], Awaitable[None]] | None = None
     """One engine alone takes weights: its number and the version."""
     transfer_s: float = 0.0
@@ -142,12 +141,6 @@ async def run_partial(
     jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
 ) -> Tally:
     return await _FirstToEnd(jobs, completer, size, trainer, keeps_tokens=True).run()
-
-
-async def run_counter(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
-) -> Tally:
-    return await Continuous(jobs, completer, size, trainer).run()
 
 
 def _batches(jobs: Sequence[Job], size: WorkSize) -> Iterator[list[Run]]:
@@ -264,6 +257,12 @@ class Continuous:
         """Clear while the engine takes a version."""
         self._serves.set()
         self._one_ended = asyncio.Event()
+
+    @classmethod
+    async def play(
+        cls, jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
+    ) -> Tally:
+        return await cls(jobs, completer, size, trainer).run()
 
     async def run(self) -> Tally:
         num_left = len(self.waiting)

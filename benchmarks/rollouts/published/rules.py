@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.rollouts.published.rivals import Continuous, Run, Trainer
-from benchmarks.rollouts.work import Job, Tally, WorkSize
+from benchmarks.rollouts.work import Job, WorkSize
 from rollout_pool.sampling.sample import Clock, Completer, Interrupted, Sample
 
 QUOTA_SURPLUS, WINDOW_BATCHES = 0.5, 2
@@ -32,31 +32,7 @@ REPACK_DEPTH = 2
 """Answers that an engine begins with, for each of its places."""
 
 
-async def run_quota(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
-) -> Tally:
-    return await _Quota(jobs, completer, size, trainer).run()
-
-
-async def run_window(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
-) -> Tally:
-    return await _Window(jobs, completer, size, trainer).run()
-
-
-async def run_requeue(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
-) -> Tally:
-    return await _Requeue(jobs, completer, size, trainer).run()
-
-
-async def run_repack(
-    jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
-) -> Tally:
-    return await _Repack(jobs, completer, size, trainer).run()
-
-
-class _Quota(Continuous):
+class Quota(Continuous):
     steps_a_version = 4
     _num_before = 0
     """Groups that had begun before the last transfer and did not count as left over."""
@@ -76,7 +52,7 @@ class _Quota(Continuous):
         self._num_before = self.num_begun - len(self.running) - len(self.ended)
 
 
-class _Window(Continuous):
+class Window(Continuous):
     def __init__(
         self, jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
     ) -> None:
@@ -105,7 +81,7 @@ class _Window(Continuous):
         return taken
 
 
-class _Requeue(Continuous):
+class Requeue(Continuous):
     def may_begin(self) -> bool:
         return True
 
@@ -134,7 +110,7 @@ class _Engine:
         return [one for one, length in self.samples.items() if len(one.output_ids) < length]
 
 
-class _Repack(Continuous):
+class Repack(Continuous):
     """Completes samples itself, so that they can be moved."""
 
     def __init__(

@@ -622,8 +622,8 @@ class BatchingClient(ABC):
         """Stops a cancelled request at the engine; returns when the first stop was sent."""
         if request.is_sent and not request.over.done():
             self._stop_soon(request)
-            told = (request.is_told, request.over)
-            await asyncio.wait(told, return_when=asyncio.FIRST_COMPLETED)
+            marks = (request.is_told, request.over)
+            await asyncio.wait(marks, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _set(mark: asyncio.Future[None]) -> None:

@@ -28,7 +28,7 @@ def row(length: int, last: int) -> Row:
 
 
 def test_wait_for_ranks_is_that_of_the_last_lap_alone() -> None:
-    """A pause, and what was waited before it, end with a lap that nobody asks for."""
+    """A pause, and the wait before it, end with a lap whose seconds are not used."""
     clock = Clock()
     RankWaits.seconds += 1e6
     assert clock.lap() == clock.ranks_s

@@ -97,12 +97,12 @@ def overtaken(open_run: RunDir, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return by_others
 
 
-def test_change_that_overtakes_another_is_told_as_what_was_replaced(
+def test_change_that_came_in_between_is_shown_as_what_was_replaced(
     open_run: RunDir, leash: Command, overtaken: list[str]
 ) -> None:
     overtaken[:] = ["buffer.max_staleness=3", "rollout.tail=postpone"]
-    told = leash("tune", "buffer.max_staleness=4", "rollout.oversampling=2").splitlines()
-    assert [line.partition(": ")[2] for line in told] == [
+    printed = leash("tune", "buffer.max_staleness=4", "rollout.oversampling=2").splitlines()
+    assert [line.partition(": ")[2] for line in printed] == [
         "buffer.max_staleness 2 -> 3",
         "rollout.tail continue_across_versions -> postpone",
         "buffer.max_staleness 3 -> 4",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -11,7 +12,7 @@ from opentelemetry.trace import StatusCode, set_span_in_context
 
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
-from rollout_pool.sampling.tracing import open_tracing, tracer, use_provider
+from rollout_pool.sampling.tracing import open_tracing, tracer
 from tests.support.collector import collecting
 from tests.support.rollout import make_sample
 
@@ -21,7 +22,7 @@ def exporter():
     """The process's exporter: OpenTelemetry takes one provider, and no other later."""
     provider, exporter = TracerProvider(), InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    use_provider(provider)
+    trace.set_tracer_provider(provider)
     yield exporter
     provider.shutdown()
 
