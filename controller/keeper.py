@@ -75,6 +75,8 @@ def _start_less() -> None:
         return list(python(component, *others, **options))
 
     services._build_python_executable_command_memory_profileable = build_command
+    # It imports all that the dashboard needs, to see whether that is installed.
+    ray._private.utils.get_dashboard_dependency_error = lambda: None
 
 
 def _watch(run_dir: RunDir, is_asked: threading.Event) -> None:

@@ -50,6 +50,9 @@ def prepare_environment(cluster: ClusterConfig) -> None:
         os.environ[AUTH_MODE] = "token"
         # Processes for each of the nominal CPUs, of which none would fit our actors' environments.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        # Raylet's first try to reach its own object store comes too early, and it slept a second.
+        os.environ.setdefault("RAY_raylet_client_connect_timeout_milliseconds", "20")
+        os.environ.setdefault("RAY_raylet_client_num_connect_attempts", "500")
     else:
         os.environ.setdefault(AUTH_MODE, "token")
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")

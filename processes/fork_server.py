@@ -1,8 +1,8 @@
 """Starts Python programs by forking a process that has already imported what they need.
 
     python -m processes.fork_server <folder> <listeners> <imports> <eager or lazy>
-        import torch ─┬─ fork ─► kind 1: import sglang ... ────┐
-                      └────────► kind 2: import deepspeed ... ─┤
+    what all need ─┬─ fork ─► kind 1: import sglang ... ────┐
+                   └────────► kind 2: import deepspeed ... ─┤
                                                                ▼
     start(command)  ── arguments, environment, streams ──►  fork ─► the program runs
                     ◄── process id, later its exit code ──
@@ -402,7 +402,12 @@ def main(folder: str, listeners: str, imports: str, when: str) -> _Request | Non
     servers = [_Server(*of) for of in zip(json.loads(listeners), json.loads(imports), strict=True)]
     gc.disable()  # a fifth of the time of imports, which leave hardly any garbage
     if when == "eager":
-        import torch  # noqa: F401  (once for all kinds)
+        import torch  # noqa: F401
+
+        first, *others = json.loads(imports)
+        for name in first:
+            if all(name in other for other in others):  # once for all kinds
+                import_module(name)
     for number, server in enumerate(servers):
         if number + 1 == len(servers) or os.fork() == 0:
             for other in servers:

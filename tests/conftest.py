@@ -71,7 +71,6 @@ def pytest_configure(config: pytest.Config) -> None:
                 *others.imports,
                 "controller.report.summary",
                 "controller.metrics.sinks",
-                "rollout_pool.tasks.reasoning_gym",  # the quickstart's, with matplotlib
             ],
         )
         servers = contextlib.ExitStack()

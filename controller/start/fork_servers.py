@@ -25,10 +25,14 @@ from processes.child import kill_group
 from processes.fork_server import Kind
 from processes.socket_folder import make_socket_folder
 
+_SHARED = ("torch._dynamo", "aiohttp", "redis.asyncio", "uvicorn")
+"""Not transformers: SGLang needs it with stubs of what is not installed, which others must not see.
+"""
 KINDS = (
     Kind(
         programs=["rollout_pool.engines.sglang.server"],
         imports=[
+            *_SHARED,
             "rollout_pool.engines.sglang.server",  # the stubs, before sglang
             "sglang.launch_server",
             "sglang.srt.entrypoints.http_server",
@@ -43,8 +47,10 @@ KINDS = (
     Kind(
         programs=["default_worker.py", "weight_sync.receiver.app", "controller.main"],
         imports=[
+            *_SHARED,
             "trainer_pool.rank",
             "rollout_pool.worker.build",
+            "rollout_pool.tasks.reasoning_gym",  # the quickstart's: with matplotlib, for plots
             "weight_sync.receiver.app",
         ],
     ),
