@@ -1,6 +1,6 @@
 """The life of one run, from an empty folder to its summary.
 
-    redis ── ray ── model ──┬── receivers, engines, workers ──┬── version 0 ── eval
+    model ── redis ── ray ──┬── receivers, engines, workers ──┬── version 0 ── eval
                             └── trainer ranks ── warm start ──┘                 │
       ┌─────────────────────────────────────────────────────────────────────────┘
       └── rollout workers generate ◄──buffer──► trainer trains num_steps ── eval
@@ -81,7 +81,7 @@ from trainer_pool.model.lora import adapted_layers, last_names
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import GROUPS_FILE
-from trainer_pool.types import SupervisedExample, TrainerSpec, WarmStartReport
+from trainer_pool.types import Restored, SupervisedExample, TrainerSpec, WarmStartReport
 from weight_sync.types import MergeSpec
 
 
@@ -260,14 +260,22 @@ class Run:
     def _start_up(self, cleanup: contextlib.ExitStack) -> tuple[RayCluster, Pools]:
         if self.config.idle_settings:
             self.panel.say(self.config.idle_settings)
-        cluster = self._start_servers(cleanup)
         scratch = self.config.model.scratch
         if scratch is not None and self.resumption is None:
             with self._progress("model from scratch"):
                 build_scratch_model(scratch, self.dir.model, self.config.run.seed)
+        examples = self._draw_examples()
+        cluster = self._start_servers(cleanup)
         pools = self._place(cluster, cleanup)
-        self._give_first_weights(pools, self._start_pools(pools))
+        self._give_first_weights(pools, self._start_pools(pools, examples))
         return cluster, pools
+
+    def _draw_examples(self) -> Future[list[SupervisedExample]] | None:
+        """Those of the warm start, meanwhile: the start of Ray mostly waits."""
+        if self.resumption is not None or not self.config.trainer.warm_start.num_steps:
+            return None
+        drawer = ThreadPoolExecutor(1, thread_name_prefix="examples")
+        return drawer.submit(supervised_examples, self.config, self._model_path)
 
     def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
         """Ray takes the longest and comes last, unless only Ray knows our address."""
@@ -563,19 +571,20 @@ class Run:
             num_slots=self.config.buffer.max_staleness + 2,
         )
 
-    def _start_pools(self, pools: Pools) -> Mapping[str, Pending[WarmStartReport]]:
+    def _start_pools(
+        self, pools: Pools, examples: Future[list[SupervisedExample]] | None
+    ) -> Mapping[str, Pending[WarmStartReport]]:
         """Returns the warm start, if there is one: it begins once all ranks are there."""
-        config, warming = self.config, dict[str, Pending[WarmStartReport]]()
+        warming = dict[str, Pending[WarmStartReport]]()
         with self._progress("receivers, engines, workers, trainer ranks") as say:
-            began, ready, missing = time.monotonic(), list[str](), set[str]()
-            examples: list[SupervisedExample] | None = None
+            began, ready = time.monotonic(), dict[str, str]()
+            ranks = dict[str, Pending[Restored]]()
 
             def on_ready(name: str) -> None:
-                ready.append(f"{name} {time.monotonic() - began:.1f} s")
-                say(", ".join(ready))
-                missing.discard(name)
-                if examples is not None and not missing and not warming:
-                    warming.update(pools.trainer.warm_start(examples))
+                ready[name] = f"{name} {time.monotonic() - began:.1f} s"
+                say(", ".join(ready.values()))
+                if examples and ranks and ranks.keys() <= ready.keys() and not warming:
+                    warming.update(pools.trainer.warm_start(examples.result()))
 
             rollout = pools.rollout.start()
             if self._is_gpu_shared:
@@ -584,10 +593,7 @@ class Run:
                 rollout = {}
             opened_at = self._wait(pools.trainer.open_rendezvous(), "opening the rendezvous")
             (rendezvous,) = opened_at.values()
-            ranks = pools.trainer.start(rendezvous)
-            missing.update(ranks)
-            if config.trainer.warm_start.num_steps and self.resumption is None:
-                examples = supervised_examples(config, self._model_path)
+            ranks.update(pools.trainer.start(rendezvous))
             self._wait(rollout | ranks, "starting", on_ready)
         return warming
 
