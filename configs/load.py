@@ -247,10 +247,10 @@ def to_yaml(config: Config) -> str:
     Without the password in buffer.url, because people share both. The last line is YAML's own end
     of a document: a file without it was cut off.
     """
-    tree = OmegaConf.structured(config)
+    tree = _plain(asdict(config))
     if config.buffer.url is not None:
-        tree.buffer.url = _without_password(config.buffer.url)
-    return f"{OmegaConf.to_yaml(tree)}{END_OF_YAML}\n"
+        tree["buffer"]["url"] = _without_password(config.buffer.url)
+    return f"{OmegaConf.to_yaml(OmegaConf.create(tree))}{END_OF_YAML}\n"
 
 
 def _without_password(url: str) -> str:
