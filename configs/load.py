@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from io import StringIO
 from os.path import isfile
 from pathlib import Path
@@ -276,7 +276,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def _settings_in(path: Path) -> DictConfig:
     try:
         text = read_text(path)
-        tree = yaml.safe_load(text)
+        tree = _tree(text)
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} contains no settings; restore it")
         if text.rstrip().rpartition("\n")[2] != END_OF_YAML:
@@ -292,6 +292,11 @@ def _settings_in(path: Path) -> DictConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return settings
+
+
+@lru_cache(maxsize=4)  # a command reads its run's more than once
+def _tree(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:
