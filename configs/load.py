@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from io import StringIO
 from os.path import isfile
 from pathlib import Path
@@ -247,10 +247,10 @@ def to_yaml(config: Config) -> str:
     Without the password in buffer.url, because people share both. The last line is YAML's own end
     of a document: a file without it was cut off.
     """
-    tree = OmegaConf.structured(config)
+    tree = _plain(asdict(config))
     if config.buffer.url is not None:
-        tree.buffer.url = _without_password(config.buffer.url)
-    return f"{OmegaConf.to_yaml(tree)}{END_OF_YAML}\n"
+        tree["buffer"]["url"] = _without_password(config.buffer.url)
+    return f"{OmegaConf.to_yaml(OmegaConf.create(tree))}{END_OF_YAML}\n"
 
 
 def _without_password(url: str) -> str:
@@ -276,7 +276,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def _settings_in(path: Path) -> DictConfig:
     try:
         text = read_text(path)
-        tree = yaml.safe_load(text)
+        tree = _tree(text)
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} contains no settings; restore it")
         if text.rstrip().rpartition("\n")[2] != END_OF_YAML:
@@ -292,6 +292,11 @@ def _settings_in(path: Path) -> DictConfig:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return settings
+
+
+@lru_cache(maxsize=4)  # a command reads its run's more than once
+def _tree(text: str) -> Any:
+    return yaml.safe_load(text)
 
 
 def differences(before: Config, after: Config) -> dict[str, tuple[object, object]]:

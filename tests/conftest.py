@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import re
+import shlex
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from configs.environment import FORK_SERVERS_VARIABLE
 from configs.schema import BufferConfig
 from controller.start import fork_servers
 from processes.fork_server import Kind
+from tests.support import forked
 
 BufferFactory = Callable[..., Awaitable[Buffer]]
 
@@ -54,19 +57,21 @@ LONGEST = (
 """Files that come first, in this order: no worker is alone with one in the end."""
 
 
+WORKER = "tests.support.worker"
+"""The program of a worker (-n). Imports of its own would take fifteen seconds of a core."""
 FORKED = re.compile(r"^[0-9]+ (?:\S*/)?(\S+)(?: ([a-z]+)$)?", re.MULTILINE)
 """A line of a fork server's log: process id, program, and the verb of `leash`."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Programs of all tests, in all workers, are forked from servers that import once."""
+    """Programs of all tests, and the workers, are forked from servers that import once."""
     if not hasattr(config, "workerinput"):
         engine, others = fork_servers.KINDS
         engines = Kind(
             programs=[*engine.programs, "tests.support.sglang_rope"], imports=engine.imports
         )
         launches = Kind(
-            programs=[*others.programs, "tests.support.zero3.program"],
+            programs=[*others.programs, "tests.support.zero3.program", WORKER],
             imports=[
                 *others.imports,
                 "controller.report.summary",
@@ -76,6 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
         servers = contextlib.ExitStack()
         servers.enter_context(fork_servers.fork_servers([engines, launches], is_eager=False))
         config.add_cleanup(servers.close)
+        if FORK_SERVERS_VARIABLE in os.environ and config.getoption("tx", None):
+            python = shlex.join([sys.executable, forked.__file__, WORKER])
+            config.option.tx = [f"popen//python={python}" for _ in config.option.tx]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

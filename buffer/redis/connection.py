@@ -225,6 +225,7 @@ def _options(url: str, where: str, tls_ca_file: str | None) -> dict[str, Any]:
             "socket_read_size": _READ_BYTES,
             "max_connections": 4096,  # more than all tasks of a process ever need
             "retry": Retry(NoBackoff(), 0),  # BufferRedis retries
+            "driver_info": None,  # else each connection reads the installed version of redis-py
             **parse_url(url),
         }
         options["connection_class"] = _CONNECTIONS[options.get("connection_class", Connection)]

@@ -5,7 +5,7 @@
 #   deploy/redis/make-users.sh --team night >> users.acl   night-ROLE, for runs whose names begin night-
 #   deploy/redis/make-users.sh --admin FILE > users.acl    also a user `admin` who may do everything,
 #                                                          with the password in FILE
-#   deploy/redis/make-users.sh --redis-7.0 > users.acl     without the commands that came with 7.2
+#   deploy/redis/make-users.sh --redis-7.0 > users.acl     without the command that came with 7.2
 # The passwords go to the standard error, once: keep them. The output holds only their hashes.
 set -eu
 here=$(dirname "$0")
@@ -17,7 +17,7 @@ admin=
 team=
 while [ $# -gt 0 ]; do
     case $1 in
-        --redis-7.0) newer='s/+waitaof//; s/+client|setinfo//' ;;
+        --redis-7.0) newer='s/+waitaof//' ;;
         --admin) admin=$2; shift ;;
         --team) team=$2; shift ;;
         *) echo "make-users.sh: unknown argument $1" >&2; exit 2 ;;

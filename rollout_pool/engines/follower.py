@@ -74,7 +74,8 @@ class WeightFollower:
     async def run(self) -> NoReturn:
         """Raises TornEngine when the engine must be restarted."""
         while True:
-            offered = await self._newest_unless_pinned()
+            # An evaluation may have had it while its last commit was being recorded.
+            offered = None if self.pin.is_away else await self._newest_unless_pinned()
             if self.pin.is_away:
                 await self.pin.wait_free()
                 await self._rejoin()

@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from buffer.connect import Buffer
 from buffer.run_state import RunState
-from configs.load import load_config
+from configs.load import load_config, to_yaml
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state
 from controller.main import main
@@ -44,11 +44,17 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.fixture(scope="session")
+def quickstart_settings() -> str:
+    """What a quickstart has in its config.yaml: composed and written once for all tests."""
+    return to_yaml(load_config([]))
+
+
 @pytest.fixture
-def run_dir(runs: Path, run_name: str) -> RunDir:
+def run_dir(runs: Path, run_name: str, quickstart_settings: str) -> RunDir:
     """A run of this very process that has recorded nothing yet and has no Redis."""
     run_dir = RunDir.create(str(runs), run_name, "quickstart")
-    run_dir.write_config(load_config([]))
+    (run_dir.path / "config.yaml").write_text(quickstart_settings)
     return run_dir
 
 

@@ -364,6 +364,8 @@ class FakeReceiver(_Fake):
         """Versions that were offered a moment ago and are not staged any more."""
         self.hold_s = 0.0
         """From a hold to its answer."""
+        self.polled_above = -2
+        """The version above which it was asked last."""
 
     def offer(self, version: int) -> None:
         self.offered[version] = f"/dev/shm/staged/{version}"
@@ -386,7 +388,7 @@ class FakeReceiver(_Fake):
         self._serve(routes)
 
     async def _newest(self, request: Request) -> Response:
-        above = int(request.query_params["above"])
+        self.polled_above = above = int(request.query_params["above"])
         deadline = time.monotonic() + float(request.query_params["timeout_s"])
         while not (newer := [version for version in self.offered if version > above]):
             if time.monotonic() >= deadline:

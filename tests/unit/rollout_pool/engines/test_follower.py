@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from buffer.probes import Probes
-from buffer.run_state import EngineRoutes
+from buffer.run_state import EngineRoutes, RunState
 from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
 from rollout_pool.engines import follower
@@ -243,15 +243,28 @@ async def test_commit_that_did_not_begin_is_tried_again_a_few_times(fake, follow
     assert loads(fake) == [0]
 
 
+@pytest.mark.parametrize("is_polling", [True, False])
 async def test_engine_that_is_released_without_a_newer_version_is_counted_again(
-    fake, follow, state, receiver, pin
+    fake, follow, state, receiver, pin, monkeypatch, is_polling
 ):
+    monkeypatch.setattr(follower, "LONG_POLL_S", 600.0)  # no end of a poll helps
+    may_compare, probes = asyncio.Event(), RunState.probes
+
+    async def probes_later(self, version):
+        await may_compare.wait()
+        return await probes(self, version)
+
+    monkeypatch.setattr(RunState, "probes", probes_later)
     follow()
     receiver.offer(1)
     await serves(state, {"engine-0": 1})
-    assert await pin.want(1, 60.0)  # while it asks its receiver for more
+    if is_polling:
+        may_compare.set()
+        await until(lambda: receiver.polled_above == 1)
+    assert await pin.want(1, 60.0)  # while it asks its receiver for more, or just before
     await state.forget_engine("engine-0")
     pin.release()
+    may_compare.set()
     await serves(state, {"engine-0": 1})
     assert loads(fake) == [1]
     receiver.offer(2)
