@@ -134,8 +134,8 @@ buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=n
 	@$(if $(call said,FILE),,$(error FILE is missing: say which to read, as make buffer-load FILE=groups.dump))
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(call said,FILE),'$(FILE)')
 
-# Files stay whole in a worker (tests/conftest.py). More workers than the two cores of the machine: half of the
-# time of unit tests is waiting, and a third of that of launches.
+# Files stay whole in a worker (tests/conftest.py). More workers than the two cores of the machine: about half of
+# the time of tests is waiting.
 UNIT := tests/unit -n 4
 SERVERS := tests --ignore=tests/unit -n 3
 # Of the others nothing is imported.
