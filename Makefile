@@ -134,12 +134,12 @@ buffer-load: install ## read them from a file: make buffer-load FILE=path [RUN=n
 	@$(if $(call said,FILE),,$(error FILE is missing: say which to read, as make buffer-load FILE=groups.dump))
 	@$(LEASH) buffer-load $(BUFFER_FLAG) $(if $(call said,FILE),'$(FILE)')
 
-# Files stay whole in a worker (tests/conftest.py). One worker more than the two cores of the machine: a third
-# of the time is waiting.
-UNIT := tests/unit -n 3
-SERVERS := tests --ignore=tests/unit -n 2
+# Files stay whole in a worker (tests/conftest.py). More workers than the two cores of the machine: about half of
+# the time of tests is waiting.
+UNIT := tests/unit -n 4
+SERVERS := tests --ignore=tests/unit -n 3
 # Of the others nothing is imported.
-LONG = $$(grep -rl --include='test_*.py' 'mark\.long' tests) -n 2
+LONG = $$(grep -rl --include='test_*.py' 'mark\.long' tests) -n 3
 # What measures time never runs beside another test.
 MACHINE = $$(grep -rl --include='test_*.py' 'mark\.machine' tests) -m "machine and $(1)"
 # They start hundreds of processes: without compiled files each would compile the project anew.

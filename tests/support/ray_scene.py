@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,18 @@ def main(runs: str) -> None:
     private = cluster.private
     assert private is not None
     seen: dict[str, Any] = {"folder": str(private), "host": cluster.host}
+    others = ThreadPoolExecutor()
     try:
+        address_of_ray = ray.get_runtime_context().gcs_address
+        joined = others.submit(friend, address_of_ray, run_dir.path)
+        refused = others.submit(stranger, address_of_ray)
         pool, seen["restarted"] = restarts(config, run_dir, cluster)
         seen["noticed"] = notices(pool)
         seen["modes"] = [stat.S_IMODE(p.stat().st_mode) for p in (private, private / "token")]
         seen["longest_socket"] = max(len(str(p)) for p in private.rglob("sockets/*"))
-        seen["stranger"] = stranger(ray.get_runtime_context().gcs_address)
+        seen["stranger"] = refused.result()
         seen["own_address"] = address
-        seen["host_of_a_joining_run"] = friend(ray.get_runtime_context().gcs_address, run_dir.path)
+        seen["host_of_a_joining_run"] = joined.result()
         gcs = ray._private.worker.global_worker.gcs_client
         publish_error_to_driver("node_removed", "RAYLET STACK TRACE", gcs_client=gcs)
         os.write(2, b"task_manager.cc:1: of C++\n")

@@ -46,7 +46,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def quickstart_settings() -> str:
-    """What a quickstart has in its config.yaml: composed and written once for all tests."""
+    """The config.yaml of a quickstart, composed once for all tests."""
     return to_yaml(load_config([]))
 
 
