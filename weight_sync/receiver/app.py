@@ -39,9 +39,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from host.http_server import HttpLimits, ServerConfig, read_body
 from host.network import listen
 from tensors.layout import Count, Layout
-from weight_sync.group import bucket_timeout_s
 from weight_sync.receiver.client import CatchUpReport
 from weight_sync.receiver.receiver import Receiver
+from weight_sync.timeouts import wire_s
 from weight_sync.types import (
     BY_STATUS,
     Manifest,
@@ -197,10 +197,9 @@ class _Api:
         array: Any = self._store.get(version).data.numpy()
         data = memoryview(array)
         start, stop = _range_of(request.headers.get("range", ""), len(data))
-        spec = self._receiver.spec
         self._num_reads += 1
         reader = f"read {self._num_reads}"
-        ttl_s = bucket_timeout_s(stop - start, spec.timeout_s, spec.min_bandwidth)
+        ttl_s = wire_s(stop - start, self._receiver.spec)
         self._store.hold(version, reader, ttl_s)  # expires if the reader never comes for it
         return StreamingResponse(
             self._chunks(version, reader, data[start:stop]),

@@ -38,12 +38,13 @@ from tensors.checksums import StreamChecksums, mismatches, staged_checksums
 from tensors.layout import Count, Layout
 from weight_sync import delta
 from weight_sync.buckets import Bucket, plan_buckets
-from weight_sync.group import Message, WeightGroup, bucket_timeout_s
+from weight_sync.group import Message, WeightGroup
 from weight_sync.group_thread import GroupThread, Staging
 from weight_sync.receiver.client import CatchUpReport, ReceiverStatus, StagedVersion
 from weight_sync.receiver.merging import Merging
 from weight_sync.receiver.peer import RANGE_BYTES, copy_from_peer
 from weight_sync.receiver.store import Slot, StagedStore
+from weight_sync.timeouts import wire_s
 from weight_sync.types import (
     ChecksumMismatch,
     GroupSpec,
@@ -216,7 +217,7 @@ class Receiver:
     def _relay(self, arrival: Arrival, first: int, epoch: int) -> None:
         buckets = arrival.buckets[first:]
         # The senders give up earlier; this is for a call that ignores every other timeout.
-        limit_s = self.spec.timeout_s + self._limit_s(sum(b.num_bytes for b in buckets))
+        limit_s = self.spec.timeout_s + wire_s(sum(b.num_bytes for b in buckets), self.spec)
 
         def relay(chain: int) -> None:
             thread = self._chains[chain]
@@ -229,7 +230,7 @@ class Receiver:
                     thread.staging,
                     arrival,
                     num_buffers=self.spec.num_buffers,
-                    limit_s=self._limit_s(in_flight),
+                    limit_s=wire_s(in_flight, self.spec),
                 ).run([bucket for bucket in buckets if bucket.rank in spec.senders])
 
             thread.run(relay_over, limit_s)
@@ -238,9 +239,6 @@ class Receiver:
             self._in_all_chains(relay, epoch)
         except WeightSyncError as error:
             raise TransferFailed(str(error)) from None
-
-    def _limit_s(self, num_bytes: int) -> float:
-        return bucket_timeout_s(num_bytes, self.spec.timeout_s, self.spec.min_bandwidth)
 
     def verify(self, manifest: Manifest) -> None:
         """Compare the whole version with its manifest; a delta is applied first.
