@@ -38,6 +38,8 @@ from trainer_pool.types import Restored, TrainerSpec
 
 log = logging.getLogger(__name__)
 
+_UNKNOWN = TaskProgress(positions={}, untrained=())
+
 
 class Recovery:
     """One rank's part in checkpoints and copies. All ranks make the same calls,
@@ -199,7 +201,7 @@ class Recovery:
 
         Returns the seconds that it waited for the previous checkpoint to be written.
         """
-        progress = TaskProgress(positions={}, untrained=())
+        progress = _UNKNOWN
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(step))
         state = self._train_state(step, version, progress)
@@ -213,8 +215,7 @@ class Recovery:
         assert self._copies is not None
         with self._unsaved_lock:
             unsaved = list(self._unsaved)
-        nothing = TaskProgress(positions={}, untrained=())  # Redis knows it
-        state = self._train_state(step, version, nothing)
+        state = self._train_state(step, version, _UNKNOWN)  # Redis knows it
         return self._copies.save(state, unsaved, joint_shards(self._states))
 
     def _train_state(self, step: int, version: int, progress: TaskProgress) -> TrainState:

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from tensors.layout import Layout
@@ -29,8 +30,11 @@ from trainer_pool.state.shards import (
     rng_file,
     shard_file,
     write_layout,
-    write_shards,
+    write_pieces,
 )
+
+_SYNC_BYTES = 256 * 2**20
+"""Written between two syncs, so that the last one does not find everything still in memory."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -173,7 +177,9 @@ class CheckpointWriter:
         try:
             stream = self._snapshots.stream(0, number, self._timeout_s)
             folder = self._store.writing_folder(state.step)
-            notice = _Notice(shards=write_shards(folder, self._layout, rank, stream))
+            parts = torch.split(stream, _SYNC_BYTES)
+            shards = write_pieces(folder, self._layout, rank, parts, should_sync=True)
+            notice = _Notice(shards=shards)
             rng_file(folder, rank).write_text(rng)
         except OSError as error:
             notice = _Notice(error=f"trainer-{rank}: {error}")

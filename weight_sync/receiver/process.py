@@ -50,7 +50,8 @@ class ReceiverProcess:
         plus the time to verify versions that are staged already.
         """
         await self.stop(should_remove=False)
-        timeout_s += _staged_bytes(Path(self.spec.folder)) / self.spec.min_bandwidth
+        staged = Path(self.spec.folder).glob("**/slot-*/*.safetensors")
+        timeout_s += sum(file.stat().st_size for file in staged) / self.spec.min_bandwidth
         self._child = self._start_child(
             [sys.executable, "-m", "weight_sync.receiver.app", self.spec.to_json()],
             self._log_path,
@@ -97,8 +98,3 @@ class ReceiverProcess:
             f"{self.spec.name} {problem}; the last lines of {self._log_path}:\n"
             f"{last_lines(self._log_path)}"
         )
-
-
-def _staged_bytes(folder: Path) -> int:
-    """Size of the staged files that a receiver finds in this folder."""
-    return sum(file.stat().st_size for file in folder.glob("**/slot-*/*.safetensors"))
