@@ -25,7 +25,7 @@ from trainer_pool.model.sharded_state import joint_layout, joint_shards
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.shards import ShardReader
-from trainer_pool.state.writer import CheckpointWriter, SaveReport
+from trainer_pool.state.writer import CheckpointWriter, Record
 from trainer_pool.step import train_step
 
 NUM_STEPS = 4
@@ -98,14 +98,14 @@ class Scene:
         self.results: dict[str, Any] = {"steps": []}
         self.gradients: dict[str, np.ndarray] = {}
         self.store = CheckpointStore(folder / f"checkpoints-{ranks.num_ranks}")
-        self.saved: list[SaveReport] = []
+        self.saved: list[Record] = []
         self.writer = CheckpointWriter(
             self.store,
             joint_layout(self.states),
             ranks,
             uses_gpu=False,
             timeout_s=60.0,
-            on_end=self.saved.append,
+            on_end=lambda _, record: self.saved.append(record),
             dump_groups=lambda file: self.dump_groups(file),
         )
         self.dump_groups: Callable[[Path], object] = lambda file: file.write_bytes(b"groups")
