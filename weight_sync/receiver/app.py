@@ -2,8 +2,8 @@
 
 The first line on its standard input is the key that every request must carry. It runs as long as
 that pipe is open, so a killed parent leaves no receiver behind. Staged versions stay for the next
-process, unless the line "remove" precedes the end of the input. When it is ready, it writes one
-line to standard output: {"url": ..., "pid": ...}.
+process, unless the line "remove" precedes the end of the input. When it is ready, it writes its URL
+to standard output.
 
     GET  /status                                   GET  /newest?above=V&timeout_s=T   (long poll)
     POST /layout  /join  /receive                  GET  /manifest/{version}
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import os
 import sys
 import threading
@@ -237,10 +236,10 @@ def main(argv: list[str]) -> None:
     replies = _own_stdout()
     spec = ReceiverSpec.from_json(argv[0], sys.stdin.readline().rstrip("\n"))
     torch.set_num_threads(1)  # leave the cores to the engines
-    receiver = Receiver(spec, os.getpid())
+    receiver = Receiver(spec)
     threading.Thread(target=_end_with_parent, args=(receiver,), daemon=True).start()
     listener, url = listen(spec.host, 0)
-    replies.write(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
+    replies.write(url + "\n")
     replies.flush()
     server = uvicorn.Server(ServerConfig(make_app(receiver), _LIMITS, close_s=1))
     server.run(sockets=[listener])

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from host.network import is_loopback
 from processes.child import Child
 from processes.logs import last_lines
 from weight_sync.types import ReceiverSpec, WeightSyncError
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ReceiverInfo:
-    name: str
-    url: str
-    """Different after every start."""
-    pid: int
 
 
 class ReceiverProcess:
@@ -35,16 +25,17 @@ class ReceiverProcess:
         self._start_child = start_child
         self._log_path = log_path
         self._child: Child | None = None
-        self._info: ReceiverInfo | None = None
+        self.url = ""
+        """Another one after every start."""
 
     @property
-    def info(self) -> ReceiverInfo:
-        """The process that was started last."""
-        assert self._info is not None, "start() comes first"
-        return self._info
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        assert self._child is not None, "start() comes first"
+        return self._child.pid
 
-    async def start(self, timeout_s: float = 60.0) -> ReceiverInfo:
-        """Start it and wait until it is ready.
+    async def start(self, timeout_s: float = 60.0) -> str:
+        """Start it and wait until it is ready; returns its URL.
 
         Raises WeightSyncError with the end of its log if it dies or needs longer than `timeout_s`
         plus the time to verify versions that are staged already.
@@ -71,9 +62,8 @@ class ReceiverProcess:
         if not line:
             exit_code = await self.wait_dead()
             raise WeightSyncError(self._failure(f"ended at its start (exit code {exit_code})"))
-        ready = json.loads(line)
-        self._info = ReceiverInfo(name=self.spec.name, url=ready["url"], pid=ready["pid"])
-        return self._info
+        self.url = line.decode().strip()
+        return self.url
 
     async def wait_dead(self) -> int:
         """Wait until the process has ended, also by `stop`; returns its exit code."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -65,7 +66,7 @@ class Receiver:
 
     The HTTP API calls it as the coordinator asks. For one version:
 
-        receiver = Receiver(spec, os.getpid())
+        receiver = Receiver(spec)
         receiver.set_layout(layout)             # once for a model: creates the slots
         receiver.join(group_spec)               # once for an epoch
         receiver.receive(transfer, group_spec.epoch, first=0)
@@ -74,9 +75,8 @@ class Receiver:
         folder = receiver.newest().path         # contains model.safetensors
     """
 
-    def __init__(self, spec: ReceiverSpec, pid: int) -> None:
+    def __init__(self, spec: ReceiverSpec) -> None:
         self.spec = spec
-        self._pid = pid
         device = torch.device(spec.device)
         self.store = StagedStore(
             Path(spec.folder), spec.num_slots, should_pin=device.type == "cuda"
@@ -112,7 +112,7 @@ class Receiver:
             has_room = has_room and self._merging.is_ready_for(layout)
         return ReceiverStatus(
             name=self.spec.name,
-            pid=self._pid,
+            pid=os.getpid(),
             newest=self.store.newest,
             complete=tuple(self.store.complete_versions),
             receiving=arrival.transfer if arrival else None,

@@ -45,7 +45,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         spec, self.clock = receiver_spec("west", folder, TIMEOUT_S), Clock()
-        self.receiver = Receiver(spec, pid=1)
+        self.receiver = Receiver(spec)
         self.receiver.store.close()  # one store at a time has the folder
         self.store = WatchedStore(Path(spec.folder), spec.num_slots, clock=self.clock)
         self.receiver.store = self.store
