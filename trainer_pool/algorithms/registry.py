@@ -26,7 +26,7 @@ from torch import Tensor
 from configs.advantages import ADVANTAGES, AGGREGATIONS, AggregationConfig
 from configs.algorithm_schema import KL_ESTIMATORS, POLICY, AlgorithmConfig
 from configs.choices import KLPlace, Proximal
-from configs.corrections import CORRECTIONS, WEIGHTS
+from configs.corrections import CORRECTIONS
 from configs.losses import LOSSES, STREAM_LOSSES
 from host.user_code import load_callable
 from trainer_pool.algorithms import advantages, aggregation, corrections, kl, losses
@@ -220,17 +220,20 @@ class Algorithm:
         # Weights alone: a mask's zeros would lower the mean, and so raise the weight of the tokens
         # that remain.
         return corrections.batch_statistics(
-            parts, self.config, lambda part: self._factors(part, WEIGHTS)[0], sum_over_ranks
+            parts,
+            self.config,
+            lambda part: self._factors(part, only_weights=True)[0],
+            sum_over_ranks,
         )
 
     def _factors(
-        self, inputs: LossInputs, only: Sequence[str] = ()
+        self, inputs: LossInputs, *, only_weights: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """[N] product of the factors of all corrections, or of those named; their diagnostics."""
+        """[N] product of the factors of all corrections, or of all weights; their diagnostics."""
         factors_N = torch.ones_like(inputs.rollout_logprobs_N)
         diagnostics: dict[str, Tensor] = {}
         for config, correction in zip(self.config.correction, self.corrections, strict=True):
-            if only and config.kind not in only:
+            if only_weights and not config.IS_WEIGHT:
                 continue
             part = correction(inputs, config)
             if not isinstance(part, Correction) or part.factors_N.shape != factors_N.shape:

@@ -38,7 +38,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from host.http_server import HttpLimits, ServerConfig, read_body
 from host.network import listen
 from tensors.layout import Count, Layout
-from weight_sync.receiver.client import CatchUpReport
 from weight_sync.receiver.receiver import Receiver
 from weight_sync.timeouts import wire_s
 from weight_sync.types import (
@@ -164,7 +163,7 @@ class _Api:
     ) -> None:
         self._receiver.verify(Manifest.of(version, self._receiver.layout(layout_digest), checksums))
 
-    def catch_up(self, version: Count, peers: tuple[str, ...], layout_digest: str) -> CatchUpReport:
+    def catch_up(self, version: Count, peers: tuple[str, ...], layout_digest: str) -> str:
         return self._receiver.catch_up(version, peers, self._receiver.layout(layout_digest))
 
     async def status(self, request: Request) -> Response:

@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -41,7 +40,7 @@ from weight_sync import delta
 from weight_sync.buckets import Bucket, plan_buckets
 from weight_sync.group import Message, WeightGroup
 from weight_sync.group_thread import GroupThread, Staging
-from weight_sync.receiver.client import CatchUpReport, ReceiverStatus, StagedVersion
+from weight_sync.receiver.client import ReceiverStatus, StagedVersion
 from weight_sync.receiver.merging import Merging
 from weight_sync.receiver.peer import RANGE_BYTES, copy_from_peer
 from weight_sync.receiver.store import Slot, StagedStore
@@ -282,16 +281,17 @@ class Receiver:
             self._merging.store.let_go(version, who)
             self._merging.wake()
 
-    def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
+    def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> str:
         """Copy `version` from the first of the peers (URLs) that has it, verify and release it.
-        Raises TransferFailed with the error of each peer."""
-        start, source = time.perf_counter(), None
+        Returns that peer; "" if it was here already. Raises TransferFailed with each one's error.
+        """
+        source = ""
         with self._one_at_a_time(f"catching up with version {version}"):
             if version not in self.store.complete_versions:
                 self._arrival = None
                 source = self._copy_from_a_peer(version, peers, layout)
             self.release(version)
-        return CatchUpReport(peer=source, seconds=time.perf_counter() - start)
+        return source
 
     def _copy_from_a_peer(self, version: int, peers: Sequence[str], layout: Layout) -> str:
         slot = self.store.begin(Transfer.full(version, layout, RANGE_BYTES))
