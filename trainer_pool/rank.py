@@ -262,7 +262,7 @@ class TrainerRank:
         Raises TimeoutError if the rollout pool delivers no batch in time, and WeightSyncError if
         versions do not reach the engines.
         """
-        start, config = time.perf_counter(), self._spec.config
+        config = self._spec.config
         with self._working():
             self._checkpoint_unsaved()  # so that a run can go on from its first step, too
             self._waited_s = RankWaits.seconds
@@ -271,12 +271,8 @@ class TrainerRank:
             self._record_lanes(self._ranks.gather_texts(self._lane))
             self._checkpoint_unsaved()
             self._recovery.writer.finish()
-        return TrainReport(
-            num_steps=self._step,
-            version=self._version,
-            was_stopped=self._step < config.num_steps,
-            seconds=time.perf_counter() - start,
-        )
+        was_stopped = self._step < config.num_steps
+        return TrainReport(num_steps=self._step, version=self._version, was_stopped=was_stopped)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
