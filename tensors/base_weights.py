@@ -44,7 +44,7 @@ class BaseWeights:
 
     @property
     def names(self) -> Set[str]:
-        """Of all weights."""
+        """The names of all weights."""
         return self._file_of.keys()
 
     def tensor(self, name: str) -> Tensor:

@@ -104,7 +104,7 @@ class PictureTokens:
 
 
 class PictureProcessor:
-    """That of one model."""
+    """The processor of one model's pictures."""
 
     def __init__(
         self, processor: Any, tokens: PictureTokens, *, kept_bytes: int = PATCHES_KEPT_BYTES

@@ -166,12 +166,8 @@ class StepAccumulator:
         reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]
         mine = _group_table(groups, group_ids, version)
-        numbers = torch.tensor([self._num_computed, self._num_padding, self._num_in_trajectories])
-        routers_GC = self._routers.table_GC
-        parts = [self._maxima, self._culprits, numbers, mine.view(-1), routers_GC.view(-1)]
-        every = ranks.gather(torch.cat([part.double().cpu() for part in parts]))
-        all_maxima, culprits, all_counts, tables, routed = torch.split(every, [*map(len, parts)], 1)
-        routers = RouterSums(table_GC=routed.sum(0).view(routers_GC.shape))
+        all_maxima, culprits, all_counts, tables, routed = self._gather(ranks, mine)
+        routers = RouterSums(table_GC=routed.sum(0).view(self._routers.table_GC.shape))
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
         named = self._named_totals(ranks, groups, _by_task(groups, group_ids, mine), version)
@@ -228,6 +224,14 @@ class StepAccumulator:
             "logprob_diff_max": maxima["diff"] if num_compared else math.nan,
             "logprob_diff_tokens": int(num_compared),
         }
+
+    def _gather(self, ranks: Collectives, groups: Tensor) -> tuple[Tensor, ...]:
+        """By rank: maxima, culprits, counts of tokens, the table of groups, and the routers'."""
+        numbers = torch.tensor([self._num_computed, self._num_padding, self._num_in_trajectories])
+        routers_GC = self._routers.table_GC
+        parts = [self._maxima, self._culprits, numbers, groups.view(-1), routers_GC.view(-1)]
+        every = ranks.gather(torch.cat([part.double().cpu() for part in parts]))
+        return torch.split(every, [*map(len, parts)], 1)
 
     def _named_totals(
         self,

@@ -111,7 +111,7 @@ class Algorithm:
     streams: Mapping[str, LossFunction]
     """The losses of further streams."""
     aggregations: Mapping[str, tuple[AggregationFunction, AggregationConfig]]
-    """Those of all streams, of the policy's by POLICY."""
+    """By stream, the policy's by POLICY."""
 
     @classmethod
     def load(cls, config: AlgorithmConfig) -> Algorithm:

@@ -30,7 +30,7 @@ class ReceiverProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started last."""
+        """The process that was started last."""
         assert self._child is not None, "start() comes first"
         return self._child.pid
 
