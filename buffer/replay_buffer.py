@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
 
@@ -146,20 +146,22 @@ class ReplayBuffer(Leasing):
 
         Raises ValueError if the number of shards differs from the run's.
         """
-        check_shards(settings, self.num_shards, await self.setting("num_shards"))
-        await self.create(
-            lambda shard: initial_settings(
-                settings, groups_per_step, shard, oversampling, gradient_accumulation_steps
-            ),
-            replaced,
+        there = await self.setting("num_shards")
+        if settings.shards != self.num_shards or there not in (None, self.num_shards):
+            raise ValueError(
+                f"buffer.shards={settings.shards}: this ReplayBuffer has {self.num_shards}, and "
+                f"the run in Redis {there or 'none yet'}; a run keeps the number that it began with"
+            )
+        values = initial_settings(
+            settings, groups_per_step, oversampling, gradient_accumulation_steps
         )
+        await self.create(values, replaced)
 
-    async def create(
-        self, settings_of: Callable[[int], dict[str, str | int]], replaced: Collection[str]
-    ) -> None:
-        """`open` of one shard, without the checks."""
+    async def create(self, values: Mapping[str, str | int], replaced: Collection[str]) -> None:
+        """`open` of one shard, without the checks; `values` are those of the run."""
         await self._scripts.load()  # only the controller's user may
-        initial = settings_of(self.keys.shard)
+        shard = self.keys.shard
+        initial = {**in_shard(values, shard, int(values["num_shards"])), "shard": shard}
         async with self._redis.pipeline(transaction=True) as pipe:
             for name, value in initial.items():
                 pipe.hsetnx(self.keys("settings"), name, value)
@@ -635,16 +637,12 @@ class ReplayBuffer(Leasing):
         )
         return bool(is_made)
 
-    async def get_max_staleness(self) -> int:
-        value = await self.setting("max_staleness")
-        return value if value is not None else (await self.stats()).max_staleness
-
     async def get_leash(self) -> Leash:
         """The bound on staleness and the rollbacks, which decide whether a token may be trained."""
         found = await self._redis.hmget(self.keys("settings"), ["max_staleness", "rollbacks"])
         bound, rollbacks = cast("list[bytes | None]", found)
-        if bound is None:
-            return Leash(max_staleness=await self.get_max_staleness())
+        if bound is None:  # raises an error that says why
+            return Leash(max_staleness=(await self.stats()).max_staleness)
         return Leash(
             max_staleness=int(setting_number("max_staleness", readable(bound))),
             rollbacks=parse_rollbacks(readable(rollbacks or b"")),
@@ -768,12 +766,11 @@ def in_shard(values: Mapping[str, str | int], shard: int, num_shards: int) -> di
 def initial_settings(
     config: BufferConfig,
     groups_per_step: int,
-    shard: int,
     oversampling: float,
     gradient_accumulation_steps: int,
 ) -> dict[str, str | int]:
-    """Fields of one shard's `settings`."""
-    values: dict[str, str | int] = {
+    """Fields of `settings`; each shard has its part of the capacities, and its number."""
+    return {
         "max_staleness": config.max_staleness,
         "on_stale": config.on_stale.value,
         "paused": live_text(config.paused),
@@ -788,7 +785,6 @@ def initial_settings(
         "groups_per_step": groups_per_step,
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "oversampling": repr(float(oversampling)),
-        "shard": shard,
         "num_shards": config.shards,
         "trainer_version": 0,
         "acked_step": -1,
@@ -797,16 +793,6 @@ def initial_settings(
         "rollbacks": "",
         "num_rollbacks": 0,
     }
-    return in_shard(values, shard, config.shards)
-
-
-def check_shards(settings: BufferConfig, num_shards: int, there: int | None) -> None:
-    """`there` is the number of shards that the run was opened with, None if it was not."""
-    if settings.shards != num_shards or (there is not None and there != num_shards):
-        raise ValueError(
-            f"buffer.shards={settings.shards}: this ReplayBuffer has {num_shards}, and the run "
-            f"in Redis {there or 'none yet'}; a run keeps the number that it began with"
-        )
 
 
 def split_parts(parts: Mapping[str, bytes]) -> Iterator[list[tuple[str, bytes]]]:

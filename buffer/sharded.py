@@ -212,11 +212,9 @@ class ShardedReplayBuffer(ReplayBuffer):
         parts = ids_by_shard(group_ids, self.num_shards)
         return list(await asyncio.gather(*(call(self.shards[k], ids) for k, ids in parts.items())))
 
-    async def create(
-        self, settings_of: Callable[[int], dict[str, str | int]], replaced: Collection[str]
-    ) -> None:
+    async def create(self, values: Mapping[str, str | int], replaced: Collection[str]) -> None:
         for shard in self._home_last:  # once the home shard has settings, all shards are open
-            await shard.create(settings_of, replaced)
+            await shard.create(values, replaced)
 
     async def change_settings(
         self, values: Mapping[str, str | int], expected: Mapping[str, str] | None = None

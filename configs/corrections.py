@@ -104,4 +104,3 @@ CORRECTIONS: dict[str, type[CorrectionConfig]] = {
     "m2po": M2po,
     "kpop": Kpop,
 }
-WEIGHTS = [kind for kind, section in CORRECTIONS.items() if section.IS_WEIGHT]

@@ -3,51 +3,62 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
 class BaseWeights:
-    """Maps the files, so that the pages of a tensor that is read again are in memory already.
-
-    Example:
-
-        with BaseWeights("a/model") as base:
-            weight = base.tensor("model.layers.0.self_attn.q_proj.weight")
-    """
+    """Maps the files, so that the pages of a tensor that is read again are in memory already."""
 
     def __init__(self, model_path: str) -> None:
         """`model_path`: a folder, or a model of the Hugging Face hub, which is downloaded where it
-        is not here yet. Raises ValueError if it has no safetensors files."""
+        is not here yet. Raises ValueError if it has no files of weights."""
         self._model_path = model_path
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
-        if (index := self._path(_INDEX)) is not None:
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        elif self._path(_WHOLE) is not None:
-            self._file_of = dict.fromkeys(self._file(_WHOLE).keys(), _WHOLE)
-        else:
-            raise ValueError(
-                f"model.path={model_path!r}: neither {_WHOLE} nor {_INDEX} is there or can be "
-                "fetched; save the model again with save_pretrained, as safetensors"
-            )
+        self._file_of = self._find_files()
+
+    def _find_files(self) -> dict[str, str]:
+        """The file of each weight."""
+        for whole in (_SAFETENSORS, _TORCH):
+            if (index := self._path(f"{whole}.index.json")) is not None:
+                found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+                return found
+            if self._path(whole) is not None:
+                return dict.fromkeys(self._file(whole).keys(), whole)
+        raise ValueError(
+            f"model.path={self._model_path!r}: no weights: neither {_SAFETENSORS} nor {_TORCH}, in "
+            "one file or sharded, is there or can be fetched; save the model again with "
+            "save_pretrained"
+        )
+
+    @property
+    def names(self) -> Set[str]:
+        """The names of all weights."""
+        return self._file_of.keys()
 
     def tensor(self, name: str) -> Tensor:
         """Raises ValueError if the model has no such weight, or its file cannot be read."""
-        tensor: Tensor = self._file_with(name).get_tensor(name)
+        file = self._file_with(name)
+        tensor: Tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
         return tensor
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Raises ValueError like `tensor`."""
-        return tuple(self._file_with(name).get_slice(name).get_shape())
+        file = self._file_with(name)
+        return tuple(
+            file[name].shape if isinstance(file, dict) else file.get_slice(name).get_shape()
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -64,9 +75,13 @@ class BaseWeights:
         if name not in self._files:
             if (path := self._path(name)) is None:
                 raise ValueError(f"model.path={self._model_path!r}: {name} is missing; copy it")
+            opened: Any
             try:
-                opened = self._open.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
+                if path.suffix == ".safetensors":
+                    opened = self._open.enter_context(safe_open(path, framework="pt"))
+                else:
+                    opened = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (OSError, RuntimeError, SafetensorError) as error:
                 raise ValueError(
                     f"model.path={self._model_path!r}: {name} cannot be read ({error}); copy it "
                     "again"

@@ -7,7 +7,6 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from itertools import compress
 
 import numpy as np
@@ -24,92 +23,9 @@ from trainer_pool.guard import EffectiveSampleSize, SkipReason, Update
 from trainer_pool.model.checkpoint_names import name_patterns
 from trainer_pool.speed import StepSpeed
 
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class StepStats:
-    """One step over all ranks; NaN if not measured. Means are over trained tokens unless noted.
-
-    docs/metrics.md says what each is; here stands what its name and that page do not say.
-    """
-
-    num_groups: int
-    num_tokens: int
-    num_updates: int
-    num_skipped_updates: int
-    """The gradient was not finite."""
-    num_empty_updates: int
-    """The gradient was zero: neither weights nor optimizer changed."""
-    num_spikes: int
-    num_low_ess: int
-    loss: float
-    grad_norm: float
-    """Mean over the updates whose norm is finite; NaN in a step without any."""
-    lr: float
-    reward_mean: float
-    reward_std: float
-    reward_parts: dict[str, float]
-    """Mean of each part over the episodes that have it, also by the staleness of their groups."""
-    by_task: dict[str, float]
-    """By the task of the groups: `<task>/groups`, their number, and `<task>/reward`,
-    `<task>/zero_variance` and `<task>/response_length`, their means."""
-    zero_variance_fraction: float
-    response_length_mean: float
-    response_length_max: int
-    truncated_fraction: float
-    staleness_mean: float
-    """Over groups, each by its oldest trained token; so are the next two."""
-    staleness_max: int
-    staleness_counts: dict[int, int]
-    ratio_max_abs_dev: float
-    """Not truncated."""
-    num_bounded_tokens: int
-    """Tokens whose log ratio was clamped to `MAX_LOG_RATIO`."""
-    not_finite_fraction: float
-    """Fraction of the tokens whose log-probability the trainer computed as NaN or infinite; an
-    update with any is skipped."""
-    not_finite_groups: tuple[str, ...]
-    """Groups whose tokens gave a gradient that was not finite."""
-    rollout_not_finite: dict[int, int]
-    """By version: tokens that were not trained because the engine's log-probability was NaN or
-    infinite."""
-    padding_fraction: float
-    """Fraction of the tokens in forward passes that belong to no trajectory: those of passes that a
-    rank makes only because another rank has more."""
-    shared_fraction: float
-    """Fraction of the trajectories' tokens that were not computed, because another trajectory of
-    the pass begins with the same; 0 without trainer.share_prefixes."""
-    logprob_diff_mean: float
-    """|trainer - rollout| in trajectories sampled entirely by the trained version."""
-    logprob_diff_max: float
-    logprob_diff_tokens: int
-    token_means: dict[str, float]
-    """By name, and by name and staleness: the diagnostics of the loss, the corrections and the
-    step, and `ess`, the effective sample size as a fraction of the tokens."""
-    metrics: dict[str, float]
-    """`LossOutputs.metrics` of the loss, and the losses and diagnostics of further streams."""
-    routers: dict[str, float]
-    """`RouterSums.metrics`; empty for a dense model."""
-    speed: dict[str, float]
-    """`StepSpeed` of this rank."""
-
-    def record(self) -> dict[str, float | int | str]:
-        """Flat, for a metrics log: mappings and lists as JSON, reward parts as reward/<part>, what
-        there is by task as task/<task>/<name>.
-
-        A name that a user's loss chooses never replaces one of ours.
-        """
-        flat: dict[str, float | int | str] = {}
-        named = dict(self.token_means) | self.metrics | self.routers | self.speed
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name == "reward_parts":
-                named |= {f"reward/{name}": mean for name, mean in value.items()}
-            elif item.name == "by_task":
-                named |= {f"task/{name}": mean for name, mean in value.items()}
-            elif item.name not in ("token_means", "metrics", "routers", "speed"):
-                flat[item.name] = json.dumps(value) if isinstance(value, dict | tuple) else value
-        return {**named, **flat}
-
+StepRecord = dict[str, float | int | str]
+"""One step over all ranks, flat, as in `metrics.jsonl`; docs/metrics.md says what each is. NaN if
+not measured. Means are over trained tokens unless noted; mappings and lists are JSON."""
 
 STALENESS_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
 _BUCKET_STARTS = (1, 2, 4, 8, 16)
@@ -131,14 +47,7 @@ _LONGEST = _GROUP_COLUMNS.index("response_length_max")
 
 
 class StepAccumulator:
-    """Accumulates one rank's part of a step; only `total` and `ess_of_update` are collectives.
-
-    Example:
-
-        totals = StepAccumulator(device, num_groups=16)
-        totals.add(batch, inputs, result, start_N)      # each micro-batch
-        totals.total(ranks, ...).record()               # {"loss": 0.1, "entropy/staleness_1": ...}
-    """
+    """Accumulates one rank's part of a step; only `total` and `ess_of_update` are collectives."""
 
     def __init__(self, device: torch.device, num_groups: int) -> None:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.
@@ -248,20 +157,17 @@ class StepAccumulator:
         learning_rate: float,
         speed: StepSpeed,
         peak_tflops: float | None = None,
-    ) -> StepStats:
-        """Statistics of the whole batch, equal on every rank but for `speed`; collective.
+    ) -> StepRecord:
+        """Statistics of the whole batch, equal on every rank but for its speed; collective. A name
+        that a user's loss chooses never replaces one of ours.
 
         `groups` is this rank's part of the batch, `group_ids` names all of it.
         """
         reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]
         mine = _group_table(groups, group_ids, version)
-        numbers = torch.tensor([self._num_computed, self._num_padding, self._num_in_trajectories])
-        routers_GC = self._routers.table_GC
-        parts = [self._maxima, self._culprits, numbers, mine.view(-1), routers_GC.view(-1)]
-        every = ranks.gather(torch.cat([part.double().cpu() for part in parts]))
-        all_maxima, culprits, all_counts, tables, routed = torch.split(every, [*map(len, parts)], 1)
-        routers = RouterSums(table_GC=routed.sum(0).view(routers_GC.shape))
+        all_maxima, culprits, all_counts, tables, routed = self._gather(ranks, mine)
+        routers = RouterSums(table_GC=routed.sum(0).view(self._routers.table_GC.shape))
         num_computed, num_padding, num_whole = all_counts.sum(0).tolist()
         maxima = dict(zip(_MAXIMA, all_maxima.amax(0).tolist(), strict=True))
         named = self._named_totals(ranks, groups, _by_task(groups, group_ids, mine), version)
@@ -275,46 +181,57 @@ class StepAccumulator:
         applied = [update.norm for update in updates if update.norm is not None]
         reward_mean = _ratio(columns["reward"], num_episodes)
         variance = _ratio(columns["reward_squared"], num_episodes) - reward_mean**2
-        return StepStats(
-            num_groups=num_groups,
-            num_tokens=int(num_tokens),
-            num_updates=len(norms),
-            num_skipped_updates=norms.count(None),
-            num_empty_updates=norms.count(0.0),
-            num_spikes=reasons.count(SkipReason.spike),
-            num_low_ess=reasons.count(SkipReason.low_ess),
-            loss=_ratio(named["loss"]["loss"][0], num_minibatches),
-            grad_norm=_ratio(sum(applied), len(applied)),
-            lr=learning_rate,
-            reward_mean=reward_mean,
-            reward_std=max(variance, 0.0) ** 0.5,
-            reward_parts={n: _ratio(*pair) for n, pair in sorted(named["rewards"].items())},
-            by_task=_means_by_task(named["tasks"]),
-            zero_variance_fraction=_ratio(columns["has_zero_variance"], num_groups),
-            response_length_mean=_ratio(columns["response_length"], columns["trajectories"]),
-            response_length_max=int(max(present[:, _LONGEST].tolist(), default=0)),
-            truncated_fraction=_ratio(columns["truncated"], columns["trajectories"]),
-            staleness_mean=_ratio(sum(staleness), num_groups),
-            staleness_max=max(staleness, default=0),
-            staleness_counts=dict(sorted(Counter(staleness).items())),
-            ratio_max_abs_dev=maxima["ratio_dev"] if num_tokens else math.nan,
-            num_bounded_tokens=int(tokens.get("bounded_fraction", 0.0)),
-            not_finite_fraction=_ratio(tokens.get("not_finite", 0.0), num_tokens),
-            not_finite_groups=tuple(compress(group_ids, culprits.sum(0).tolist())),
-            rollout_not_finite={
-                int(version): int(number)
-                for version, (number,) in sorted(named["rollout_not_finite"].items())
-            },
-            padding_fraction=_ratio(num_padding, num_computed),
-            shared_fraction=_ratio(num_whole - (num_computed - num_padding), num_whole),
-            logprob_diff_mean=_ratio(tokens.get("logprob_diff", 0.0), num_compared),
-            logprob_diff_max=maxima["diff"] if num_compared else math.nan,
-            logprob_diff_tokens=int(num_compared),
-            token_means=_token_means(named["tokens"]),
-            metrics={name: _ratio(*pair) for name, pair in named["metrics"].items()},
-            routers=routers.metrics(),
-            speed=speed.record(int(num_whole), peak_tflops),
-        )
+        not_finite = sorted(named["rollout_not_finite"].items())
+        return {
+            **_token_means(named["tokens"]),
+            **{name: _ratio(*pair) for name, pair in named["metrics"].items()},
+            **routers.metrics(),
+            **speed.record(int(num_whole), peak_tflops),
+            **{f"reward/{n}": _ratio(*pair) for n, pair in sorted(named["rewards"].items())},
+            **_means_by_task(named["tasks"]),
+            "num_groups": num_groups,
+            "num_tokens": int(num_tokens),
+            "num_updates": len(norms),
+            "num_skipped_updates": norms.count(None),  # not finite
+            "num_empty_updates": norms.count(0.0),  # neither weights nor optimizer changed
+            "num_spikes": reasons.count(SkipReason.spike),
+            "num_low_ess": reasons.count(SkipReason.low_ess),
+            "loss": _ratio(named["loss"]["loss"][0], num_minibatches),
+            "grad_norm": _ratio(sum(applied), len(applied)),
+            "lr": learning_rate,
+            "reward_mean": reward_mean,
+            "reward_std": max(variance, 0.0) ** 0.5,
+            "zero_variance_fraction": _ratio(columns["has_zero_variance"], num_groups),
+            "response_length_mean": _ratio(columns["response_length"], columns["trajectories"]),
+            "response_length_max": int(max(present[:, _LONGEST].tolist(), default=0)),
+            "truncated_fraction": _ratio(columns["truncated"], columns["trajectories"]),
+            # Over groups, each by its oldest trained token.
+            "staleness_mean": _ratio(sum(staleness), num_groups),
+            "staleness_max": max(staleness, default=0),
+            "staleness_counts": json.dumps(dict(sorted(Counter(staleness).items()))),
+            "ratio_max_abs_dev": maxima["ratio_dev"] if num_tokens else math.nan,  # not truncated
+            # Tokens whose log ratio was clamped to `MAX_LOG_RATIO`.
+            "num_bounded_tokens": int(tokens.get("bounded_fraction", 0.0)),
+            "not_finite_fraction": _ratio(tokens.get("not_finite", 0.0), num_tokens),
+            "not_finite_groups": json.dumps([*compress(group_ids, culprits.sum(0).tolist())]),
+            "rollout_not_finite": json.dumps({v: int(number) for v, (number,) in not_finite}),
+            # Passes that a rank makes only because another rank has more.
+            "padding_fraction": _ratio(num_padding, num_computed),
+            # Of the trajectories' tokens: another trajectory of the pass begins with the same.
+            "shared_fraction": _ratio(num_whole - (num_computed - num_padding), num_whole),
+            # |trainer - rollout| in trajectories sampled entirely by the trained version.
+            "logprob_diff_mean": _ratio(tokens.get("logprob_diff", 0.0), num_compared),
+            "logprob_diff_max": maxima["diff"] if num_compared else math.nan,
+            "logprob_diff_tokens": int(num_compared),
+        }
+
+    def _gather(self, ranks: Collectives, groups: Tensor) -> tuple[Tensor, ...]:
+        """By rank: maxima, culprits, counts of tokens, the table of groups, and the routers'."""
+        numbers = torch.tensor([self._num_computed, self._num_padding, self._num_in_trajectories])
+        routers_GC = self._routers.table_GC
+        parts = [self._maxima, self._culprits, numbers, groups.view(-1), routers_GC.view(-1)]
+        every = ranks.gather(torch.cat([part.double().cpu() for part in parts]))
+        return torch.split(every, [*map(len, parts)], 1)
 
     def _named_totals(
         self,
@@ -342,7 +259,7 @@ class StepAccumulator:
 
 
 _NOT_REPORTED = ("tokens", "ratio_squared", "logprob_diff", "compared", "not_finite")
-"""Sums that have a field of `StepStats`, or only serve to compute another figure."""
+"""Sums that are reported otherwise, or only serve to compute another figure."""
 
 
 def _token_means(by_bucket: Mapping[str, list[float]]) -> dict[str, float]:
@@ -422,10 +339,10 @@ def _means_by_task(sums: Mapping[str, list[float]]) -> dict[str, float]:
     for task, row in sorted(sums.items()):
         columns = dict(zip(_GROUP_COLUMNS, row, strict=True))
         num_groups = columns["is_present"]
-        means[f"{task}/groups"] = num_groups
-        means[f"{task}/reward"] = columns["reward"] / columns["episodes"]
-        means[f"{task}/zero_variance"] = columns["has_zero_variance"] / num_groups
-        means[f"{task}/response_length"] = columns["response_length"] / columns["trajectories"]
+        means[f"task/{task}/groups"] = num_groups
+        means[f"task/{task}/reward"] = columns["reward"] / columns["episodes"]
+        means[f"task/{task}/zero_variance"] = columns["has_zero_variance"] / num_groups
+        means[f"task/{task}/response_length"] = columns["response_length"] / columns["trajectories"]
     return means
 
 

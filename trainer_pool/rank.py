@@ -39,7 +39,7 @@ from trainer_pool.data.rows import StepBatch
 from trainer_pool.data.trained import TrainedLog
 from trainer_pool.guard import UpdateGuard
 from trainer_pool.learning_rate import learning_rate
-from trainer_pool.metrics import StepStats, check_engines_agree
+from trainer_pool.metrics import StepRecord, check_engines_agree
 from trainer_pool.model.routers import check_gates
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.recovery import Recovery
@@ -262,7 +262,7 @@ class TrainerRank:
         Raises TimeoutError if the rollout pool delivers no batch in time, and WeightSyncError if
         versions do not reach the engines.
         """
-        start, config = time.perf_counter(), self._spec.config
+        config = self._spec.config
         with self._working():
             self._checkpoint_unsaved()  # so that a run can go on from its first step, too
             self._waited_s = RankWaits.seconds
@@ -271,12 +271,8 @@ class TrainerRank:
             self._record_lanes(self._ranks.gather_texts(self._lane))
             self._checkpoint_unsaved()
             self._recovery.writer.finish()
-        return TrainReport(
-            num_steps=self._step,
-            version=self._version,
-            was_stopped=self._step < config.num_steps,
-            seconds=time.perf_counter() - start,
-        )
+        was_stopped = self._step < config.num_steps
+        return TrainReport(num_steps=self._step, version=self._version, was_stopped=was_stopped)
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -352,15 +348,15 @@ class TrainerRank:
             times.memory_copy_error = self._recovery.copy_to_memory(**here)
             times.memory_copy_s = clock.lap()
 
-    def _record(self, version: int, stats: StepStats, times: StepTimes) -> None:
+    def _record(self, version: int, stats: StepRecord, times: StepTimes) -> None:
         """Add the completed step, which trained `version`, to `metrics.jsonl`; on rank 0."""
-        parts = {part: stats.speed.get(f"step_{part}_s", 0.0) for part in ("passes", "update")}
+        parts = {part: float(stats.get(f"step_{part}_s", 0.0)) for part in ("passes", "update")}
         waited_s, self._waited_s = RankWaits.seconds - self._waited_s, RankWaits.seconds
         lane = {
             "at": time.time(),
             "lease": times.lease_wait_s,
             "ranks": waited_s,
-            "rest": times.step_s - stats.speed["step_ranks_s"] - sum(parts.values()),
+            "rest": times.step_s - float(stats["step_ranks_s"]) - sum(parts.values()),
             **parts,
             "snapshot_wait": times.snapshot_wait_s,
             "snapshot": times.snapshot_s,
@@ -378,7 +374,7 @@ class TrainerRank:
         record: dict[str, float | int | str] = {
             "step": self._step,
             "version": version,
-            **stats.record(),
+            **stats,
             "logprob_diff_bound": self._spec.max_logprob_diff,
             **asdict(times),
         }
@@ -478,7 +474,7 @@ class TrainerRank:
         fresh = (i for i, flag in zip(ids, flags[1:], strict=True) if flag == "1")
         return tuple(fresh), lease is None
 
-    def _train_batch(self, lease: Lease, kept_ids: tuple[str, ...], is_update: bool) -> StepStats:
+    def _train_batch(self, lease: Lease, kept_ids: tuple[str, ...], is_update: bool) -> StepRecord:
         config = self._spec.config
         if self._accumulation is not None:
             self._accumulation.is_complete = is_update
@@ -504,10 +500,11 @@ class TrainerRank:
         if self._trained is not None:
             self._trained.write(step=self._step + 1, version=self._version)
         # A group that no rank had must not be counted as trained.
-        assert stats.num_groups == len(kept_ids), (stats.num_groups, kept_ids)
+        assert stats["num_groups"] == len(kept_ids), (stats["num_groups"], kept_ids)
         check_engines_agree(
-            stats.logprob_diff_mean,  # NaN, which agrees, if engines sampled no token with it
-            stats.logprob_diff_tokens,
+            # NaN, which agrees, if engines sampled no token with it.
+            float(stats["logprob_diff_mean"]),
+            int(stats["logprob_diff_tokens"]),
             self._served_names(),
             self._spec.max_logprob_diff,
         )

@@ -33,26 +33,17 @@ from trainer_pool.state.checkpoint import (
 )
 from trainer_pool.state.peer_copies import Copy, PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
-from trainer_pool.state.writer import CheckpointWriter, SaveReport
+from trainer_pool.state.writer import CheckpointWriter, Record
 from trainer_pool.types import Restored, TrainerSpec
 
 log = logging.getLogger(__name__)
 
+_UNKNOWN = TaskProgress(positions={}, untrained=())
+
 
 class Recovery:
     """One rank's part in checkpoints and copies. All ranks make the same calls,
-    but only rank 0 calls `reconcile`, `note_version` and `add_consumed`.
-
-    Example:
-
-        recovery = Recovery(spec, policy, None, ranks, ...)   # restores, if resumed
-        recovery.reconcile()
-        ...                                             # step 13 makes version 12
-        recovery.note_version(12)
-        recovery.add_consumed(13, ("g1", "g2"))
-        recovery.checkpoint(step=13, version=12)
-        recovery.writer.finish()                        # durable; g1 and g2 are acknowledged
-    """
+    but only rank 0 calls `reconcile`, `note_version` and `add_consumed`."""
 
     def __init__(
         self,
@@ -199,7 +190,7 @@ class Recovery:
 
         Returns the seconds that it waited for the previous checkpoint to be written.
         """
-        progress = TaskProgress(positions={}, untrained=())
+        progress = _UNKNOWN
         if self._is_lead:
             progress = self._loop.run(self._buffer.task_progress(step))
         state = self._train_state(step, version, progress)
@@ -213,8 +204,7 @@ class Recovery:
         assert self._copies is not None
         with self._unsaved_lock:
             unsaved = list(self._unsaved)
-        nothing = TaskProgress(positions={}, untrained=())  # Redis knows it
-        state = self._train_state(step, version, nothing)
+        state = self._train_state(step, version, _UNKNOWN)  # Redis knows it
         return self._copies.save(state, unsaved, joint_shards(self._states))
 
     def _train_state(self, step: int, version: int, progress: TaskProgress) -> TrainState:
@@ -246,12 +236,11 @@ class Recovery:
 
         asyncio.run(dump())
 
-    def _end_checkpoint(self, report: SaveReport) -> None:
+    def _end_checkpoint(self, state: TrainState, record: Record) -> None:
         """Acknowledge the groups that a durable checkpoint contains; on rank 0, in the checkpoint's
         thread."""
-        step = report.state.step
-        if report.error is None:
-            self._loop.run(self._buffer.ack(step, self._lineage))
+        if "error" not in record:
+            self._loop.run(self._buffer.ack(state.step, self._lineage))
             with self._unsaved_lock:
-                self._unsaved = [entry for entry in self._unsaved if entry[0] > step]
-        self._loop.run(self._run_state.append_metrics(report.record(), kind="checkpoint"))
+                self._unsaved = [entry for entry in self._unsaved if entry[0] > state.step]
+        self._loop.run(self._run_state.append_metrics(record, kind="checkpoint"))

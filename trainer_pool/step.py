@@ -37,7 +37,7 @@ from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.data.trained import TrainedLog
 from trainer_pool.guard import SkipReason, Update, UpdateGuard
-from trainer_pool.metrics import StepAccumulator, StepStats
+from trainer_pool.metrics import StepAccumulator, StepRecord
 from trainer_pool.model.routers import watching
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.speed import StepSpeed, peak_tflops
@@ -94,7 +94,7 @@ def train_step(
     accumulation: Accumulation | None = None,
     critic: CriticStep | None = None,
     trained: TrainedLog | None = None,
-) -> StepStats:
+) -> StepRecord:
     """Update the weights on `batch`; every rank calls it with its own part of the same batch.
 
     `before_update` is called before each change of the weights. `guard` may skip updates.
@@ -149,7 +149,7 @@ def train_step(
         with speed.timing("critic"):
             parts = [(part.micro_batches, part.denominators[POLICY]) for part in minibatches]
             of_critic = update_critic(critic, parts, ranks, before_update)
-    stats = totals.total(
+    record = totals.total(
         ranks,
         groups=batch.groups,
         group_ids=batch.group_ids,
@@ -160,7 +160,7 @@ def train_step(
         speed=speed,
         peak_tflops=config.peak_tflops or peak_tflops(policy.device),
     )
-    return replace(stats, metrics={**stats.metrics, **of_critic})
+    return record | of_critic
 
 
 def _update(

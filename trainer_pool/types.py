@@ -104,4 +104,3 @@ class TrainReport:
     """Version of the weights at the end."""
     was_stopped: bool
     """`stop()` ended it before all steps were done."""
-    seconds: float

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
@@ -32,6 +31,7 @@ from tensors.layout import Layout
 from tensors.snapshots import Shard, Snapshots
 from weight_sync.coordinator.coordinator import Availability, Coordinator
 from weight_sync.group import open_store, resolve_backend, store_at
+from weight_sync.group_thread import SerialThread
 from weight_sync.sender.control import ControlError, ControlGroup, RankControl
 from weight_sync.sender.rank import Sender, SendingRank
 from weight_sync.sender.snapshot_buffers import SnapshotBuffers
@@ -283,24 +283,19 @@ class _CommandThread:
     def __init__(self, control: ControlGroup, sending: SendingRank) -> None:
         self._control = control
         self._sending = sending
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="weights-sender", daemon=True)
-        self._thread.start()
+        self._thread = SerialThread("weights-sender")
+        self._serving = self._thread.submit(self._serve)
 
     def _serve(self) -> None:
-        try:
+        with contextlib.closing(self._control):
             self._control.serve(self._sending.handle)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._control.close()
 
     def check(self) -> None:
-        if self._error is not None:
-            raise WeightSyncError(f"weights cannot be sent: {self._error}") from self._error
+        if self._serving.done() and (error := self._serving.exception()) is not None:
+            raise WeightSyncError(f"weights cannot be sent: {error}") from error
 
     def close(self) -> None:
-        self._thread.join(_CLOSE_S)  # it ends at rank 0's command, or when rank 0 is gone
+        self._thread.close(_CLOSE_S)  # it ends at rank 0's command, or when rank 0 is gone
 
 
 def _meet(num_ranks: int, rank: int, host: str, timeout_s: float) -> TCPStore:

@@ -41,11 +41,6 @@ def resolve_backend(choice: BackendChoice, *, uses_gpu: bool) -> str:
     return str(choice.value)
 
 
-def bucket_timeout_s(num_bytes: int, timeout_s: float, min_bandwidth: float) -> float:
-    """Longest wait for a member whose link has to carry `num_bytes` first."""
-    return timeout_s + num_bytes / min_bandwidth
-
-
 def open_store(host: str, timeout_s: float) -> TCPStore:
     """A rendezvous server on a free port of `host`, and on no other interface."""
     listener, _ = listen(host, 0)

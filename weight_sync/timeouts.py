@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from configs.schema import WeightSyncConfig
 from tensors.adapters import merged_layout
 from tensors.layout import Layout
+from weight_sync.types import ReceiverSpec
 
 _STATUS_S = 5.0
 
@@ -31,12 +32,12 @@ class Timeouts:
         one."""
         merged = merged_layout(self.layout)
         num_bytes = self.layout.num_bytes + (0 if merged is None else merged.num_bytes)
-        return self.wire_s(num_bytes * (self.config.num_staged + 1))
+        return wire_s(num_bytes * (self.config.num_staged + 1), self.config)
 
     @property
     def verify_s(self) -> float:
         """Copying a delta's base, and comparing the version with its manifest."""
-        return self.wire_s(2 * self.layout.num_bytes)
+        return wire_s(2 * self.layout.num_bytes, self.config)
 
     @property
     def join_s(self) -> float:
@@ -46,12 +47,12 @@ class Timeouts:
     @property
     def encode_s(self) -> float:
         """A rank captures the version, then compares it with its base."""
-        return self.control_s + self.wire_s(2 * self.layout.num_bytes)
+        return self.control_s + wire_s(2 * self.layout.num_bytes, self.config)
 
     def notice_s(self, num_members: int) -> float:
         """Members give up by themselves after another failed: each waits for a bucket."""
         in_flight = self.config.bucket_bytes * self.config.num_buffers * num_members
-        return self.wire_s(in_flight) + self.status_s
+        return wire_s(in_flight, self.config) + self.status_s
 
     @property
     def backoff_s(self) -> tuple[float, float]:
@@ -63,8 +64,10 @@ class Timeouts:
 
     def answer_s(self, num_bytes: int) -> float:
         """All members report the transfer's outcome; the senders end it before this."""
-        return self.wire_s(num_bytes) + self.config.timeout_s
+        return wire_s(num_bytes, self.config) + self.config.timeout_s
 
-    def wire_s(self, num_bytes: int) -> float:
-        """The senders' time from the first byte to the last; also that of a copy."""
-        return self.config.timeout_s + num_bytes / self.config.min_bandwidth
+
+def wire_s(num_bytes: int, limits: WeightSyncConfig | ReceiverSpec) -> float:
+    """Longest time for `num_bytes` on a link, from the first byte to the last; also that of a copy
+    of them."""
+    return limits.timeout_s + num_bytes / limits.min_bandwidth

@@ -223,28 +223,18 @@ class Captured:
 
 
 class VersionBoard(Protocol):
-    """The run's shared record of its weights; `buffer.run_state` satisfies it."""
+    """The run's shared record of its weights; `buffer.run_state`, which tells of each method,
+    satisfies it."""
 
-    async def receivers(self) -> dict[str, str]:
-        """URL of each registered receiver, by name."""
-        ...
+    async def receivers(self) -> dict[str, str]: ...
 
-    async def engine_versions(self) -> dict[str, int]:
-        """The version that each live engine serves, without engines that are starting or lost."""
-        ...
+    async def engine_versions(self) -> dict[str, int]: ...
 
     async def record_staged(self, receiver: str, version: int) -> None: ...
 
-    async def mark_available(self, version: int) -> None:
-        """Record that at least one receiver has `version` whole."""
-        ...
+    async def mark_available(self, version: int) -> None: ...
 
-    async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:
-        """Wait until every live engine (at least one) serves `version` or a later one.
-
-        Returns engine_versions. Raises TimeoutError naming the engines that do not.
-        """
-        ...
+    async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]: ...
 
     async def append_metrics(self, record: Record, kind: str) -> None: ...
 

@@ -86,7 +86,7 @@ def measure(num_layers: int, num_steps: int) -> None:
                 learning_rate=1e-6,
                 before_update=lambda: None,
             )
-            records.append(stats.record())
+            records.append(stats)
         size = f"{budget // 1024}k"
         figures = {
             name: median(float(record[name]) for record in records[1:] if name in record)

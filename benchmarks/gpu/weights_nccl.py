@@ -98,7 +98,7 @@ def play(
         Shard(name=spec.name, tensor=values[start // 2 : start // 2 + spec.num_elements])
         for spec, start in zip(layout.tensors, layout.offsets, strict=False)
     ]
-    board = MemoryBoard({each.info.name: each.info.url for each in processes})
+    board = MemoryBoard({each.spec.name: each.url for each in processes})
 
     async def open_board() -> MemoryBoard:
         return board
@@ -143,7 +143,7 @@ def compare(
     """Raises AssertionError unless every receiver shows exactly `values`."""
 
     async def path_of(process: ReceiverProcess) -> Path:
-        client = ReceiverClient(process.info.name, process.info.url, KEY)
+        client = ReceiverClient(process.spec.name, process.url, KEY)
         staged = await client.newest(version - 1, timeout_s=_WAIT_S)
         await client.close()
         assert staged is not None and staged.version == version, staged
@@ -157,7 +157,7 @@ def compare(
         pairs = zip(torch.split(values, _CHUNK), torch.split(found, _CHUNK), strict=True)
         for mine, theirs in pairs:
             same = torch.equal(mine.cpu().view(torch.int16), theirs.view(torch.int16))
-            assert same, f"{process.info.name}: version {version} is not the trainer's"
+            assert same, f"{process.spec.name}: version {version} is not the trainer's"
 
 
 def kill_in_the_middle(
@@ -169,9 +169,7 @@ def kill_in_the_middle(
     version: int,
 ) -> None:
     """SIGKILL of the first of the chain while bytes move."""
-    victim = threading.Timer(
-        random.uniform(0.05, 0.3), os.kill, (processes[0].info.pid, signal.SIGKILL)
-    )
+    victim = threading.Timer(random.uniform(0.05, 0.3), os.kill, (processes[0].pid, signal.SIGKILL))
     engine.send(version, shards)
     victim.start()
     board.wait_for(version)

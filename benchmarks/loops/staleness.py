@@ -120,8 +120,9 @@ def learn(
             before_update=lambda: None,
         )
         # Else it would not be staleness that is measured.
-        assert behind < version or stats.logprob_diff_max < 1e-3, stats.logprob_diff_max
-        rewards.append(stats.reward_mean)
+        largest = float(stats["logprob_diff_max"])
+        assert behind < version or largest < 1e-3, largest
+        rewards.append(float(stats["reward_mean"]))
         reached.append(version - behind)
     return {
         "accuracy": mean(accuracies),

@@ -84,7 +84,7 @@ class Rank:
             self._ranks,
             uses_gpu=False,
             timeout_s=TIMEOUT_S,
-            on_end=lambda report: None,
+            on_end=lambda state, record: None,
         )
         self._copies = PeerCopies(
             memory, self._policy.state.layout(), self._ranks, timeout_s=TIMEOUT_S

@@ -290,8 +290,8 @@ class Fleet:
             await asyncio.gather(receiver.start(), *(each.start() for each in engines.values()))
             await asyncio.to_thread(trainer.result)
             _give_cores([each.info.pid for each in engines.values()])
-            await state.register_receiver(receiver.info.name, receiver.info.url)
-            client = ReceiverClient(receiver.info.name, receiver.info.url, KEY)
+            await state.register_receiver(receiver.spec.name, receiver.url)
+            client = ReceiverClient(receiver.spec.name, receiver.url, KEY)
             stack.push_async_callback(client.close)
             try:
                 yield cls(engines, state, client, trainer)

@@ -218,7 +218,7 @@ class OurTeam:
         )
 
     def _receivers_cpu_s(self) -> float:
-        times = [psutil.Process(each.info.pid).cpu_times() for each in self._receivers]
+        times = [psutil.Process(each.pid).cpu_times() for each in self._receivers]
         return sum(each.user + each.system for each in times)
 
     def close(self) -> None:
@@ -230,5 +230,5 @@ class OurTeam:
 
 async def _start_all(receivers: list[ReceiverProcess]) -> dict[str, str]:
     """Their URLs, by name."""
-    started = await asyncio.gather(*(each.start() for each in receivers))
-    return {info.name: info.url for info in started}
+    await asyncio.gather(*(each.start() for each in receivers))
+    return {each.spec.name: each.url for each in receivers}

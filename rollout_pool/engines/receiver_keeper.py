@@ -131,12 +131,12 @@ class ReceiverKeeper:
 
     async def _live_once(self) -> str:
         """Runs the process once; returns how it ended. WeightSyncError: it did not start."""
-        info = await self._process.start()
-        await self._state.register_receiver(self._name, info.url)
+        url = await self._process.start()
+        await self._state.register_receiver(self._name, url)
         self._is_ready = True
         self._has_begun.set()
         dying = asyncio.create_task(self._process.wait_dead())
-        stalling = asyncio.create_task(self._wait_silent(info.url))
+        stalling = asyncio.create_task(self._wait_silent(url))
         try:
             await asyncio.wait({dying, stalling}, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -23,7 +23,7 @@ from typing import Any, cast
 from configs.rollout_schema import TaskConfig
 from processes.child import Child, kill_group
 from rollout_pool.cancelling import BackgroundTasks
-from rollout_pool.rewards.types import PartScore, Setup, part_of
+from rollout_pool.rewards.types import PartScore, Setup, encode, part_of
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +56,7 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """`num_processes` scoring processes of this host behind one queue. Used in one event loop.
-
-    Example:
-
-        await pool.start()
-        request = encode_request("short", prompt, episode, with_messages=True)
-        score = await pool.score(request)  # PartScore(value=0.5, ...)
-        await pool.close()
-    """
+    """`num_processes` scoring processes of this host behind one queue. Used in one event loop."""
 
     def __init__(
         self,
@@ -76,7 +68,7 @@ class RewardPool:
         data: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`data`: what the task must be made of (`registry.check_data`)."""
-        setup = Setup(config=config, data=dict(data), timeout_s=timeout_s).encode()
+        setup = encode(Setup(config=config, data=dict(data), timeout_s=timeout_s))
         self._processes = [_ScoringProcess(setup, log_path) for _ in range(num_processes)]
         self._idle: deque[_ScoringProcess] = deque()
         self._waiting: deque[_Asked] = deque()

@@ -27,7 +27,7 @@ from configs.rollout_schema import TaskConfig
 from processes.die_with_parent import die_with_parent
 from rollout_pool.rewards.function import BadReward
 from rollout_pool.rewards.reward import PartScorer, class_of, parts_of
-from rollout_pool.rewards.types import Setup, decode_request
+from rollout_pool.rewards.types import PartRequest, Setup, decode
 from rollout_pool.tasks.mixture import for_each_member
 from rollout_pool.tasks.registry import build_task, check_data
 from rollout_pool.tasks.task import Task
@@ -53,7 +53,7 @@ def load_parts(config: TaskConfig, task: Task, timeout_s: float) -> dict[str, Pa
 def reply_to(line: str, parts: dict[str, PartScorer]) -> dict[str, object]:
     """Scores one request; an error of a scorer fails only this part."""
     try:
-        request = decode_request(line)
+        request = decode(line, PartRequest)
         return {"reward": parts[request.part](request)}
     except BadReward as error:
         return {"error": str(error)}
@@ -66,7 +66,7 @@ def main(number: int) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     requests, replies = _open_socket(number)
     try:
-        setup = Setup.decode(requests.readline())
+        setup = decode(requests.readline(), Setup)
         task = build_task(setup.config)
         check_data(setup.config, task, setup.data)
         parts = load_parts(setup.config, task, setup.timeout_s)

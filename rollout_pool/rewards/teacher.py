@@ -8,7 +8,7 @@ A URL that ends in /v1 is that of an OpenAI-compatible server which returns prom
     teacher_logprobs   0   -1.2  -0.3  -2.0             position t: of token t, given those before
 
 They are the teacher's at temperature 1. It must have the student's vocabulary: tokens are sent as
-ids. `check_teacher` finds out before a run starts, as far as the server tells.
+ids. `probe` finds out before a run starts, as far as the server tells.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from rollout_pool.sampling.engine_client import ROUNDING
 from rollout_pool.tasks.task import Prompt, Task
 
 COLUMN = "teacher_logprobs"
+PROBE = "Two and three make 5; what do four and five make?"
 
 
 class Teacher(RemoteService):
@@ -83,7 +84,33 @@ class Teacher(RemoteService):
 
     @classmethod
     async def probe(cls, part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
-        await check_teacher(part, config, tokenizer)
+        """Raises ValueError for a teacher that cannot be reached, that gives no log-probabilities,
+        or whose vocabulary is another."""
+        what = f"task.rewards.{part}.url={config.url!r}"
+        teacher = cls(part, config, None)
+        try:
+            tokens = tokenizer.encode(PROBE, add_special_tokens=False)
+            try:
+                _, texts = await teacher.read(tokens, "probe", wants_texts=True)
+            except RemoteFailure:  # an SGLang server without a tokenizer has none
+                _, texts = await teacher.read(tokens, "probe")
+            if texts is not None and not _are_of(texts, tokens, tokenizer):
+                shown = [tokenizer.decode([token]) for token in tokens[:4]]
+                raise ValueError(
+                    f"{what}: the teacher takes the student's tokens for others: {texts[:4]}, "
+                    f"which are {shown} to the student; choose a teacher with the student's "
+                    "vocabulary"
+                )
+            # The last id that the student may write.
+            await teacher.read([*tokens, len(tokenizer) - 1], "probe")
+        except RemoteFailure as error:
+            raise ValueError(
+                f"{what}: no log-probabilities for {len(tokens)} tokens of the student: {error}; "
+                "start the teacher's server, correct the address, or choose one with the student's "
+                "vocabulary"
+            ) from error
+        finally:
+            await teacher.close()
 
 
 def _sglang_logprobs(
@@ -115,40 +142,6 @@ def check_logprobs(given: object, num_tokens: int) -> FloatArray:
     if not np.isfinite(logprobs).all() or (logprobs > ROUNDING).any():
         raise RemoteFailure("the teacher gave invalid log-probabilities")
     return np.minimum(logprobs, 0)
-
-
-# Before a run starts ------------------------------------------------------------------------------
-
-
-PROBE = "Two and three make 5; what do four and five make?"
-
-
-async def check_teacher(part: str, config: RewardConfig, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a teacher that cannot be reached, that gives no log-probabilities, or
-    whose vocabulary is another."""
-    what = f"task.rewards.{part}.url={config.url!r}"
-    teacher = Teacher(part, config, None)
-    try:
-        tokens = tokenizer.encode(PROBE, add_special_tokens=False)
-        try:
-            _, texts = await teacher.read(tokens, "probe", wants_texts=True)
-        except RemoteFailure:  # an SGLang server without a tokenizer has none
-            _, texts = await teacher.read(tokens, "probe")
-        if texts is not None and not _are_of(texts, tokens, tokenizer):
-            raise ValueError(
-                f"{what}: the teacher takes the student's tokens for others: {texts[:4]}, which "
-                f"are {[tokenizer.decode([token]) for token in tokens[:4]]} to the student; choose "
-                "a teacher with the student's vocabulary"
-            )
-        # The last id that the student may write.
-        await teacher.read([*tokens, len(tokenizer) - 1], "probe")
-    except RemoteFailure as error:
-        raise ValueError(
-            f"{what}: no log-probabilities for {len(tokens)} tokens of the student: {error}; start "
-            "the teacher's server, correct the address, or choose one with the student's vocabulary"
-        ) from error
-    finally:
-        await teacher.close()
 
 
 def _are_of(texts: Sequence[str], tokens: list[int], tokenizer: Tokenizer) -> bool:

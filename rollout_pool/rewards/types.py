@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import convert, to_builtins
@@ -20,6 +20,7 @@ from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.episode import Episode
 from rollout_pool.tasks.task import Prompt
 
+T = TypeVar("T")
 Columns = tuple[Mapping[str, FloatArray], ...]
 
 
@@ -144,32 +145,27 @@ class PartRequest:
 
 def encode_request(part: str, prompt: Prompt, *episodes: Episode, with_messages: bool) -> bytes:
     """One line of JSON. Without messages the scorer sees only the model's last one."""
-    views = tuple(_view(episode, with_messages=with_messages) for episode in episodes)
+    views = tuple(
+        EpisodeView(
+            messages=episode.messages if with_messages else (),
+            answer=episode.answer,
+            num_turns=episode.num_turns,
+            num_tokens=episode.num_tokens,
+            env_reward=episode.env_reward,
+            end=episode.end,
+        )
+        for episode in episodes
+    )
     request = PartRequest(part=part, prompt=prompt, episodes=views)
     try:
         return msgspec.json.encode(request)
     except (UnicodeEncodeError, TypeError):  # lone surrogates of a model's text, keys like None
-        return _encode(request)
-
-
-def _view(episode: Episode, *, with_messages: bool) -> EpisodeView:
-    return EpisodeView(
-        messages=episode.messages if with_messages else (),
-        answer=episode.answer,
-        num_turns=episode.num_turns,
-        num_tokens=episode.num_tokens,
-        env_reward=episode.env_reward,
-        end=episode.end,
-    )
+        return encode(request)
 
 
 def part_of(request: bytes) -> bytes:
     """The bytes before the prompt, the same for all requests of a part."""
     return request[: request.find(b',"prompt":')]
-
-
-def decode_request(line: str) -> PartRequest:
-    return convert(json.loads(line), PartRequest)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -182,13 +178,10 @@ class Setup:
     timeout_s: float
     """For one part."""
 
-    def encode(self) -> bytes:
-        return _encode(self)
 
-    @staticmethod
-    def decode(line: str) -> Setup:
-        return convert(json.loads(line), Setup)
-
-
-def _encode(value: PartRequest | Setup) -> bytes:
+def encode(value: PartRequest | Setup) -> bytes:
     return json.dumps(to_builtins(value), separators=(",", ":")).encode()
+
+
+def decode(line: str, kind: type[T]) -> T:
+    return convert(json.loads(line), kind)

@@ -113,7 +113,7 @@ class EngineWatch:
 
     async def _look_at_trainer(self) -> None:
         self._trainer = await self.state.trainer_version()
-        self._max_staleness = await self.buffer.get_max_staleness()
+        self._max_staleness = (await self.buffer.get_leash()).max_staleness
 
     def _inform_router(self) -> None:
         versions, draining, _ = self._routes

@@ -226,7 +226,7 @@ async def _scenario(buffer: Buffer, other: Buffer) -> None:
     await _produce(other, "third", 3, 2)
     assert (await other.stats()).by_staleness == {1: 2}
     await other.change_settings({"max_staleness": 0})
-    assert await buffer.get_max_staleness() == 0
+    assert (await buffer.get_leash()).max_staleness == 0
     assert await other.sweep() == 2
 
     stats = await other.stats()

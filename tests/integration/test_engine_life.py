@@ -104,11 +104,11 @@ async def publish(tmp_path, state, models):
     layout = await asyncio.to_thread(stage_all, tmp_path / "origin", models)
     spec = replace(receiver_spec("origin", tmp_path), num_slots=len(models))
     peer = ReceiverProcess(spec, tmp_path / "origin.log")
-    info = await peer.start()
+    url = await peer.start()
 
     async def publish(version):
         client = await receiver_of(state)
-        await client.catch_up(version, [info.url], layout, timeout_s=20)
+        await client.catch_up(version, [url], layout, timeout_s=20)
         await client.close()
 
     yield publish

@@ -188,7 +188,7 @@ async def test_each_role_can_do_its_work(
     await rollout.abandon(retry.group_id, "stopped")
     assert len(await watcher.quarantined_prompts()) == 1
     assert await controller.release_prompt("sums", 2)
-    assert await rollout.get_max_staleness() == 2
+    assert (await rollout.get_leash()).max_staleness == 2
     await states["rollout"].add_wait("rollout", "trainer", 1.0)
     await states["rollout"].count("tokens_generated", 8)
     assert await states["rollout"].task_positions() == {0: 5}

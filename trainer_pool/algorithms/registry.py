@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from configs.advantages import ADVANTAGES, AGGREGATIONS
-from configs.algorithm_schema import KL_ESTIMATORS, AlgorithmConfig, StreamConfig
+from configs.advantages import ADVANTAGES, AGGREGATIONS, AggregationConfig
+from configs.algorithm_schema import KL_ESTIMATORS, POLICY, AlgorithmConfig
 from configs.choices import KLPlace, Proximal
-from configs.corrections import CORRECTIONS, WEIGHTS
+from configs.corrections import CORRECTIONS
 from configs.losses import LOSSES, STREAM_LOSSES
 from host.user_code import load_callable
 from trainer_pool.algorithms import advantages, aggregation, corrections, kl, losses
@@ -100,49 +100,42 @@ class Objective:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
-class Stream:
-    loss: LossFunction
-    aggregation: AggregationFunction
-    config: StreamConfig
-
-
-@dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Algorithm:
-    """The functions that the settings name.
-
-        algorithm = Algorithm.load(config)           # raises ValueError
-        advantages = algorithm.advantages(episodes)
-        objective = algorithm.objective(inputs, denominator)
-        objective.loss.backward()
-
-    The shapes and types that a user's functions return are checked here.
-    """
+    """The functions that the settings name. What a user's return is checked here."""
 
     config: AlgorithmConfig
     loss: LossFunction
     corrections: tuple[CorrectionFunction, ...]
     advantage: AdvantageFunction
-    aggregation: AggregationFunction
     kl: KLFunction
-    streams: Mapping[str, Stream]
+    streams: Mapping[str, LossFunction]
+    """The losses of further streams."""
+    aggregations: Mapping[str, tuple[AggregationFunction, AggregationConfig]]
+    """By stream, the policy's by POLICY."""
 
     @classmethod
     def load(cls, config: AlgorithmConfig) -> Algorithm:
         """Raises ValueError naming the setting whose function cannot be used."""
+        of_stream = "algorithm.streams.*.aggregation"
         return cls(
             config=config,
             loss=find("algorithm.loss", config.loss.kind),
             corrections=tuple(find("algorithm.correction", kind) for kind in config.corrections),
             advantage=find("algorithm.advantage.kind", config.advantage.kind),
-            aggregation=find("algorithm.aggregation", config.aggregation.kind),
             kl=find("algorithm.kl.estimator", config.kl.estimator),
             streams={
-                name: Stream(
-                    loss=find("algorithm.streams.*.loss", stream.loss.kind),
-                    aggregation=find("algorithm.streams.*.aggregation", stream.aggregation.kind),
-                    config=stream,
-                )
+                name: find("algorithm.streams.*.loss", stream.loss.kind)
                 for name, stream in config.streams.items()
+            },
+            aggregations={
+                POLICY: (
+                    find("algorithm.aggregation", config.aggregation.kind),
+                    config.aggregation,
+                ),
+                **{
+                    name: (find(of_stream, stream.aggregation.kind), stream.aggregation)
+                    for name, stream in config.streams.items()
+                },
             },
         )
 
@@ -176,21 +169,15 @@ class Algorithm:
                 )
         return found
 
-    def aggregate(self, inputs: AggregationInputs, stream: str | None = None) -> Aggregation:
-        """The weights of the policy's loss, or of the loss of the stream of that name.
+    def aggregate(self, inputs: AggregationInputs, stream: str = POLICY) -> Aggregation:
+        """The weights of the loss of a stream.
 
         Raises ValueError if a user's function returns something else than [R] weights, or numbers
         that are negative or not finite.
         """
-        if stream is None:
-            function, config = self.aggregation, self.config.aggregation
-            what = f"algorithm.aggregation={config.kind!r}"
-        else:
-            function, config = (
-                self.streams[stream].aggregation,
-                self.config.streams[stream].aggregation,
-            )
-            what = f"algorithm.streams.{stream}.aggregation={config.kind!r}"
+        function, config = self.aggregations[stream]
+        place = "" if stream == POLICY else f"streams.{stream}."
+        what = f"algorithm.{place}aggregation={config.kind!r}"
         found = function(inputs, config)
         if not isinstance(found, Aggregation):
             raise ValueError(f"{what}: must return Aggregation, not {type(found).__name__}")
@@ -233,17 +220,20 @@ class Algorithm:
         # Weights alone: a mask's zeros would lower the mean, and so raise the weight of the tokens
         # that remain.
         return corrections.batch_statistics(
-            parts, self.config, lambda part: self._factors(part, WEIGHTS)[0], sum_over_ranks
+            parts,
+            self.config,
+            lambda part: self._factors(part, only_weights=True)[0],
+            sum_over_ranks,
         )
 
     def _factors(
-        self, inputs: LossInputs, only: Sequence[str] = ()
+        self, inputs: LossInputs, *, only_weights: bool = False
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """[N] product of the factors of all corrections, or of those named; their diagnostics."""
+        """[N] product of the factors of all corrections, or of all weights; their diagnostics."""
         factors_N = torch.ones_like(inputs.rollout_logprobs_N)
         diagnostics: dict[str, Tensor] = {}
         for config, correction in zip(self.config.correction, self.corrections, strict=True):
-            if only and config.kind not in only:
+            if only_weights and not config.IS_WEIGHT:
                 continue
             part = correction(inputs, config)
             if not isinstance(part, Correction) or part.factors_N.shape != factors_N.shape:
@@ -293,14 +283,14 @@ class Algorithm:
         Its diagnostics become metrics, since their means are over the stream's tokens. Raises
         ValueError if a user's loss returns something else than [N] losses.
         """
-        stream = self.streams[name]
-        outputs = stream.loss(inputs, stream.config.loss)
-        self._check(outputs, inputs, f"algorithm.streams.{name}.loss={stream.config.loss.kind!r}")
+        config = self.config.streams[name]
+        outputs = self.streams[name](inputs, config.loss)
+        self._check(outputs, inputs, f"algorithm.streams.{name}.loss={config.loss.kind!r}")
         loss_N = (inputs.weights_N * outputs.loss_N).masked_fill(~inputs.mask_N, 0.0)
         count = inputs.mask_N.sum()
         sums = {"loss": outputs.loss_N, **outputs.diagnostics}
         return Objective(
-            loss=stream.config.weight * loss_N.sum() / denominator,
+            loss=config.weight * loss_N.sum() / denominator,
             diagnostics={},
             metrics={
                 f"{name}/{key}": (values.detach().masked_fill(~inputs.mask_N, 0).sum(), count)

@@ -86,8 +86,8 @@ def _try_loss(algorithm: Algorithm, columns: Sequence[str]) -> None:
     losses = {
         f"algorithm.loss={algorithm.config.loss.kind!r}": algorithm.objective(inputs, 5.0).loss
     }
-    for name, stream in algorithm.streams.items():
-        what = f"algorithm.streams.{name}.loss={stream.config.loss.kind!r}"
+    for name, stream in algorithm.config.streams.items():
+        what = f"algorithm.streams.{name}.loss={stream.loss.kind!r}"
         losses[what] = algorithm.stream_objective(name, inputs, 5.0).loss
     for what, loss in losses.items():
         if not loss.requires_grad:
@@ -152,5 +152,5 @@ def _try_aggregation(algorithm: Algorithm) -> None:
         shares_R=np.ones(2),
         groups_R=np.zeros(2, np.int64),
     )
-    for stream in (None, *algorithm.streams):
+    for stream in algorithm.aggregations:
         algorithm.aggregate(inputs, stream)

@@ -152,12 +152,13 @@ def _rows(
     mask = np.concatenate(masks)
     logprobs = np.concatenate([t.rollout_logprobs for t in trajectories])
     logprobs = np.where(mask, logprobs, np.float32(0))
-    versions, parts = np.full(len(mask), -1, np.int32), _parts(trajectories)
-    for t, part in zip(trajectories, parts, strict=True):
-        for span in t.version_spans:
-            versions[part][span.start : span.end] = span.version
+    versions, parts = (
+        np.concatenate([t.token_versions() for t in trajectories]),
+        _parts(trajectories),
+    )
     staleness = np.where(mask, np.maximum(version - versions, 0), 0)
     usual = np.full(len(mask), group.sampling.temperature, np.float32)
+    parts = _parts(trajectories)
     rows: list[Row | None] = []
     for number, (t, mask, part, share, weights) in enumerate(
         zip(trajectories, masks, parts, shares, streams, strict=True)
@@ -287,7 +288,7 @@ def weighted(
     numbers = np.array([i for i, group in enumerate(groups) for _ in group], np.int64)
     tokens = np.array([row.num_trained for row in rows], np.int64)
     shares = np.array([row.weight for row in rows], np.float64)
-    weights, denominator = _aggregated(algorithm, None, tokens, shares, numbers)
+    weights, denominator = _aggregated(algorithm, POLICY, tokens, shares, numbers)
     for row, weight in zip(rows, weights, strict=True):
         row.weight = weight
     denominators = {POLICY: denominator}
@@ -303,7 +304,7 @@ def weighted(
 
 def _aggregated(
     algorithm: Algorithm,
-    stream: str | None,
+    stream: str,
     tokens: NDArray[np.int64],
     shares: NDArray[np.float64],
     groups: NDArray[np.int64],

@@ -8,27 +8,22 @@ those in its files is rejected.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import cached_file
 
+from tensors.base_weights import BaseWeights
 from tensors.layout import Part
 from tensors.pictures import auto_class
 from trainer_pool.model.attention import PACKED, packable
 from trainer_pool.model.pictures import attention_of
 
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 _FREE = {
     *(field.name for field in dataclasses.fields(PreTrainedConfig)),
     *("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache"),
@@ -38,35 +33,6 @@ _FREE = {
 others too, as `layer_types`."""
 _SHOWN = 8
 """Patterns of names in a message."""
-
-
-def checkpoint_names(model_path: str) -> frozenset[str]:
-    """Names of all weights in a folder or in a model of the Hugging Face cache.
-
-    Raises ValueError if there is no file of weights.
-    """
-    for index in _INDEXES:
-        if (path := _file(model_path, index)) is not None:
-            return frozenset(json.loads(path.read_text())["weight_map"])
-    if (path := _file(model_path, _SAFETENSORS)) is not None:
-        try:
-            with safe_open(path, framework="pt") as weights:
-                return frozenset(weights.keys())
-        except SafetensorError as error:
-            raise ValueError(
-                f"model.path={model_path!r}: {path.name} cannot be read ({error}); copy it again"
-            ) from error
-    if (path := _file(model_path, _TORCH)) is not None:
-        return frozenset(torch.load(path, map_location="meta", weights_only=True, mmap=True))
-    raise ValueError(
-        f"model.path={model_path!r}: no weights: neither {_SAFETENSORS} nor {_TORCH}, "
-        "in one file or sharded"
-    )
-
-
-def _file(model_path: str, name: str) -> Path | None:
-    found = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
 
 
 def model_without_weights(model_path: str, *, trust_remote_code: bool) -> Any:
@@ -144,7 +110,8 @@ def checkpoint_parts(model: Any) -> dict[str, tuple[Part, ...]]:
 
 def check_names(model_path: str, parts: Mapping[str, Sequence[Part]]) -> None:
     """Raises ValueError naming weights that would be sent but are not in the checkpoint's files."""
-    known = checkpoint_names(model_path)
+    with BaseWeights(model_path) as files:
+        known = files.names
     unknown = [part.name for some in parts.values() for part in some if part.name not in known]
     if unknown:
         raise ValueError(
@@ -166,33 +133,18 @@ def check_tied_head(model_path: str, model: Any) -> None:
     another head."""
     if not is_tied(model.config):
         return
-    known = checkpoint_names(model_path)
-    for head, embeddings in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        if not {head, embeddings} <= known:
-            continue
-        if not torch.equal(_read(model_path, head), _read(model_path, embeddings)):
-            raise ValueError(
-                f"model.path={model_path!r}: tie_word_embeddings=true in its config.json, but its "
-                f"files hold a {head} that differs from {embeddings}. Engines and trainer would "
-                "use the embeddings as the head, and this head would be lost: set "
-                f"tie_word_embeddings=false there, or remove {head} from the files"
-            )
-
-
-def _read(model_path: str, name: str) -> torch.Tensor:
-    files = [_SAFETENSORS, _TORCH]
-    for index in _INDEXES:
-        if (path := _file(model_path, index)) is not None:
-            files = [json.loads(path.read_text())["weight_map"][name]]
-            break
-    found = [path for file in files if (path := _file(model_path, file)) is not None]
-    if not found:
-        raise ValueError(f"model.path={model_path!r}: {files[0]} is missing; copy it again")
-    path = found[0]
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as weights:
-            return cast(torch.Tensor, weights.get_tensor(name))
-    return cast(torch.Tensor, torch.load(path, weights_only=True, mmap=True)[name])
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    with BaseWeights(model_path) as files:
+        for head, embeddings in tied.items():
+            if {head, embeddings} <= files.names and not torch.equal(
+                files.tensor(head), files.tensor(embeddings)
+            ):
+                raise ValueError(
+                    f"model.path={model_path!r}: tie_word_embeddings=true in its config.json, but "
+                    f"its files hold a {head} that differs from {embeddings}. Engines and trainer "
+                    "would use the embeddings as the head, and this head would be lost: set "
+                    f"tie_word_embeddings=false there, or remove {head} from the files"
+                )
 
 
 def name_patterns(names: Iterable[str]) -> str:

@@ -77,15 +77,7 @@ class _Note:
 
 
 class PeerCopies:
-    """One rank's part in the copies. All ranks make the same calls in the same order.
-
-    Example:
-
-        copies = PeerCopies(folder, policy.state.layout(), ranks, timeout_s=600)
-        copies.save(state, unsaved, policy.state.shards())   # after a step
-        ...
-        found = copies.newest(after=8)                       # in the ranks that follow
-    """
+    """One rank's part in the copies. All ranks make the same calls in the same order."""
 
     def __init__(
         self, folder: Path, layout: Layout, ranks: Collectives, *, timeout_s: float

@@ -32,8 +32,6 @@ from tensors.layout import ITEM_BYTES, Layout, TensorSpec
 from trainer_pool.state.checkpoint import Checksum
 
 LAYOUT_FILE = "layout.json"
-_SYNC_BYTES = 256 * 2**20
-"""Written between two syncs, so that the last one does not find everything still in memory."""
 
 
 def shard_file(folder: Path, rank: int) -> Path:
@@ -44,14 +42,6 @@ def write_layout(folder: Path, layout: Layout) -> None:
     (folder / LAYOUT_FILE).write_text(json.dumps(layout.to_json()))
 
 
-def write_shards(folder: Path, layout: Layout, rank: int, stream: Tensor) -> Checksum:
-    """Write a rank's `stream` [bytes], its pieces in the order of the layout, to the disk itself.
-
-    Raises OSError.
-    """
-    return write_pieces(folder, layout, rank, torch.split(stream, _SYNC_BYTES), should_sync=True)
-
-
 def write_pieces(
     folder: Path,
     layout: Layout,
@@ -60,7 +50,8 @@ def write_pieces(
     *,
     should_sync: bool = False,
 ) -> Checksum:
-    """The same from the pieces themselves, to a file system in memory. Raises OSError."""
+    """Write a rank's `pieces` in the order of the layout, or any cut of all their bytes;
+    `should_sync`: each to the disk itself. Raises OSError."""
     num_bytes = running = 0
     parts = (piece.cpu().contiguous().view(torch.uint8).numpy().data for piece in pieces)
     with shard_file(folder, rank).open("wb", buffering=0) as file:
@@ -148,14 +139,7 @@ def rng_file(folder: Path, rank: int) -> Path:
 
 
 class ShardReader:
-    """Reads the state that some number of ranks wrote.
-
-    Example, any part of a tensor whichever ranks wrote it, and a whole one:
-
-        with ShardReader(Path("runs/NAME/checkpoints/step-000050")) as reader:
-            piece = reader.read("model.embed_tokens.weight", 1000, 2000)
-            weights = reader.tensor("model.embed_tokens.weight")
-    """
+    """Reads the state that some number of ranks wrote: any part of a tensor, whoever wrote it."""
 
     def __init__(self, folder: Path, only: int | None = None) -> None:
         """`only`: the pieces of this rank, the rest may be missing. Raises ValueError if `folder`

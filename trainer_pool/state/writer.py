@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import msgspec
+import torch
 from torch._C._distributed_c10d import TCPStore
 
 from tensors.layout import Layout
@@ -29,8 +30,11 @@ from trainer_pool.state.shards import (
     rng_file,
     shard_file,
     write_layout,
-    write_shards,
+    write_pieces,
 )
+
+_SYNC_BYTES = 256 * 2**20
+"""Written between two syncs, so that the last one does not find everything still in memory."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,43 +45,14 @@ class _Notice:
     shards: Checksum | None = None
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class SaveReport:
-    """The end of writing one checkpoint, on rank 0."""
-
-    state: TrainState
-    num_bytes: int
-    write_s: float
-    """From the end of the copy until it was durable."""
-    error: str | None
-    """Why there is no checkpoint of this step."""
-    groups_error: str | None = None
-    """Why the checkpoint is without the buffer's groups."""
-
-    def record(self) -> dict[str, float | int | str]:
-        """The checkpoint's line in `metrics.jsonl`."""
-        record: dict[str, float | int | str] = {
-            "step": self.state.step,
-            "bytes": self.num_bytes,
-            "write_s": self.write_s,
-        }
-        if self.error is not None:
-            record["error"] = self.error
-        elif self.groups_error is not None:
-            record["groups_error"] = self.groups_error
-        return record
+Record = dict[str, float | int | str]
+"""A checkpoint's line in `metrics.jsonl`. It has `error` if there is none of this step, and
+`groups_error` if it is without the buffer's groups. `write_s` is the time from the end of the copy
+until it was durable."""
 
 
 class CheckpointWriter:
-    """One rank's part in the run's checkpoints. All ranks make the same calls, but `protect_copy`.
-
-    Example:
-
-        writer = CheckpointWriter(store, policy.state.layout(), ranks, ..., on_end=acknowledge)
-        writer.save(state, policy.state.shards())   # returns when they are copied
-        ...                                         # steps; call `protect_copy` before updates
-        writer.finish()                             # durable, or reported to `on_end`
-    """
+    """One rank's part in a run's checkpoints. All ranks make the same calls but `protect_copy`."""
 
     def __init__(
         self,
@@ -87,7 +62,7 @@ class CheckpointWriter:
         *,
         uses_gpu: bool,
         timeout_s: float,
-        on_end: Callable[[SaveReport], None],
+        on_end: Callable[[TrainState, Record], None],
         dump_groups: Callable[[Path], None] | None = None,
     ) -> None:
         """Takes host memory for this rank's state, pinned with `uses_gpu`. `timeout_s`: for rank 0
@@ -117,7 +92,8 @@ class CheckpointWriter:
         error = self._begin(state)
         if not self._ranks.broadcast_flag(error is None):
             if error is not None:
-                self._on_end(SaveReport(state=state, num_bytes=0, write_s=0.0, error=error))
+                none = {"step": state.step, "bytes": 0, "write_s": 0.0}
+                self._on_end(state, {**none, "error": error})
             return wait_s
         self._snapshots.capture(0, self._num_saves, shards)
         # Here, not in the thread: by then the next step may have drawn numbers.
@@ -156,15 +132,16 @@ class CheckpointWriter:
             if self._ranks.rank == 0:
                 groups_error = self._write_groups(state)
                 error = self._conclude(number, state)
-                self._on_end(
-                    SaveReport(
-                        state=state,
-                        num_bytes=self._layout.num_bytes,
-                        write_s=time.perf_counter() - began,
-                        error=error,
-                        groups_error=groups_error,
-                    )
-                )
+                record: Record = {
+                    "step": state.step,
+                    "bytes": self._layout.num_bytes,
+                    "write_s": time.perf_counter() - began,
+                }
+                if error is not None:
+                    record["error"] = error
+                elif groups_error is not None:
+                    record["groups_error"] = groups_error
+                self._on_end(state, record)
         except BaseException as error:  # raised in the training thread
             self._error = error
 
@@ -173,7 +150,9 @@ class CheckpointWriter:
         try:
             stream = self._snapshots.stream(0, number, self._timeout_s)
             folder = self._store.writing_folder(state.step)
-            notice = _Notice(shards=write_shards(folder, self._layout, rank, stream))
+            parts = torch.split(stream, _SYNC_BYTES)
+            shards = write_pieces(folder, self._layout, rank, parts, should_sync=True)
+            notice = _Notice(shards=shards)
             rng_file(folder, rank).write_text(rng)
         except OSError as error:
             notice = _Notice(error=f"trainer-{rank}: {error}")

@@ -28,7 +28,7 @@ from weight_sync.coordinator.fleet import Backoff, Fleet, Member
 from weight_sync.group import forget_epochs
 from weight_sync.receiver.client import ReceiverClient
 from weight_sync.sender.control import ControlError, Message, RankControl, RankError
-from weight_sync.timeouts import Timeouts
+from weight_sync.timeouts import Timeouts, wire_s
 from weight_sync.types import (
     REFUSALS,
     Captured,
@@ -89,9 +89,6 @@ class Delivery:
 
 class Broadcaster:
     """Owns the membership epochs. Delivers one version at a time.
-
-        broadcaster = Broadcaster(fleet, ranks, timeouts, group, store)
-        delivery = await broadcaster.deliver(encoded, await fleet.members(clients), on_arrival)
 
     If receivers a and b respond, and b dies when 7 of 9 buckets have arrived:
 
@@ -218,7 +215,7 @@ class Broadcaster:
             "transfer": asdict(transfer),
             "buffer": encoded.captured.buffer,
             "first": first,
-            "total_s": self._timeouts.wire_s(transfer.num_wire_bytes),
+            "total_s": wire_s(transfer.num_wire_bytes, self._timeouts.config),
         }
         sent = await self._together(receives, self._ranks.command(message, timeout_s), delivery)
         if not delivery.arrived:

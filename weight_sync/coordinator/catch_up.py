@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 from weight_sync.coordinator.fleet import Backoff, Fleet, Member
@@ -82,15 +83,16 @@ class CatchUp:
         request = client.catch_up(
             version, peers, self._timeouts.layout, timeout_s=self._timeouts.prepare_s
         )
+        start = time.monotonic()
         try:
-            report = await self._fleet.call(client, request)
+            peer = await self._fleet.call(client, request)
         except WeightSyncError as error:
             if isinstance(error, ReceiverUnreachable):
                 self._unanswered.add(client)
             await self.failed(client, str(error))
         else:
-            source = "its own folder" if report.peer is None else report.peer
-            detail = f"version {version} from {source} in {report.seconds:.2f} s"
+            source, seconds = peer or "its own folder", time.monotonic() - start
+            detail = f"version {version} from {source} in {seconds:.2f} s"
             await self._caught_up(client, version, detail)
         finally:
             # The next `tend` finds that it has the version, or tries again.

@@ -2,8 +2,8 @@
 
 The first line on its standard input is the key that every request must carry. It runs as long as
 that pipe is open, so a killed parent leaves no receiver behind. Staged versions stay for the next
-process, unless the line "remove" precedes the end of the input. When it is ready, it writes one
-line to standard output: {"url": ..., "pid": ...}.
+process, unless the line "remove" precedes the end of the input. When it is ready, it writes its URL
+to standard output.
 
     GET  /status                                   GET  /newest?above=V&timeout_s=T   (long poll)
     POST /layout  /join  /receive                  GET  /manifest/{version}
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import os
 import sys
 import threading
@@ -39,9 +38,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from host.http_server import HttpLimits, ServerConfig, read_body
 from host.network import listen
 from tensors.layout import Count, Layout
-from weight_sync.group import bucket_timeout_s
-from weight_sync.receiver.client import CatchUpReport
 from weight_sync.receiver.receiver import Receiver
+from weight_sync.timeouts import wire_s
 from weight_sync.types import (
     BY_STATUS,
     Manifest,
@@ -165,7 +163,7 @@ class _Api:
     ) -> None:
         self._receiver.verify(Manifest.of(version, self._receiver.layout(layout_digest), checksums))
 
-    def catch_up(self, version: Count, peers: tuple[str, ...], layout_digest: str) -> CatchUpReport:
+    def catch_up(self, version: Count, peers: tuple[str, ...], layout_digest: str) -> str:
         return self._receiver.catch_up(version, peers, self._receiver.layout(layout_digest))
 
     async def status(self, request: Request) -> Response:
@@ -197,10 +195,9 @@ class _Api:
         array: Any = self._store.get(version).data.numpy()
         data = memoryview(array)
         start, stop = _range_of(request.headers.get("range", ""), len(data))
-        spec = self._receiver.spec
         self._num_reads += 1
         reader = f"read {self._num_reads}"
-        ttl_s = bucket_timeout_s(stop - start, spec.timeout_s, spec.min_bandwidth)
+        ttl_s = wire_s(stop - start, self._receiver.spec)
         self._store.hold(version, reader, ttl_s)  # expires if the reader never comes for it
         return StreamingResponse(
             self._chunks(version, reader, data[start:stop]),
@@ -238,10 +235,10 @@ def main(argv: list[str]) -> None:
     replies = _own_stdout()
     spec = ReceiverSpec.from_json(argv[0], sys.stdin.readline().rstrip("\n"))
     torch.set_num_threads(1)  # leave the cores to the engines
-    receiver = Receiver(spec, os.getpid())
+    receiver = Receiver(spec)
     threading.Thread(target=_end_with_parent, args=(receiver,), daemon=True).start()
     listener, url = listen(spec.host, 0)
-    replies.write(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
+    replies.write(url + "\n")
     replies.flush()
     server = uvicorn.Server(ServerConfig(make_app(receiver), _LIMITS, close_s=1))
     server.run(sockets=[listener])

@@ -47,13 +47,6 @@ class ReceiverStatus:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class CatchUpReport:
-    peer: str | None
-    """URL of the peer that it was copied from; None if the version was here already."""
-    seconds: float
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class StagedVersion:
     version: int
     path: str
@@ -112,13 +105,14 @@ class ReceiverClient:
 
     async def catch_up(
         self, version: int, peers: Sequence[str], layout: Layout, *, timeout_s: float
-    ) -> CatchUpReport:
+    ) -> str:
+        """See `Receiver.catch_up`."""
         body = {"version": version, "peers": list(peers), "layout_digest": layout.digest}
         try:
-            return await self._call("POST", "/catch_up", body, timeout_s, CatchUpReport)
+            return await self._call("POST", "/catch_up", body, timeout_s, str)
         except UnknownLayout:
             await self.set_layout(layout, timeout_s=timeout_s)
-            return await self._call("POST", "/catch_up", body, timeout_s, CatchUpReport)
+            return await self._call("POST", "/catch_up", body, timeout_s, str)
 
     async def newest(self, above: int, *, timeout_s: float) -> StagedVersion | None:
         """The newest released version, as soon as it is above `above`; None at the timeout."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tensors.checksums import mismatches, staged_checksums
 from tensors.layout import Layout
-from weight_sync.group import bucket_timeout_s
 from weight_sync.receiver.client import ReceiverClient
+from weight_sync.timeouts import wire_s
 from weight_sync.types import ChecksumMismatch, Manifest, ReceiverSpec, WeightSyncError
 
 RANGE_BYTES = 64 * 2**20
@@ -34,7 +34,7 @@ async def copy_from_peer(
     client, reader = ReceiverClient(url, url, spec.key), f"receiver {spec.name}"
     limit_s = spec.timeout_s
     # For the next range: a reader that dies holds the peer's slot no longer than that.
-    ttl_s = limit_s + bucket_timeout_s(RANGE_BYTES, limit_s, spec.min_bandwidth)
+    ttl_s = limit_s + wire_s(RANGE_BYTES, spec)
     source = _Source(url, version, len(array), spec)
     try:
         await client.hold(version, reader, ttl_s, timeout_s=limit_s, as_sent=True)
@@ -62,7 +62,7 @@ class _Source:
         self._url = url
         self._path = f"/data/{version}"
         self._spec = spec
-        self._limit_s = bucket_timeout_s(num_bytes, spec.timeout_s, spec.min_bandwidth)
+        self._limit_s = wire_s(num_bytes, spec)
         parts = urlsplit(url)
         self._connection = http.client.HTTPConnection(
             parts.hostname or "", parts.port, timeout=spec.timeout_s

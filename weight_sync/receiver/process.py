@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from host.network import is_loopback
 from processes.child import Child
 from processes.logs import last_lines
 from weight_sync.types import ReceiverSpec, WeightSyncError
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ReceiverInfo:
-    name: str
-    url: str
-    """Different after every start."""
-    pid: int
 
 
 class ReceiverProcess:
@@ -35,22 +25,24 @@ class ReceiverProcess:
         self._start_child = start_child
         self._log_path = log_path
         self._child: Child | None = None
-        self._info: ReceiverInfo | None = None
+        self.url = ""
+        """Another one after every start."""
 
     @property
-    def info(self) -> ReceiverInfo:
+    def pid(self) -> int:
         """The process that was started last."""
-        assert self._info is not None, "start() comes first"
-        return self._info
+        assert self._child is not None, "start() comes first"
+        return self._child.pid
 
-    async def start(self, timeout_s: float = 60.0) -> ReceiverInfo:
-        """Start it and wait until it is ready.
+    async def start(self, timeout_s: float = 60.0) -> str:
+        """Start it and wait until it is ready; returns its URL.
 
         Raises WeightSyncError with the end of its log if it dies or needs longer than `timeout_s`
         plus the time to verify versions that are staged already.
         """
         await self.stop(should_remove=False)
-        timeout_s += _staged_bytes(Path(self.spec.folder)) / self.spec.min_bandwidth
+        staged = Path(self.spec.folder).glob("**/slot-*/*.safetensors")
+        timeout_s += sum(file.stat().st_size for file in staged) / self.spec.min_bandwidth
         self._child = self._start_child(
             [sys.executable, "-m", "weight_sync.receiver.app", self.spec.to_json()],
             self._log_path,
@@ -70,9 +62,8 @@ class ReceiverProcess:
         if not line:
             exit_code = await self.wait_dead()
             raise WeightSyncError(self._failure(f"ended at its start (exit code {exit_code})"))
-        ready = json.loads(line)
-        self._info = ReceiverInfo(name=self.spec.name, url=ready["url"], pid=ready["pid"])
-        return self._info
+        self.url = line.decode().strip()
+        return self.url
 
     async def wait_dead(self) -> int:
         """Wait until the process has ended, also by `stop`; returns its exit code."""
@@ -97,8 +88,3 @@ class ReceiverProcess:
             f"{self.spec.name} {problem}; the last lines of {self._log_path}:\n"
             f"{last_lines(self._log_path)}"
         )
-
-
-def _staged_bytes(folder: Path) -> int:
-    """Size of the staged files that a receiver finds in this folder."""
-    return sum(file.stat().st_size for file in folder.glob("**/slot-*/*.safetensors"))

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -38,12 +38,13 @@ from tensors.checksums import StreamChecksums, mismatches, staged_checksums
 from tensors.layout import Count, Layout
 from weight_sync import delta
 from weight_sync.buckets import Bucket, plan_buckets
-from weight_sync.group import Message, WeightGroup, bucket_timeout_s
+from weight_sync.group import Message, WeightGroup
 from weight_sync.group_thread import GroupThread, Staging
-from weight_sync.receiver.client import CatchUpReport, ReceiverStatus, StagedVersion
+from weight_sync.receiver.client import ReceiverStatus, StagedVersion
 from weight_sync.receiver.merging import Merging
 from weight_sync.receiver.peer import RANGE_BYTES, copy_from_peer
 from weight_sync.receiver.store import Slot, StagedStore
+from weight_sync.timeouts import wire_s
 from weight_sync.types import (
     ChecksumMismatch,
     GroupSpec,
@@ -64,7 +65,7 @@ class Receiver:
 
     The HTTP API calls it as the coordinator asks. For one version:
 
-        receiver = Receiver(spec, os.getpid())
+        receiver = Receiver(spec)
         receiver.set_layout(layout)             # once for a model: creates the slots
         receiver.join(group_spec)               # once for an epoch
         receiver.receive(transfer, group_spec.epoch, first=0)
@@ -73,9 +74,8 @@ class Receiver:
         folder = receiver.newest().path         # contains model.safetensors
     """
 
-    def __init__(self, spec: ReceiverSpec, pid: int) -> None:
+    def __init__(self, spec: ReceiverSpec) -> None:
         self.spec = spec
-        self._pid = pid
         device = torch.device(spec.device)
         self.store = StagedStore(
             Path(spec.folder), spec.num_slots, should_pin=device.type == "cuda"
@@ -111,7 +111,7 @@ class Receiver:
             has_room = has_room and self._merging.is_ready_for(layout)
         return ReceiverStatus(
             name=self.spec.name,
-            pid=self._pid,
+            pid=os.getpid(),
             newest=self.store.newest,
             complete=tuple(self.store.complete_versions),
             receiving=arrival.transfer if arrival else None,
@@ -216,7 +216,7 @@ class Receiver:
     def _relay(self, arrival: Arrival, first: int, epoch: int) -> None:
         buckets = arrival.buckets[first:]
         # The senders give up earlier; this is for a call that ignores every other timeout.
-        limit_s = self.spec.timeout_s + self._limit_s(sum(b.num_bytes for b in buckets))
+        limit_s = self.spec.timeout_s + wire_s(sum(b.num_bytes for b in buckets), self.spec)
 
         def relay(chain: int) -> None:
             thread = self._chains[chain]
@@ -229,7 +229,7 @@ class Receiver:
                     thread.staging,
                     arrival,
                     num_buffers=self.spec.num_buffers,
-                    limit_s=self._limit_s(in_flight),
+                    limit_s=wire_s(in_flight, self.spec),
                 ).run([bucket for bucket in buckets if bucket.rank in spec.senders])
 
             thread.run(relay_over, limit_s)
@@ -238,9 +238,6 @@ class Receiver:
             self._in_all_chains(relay, epoch)
         except WeightSyncError as error:
             raise TransferFailed(str(error)) from None
-
-    def _limit_s(self, num_bytes: int) -> float:
-        return bucket_timeout_s(num_bytes, self.spec.timeout_s, self.spec.min_bandwidth)
 
     def verify(self, manifest: Manifest) -> None:
         """Compare the whole version with its manifest; a delta is applied first.
@@ -284,16 +281,17 @@ class Receiver:
             self._merging.store.let_go(version, who)
             self._merging.wake()
 
-    def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> CatchUpReport:
+    def catch_up(self, version: int, peers: Sequence[str], layout: Layout) -> str:
         """Copy `version` from the first of the peers (URLs) that has it, verify and release it.
-        Raises TransferFailed with the error of each peer."""
-        start, source = time.perf_counter(), None
+        Returns that peer; "" if it was here already. Raises TransferFailed with each one's error.
+        """
+        source = ""
         with self._one_at_a_time(f"catching up with version {version}"):
             if version not in self.store.complete_versions:
                 self._arrival = None
                 source = self._copy_from_a_peer(version, peers, layout)
             self.release(version)
-        return CatchUpReport(peer=source, seconds=time.perf_counter() - start)
+        return source
 
     def _copy_from_a_peer(self, version: int, peers: Sequence[str], layout: Layout) -> str:
         slot = self.store.begin(Transfer.full(version, layout, RANGE_BYTES))

@@ -24,10 +24,10 @@ from tensors.checksums import piece_checksums
 from tensors.snapshots import SnapshotError, Snapshots
 from weight_sync import delta
 from weight_sync.buckets import Bucket, plan_buckets
-from weight_sync.group import WeightGroup, bucket_timeout_s
+from weight_sync.group import WeightGroup
 from weight_sync.group_thread import GroupThread
 from weight_sync.sender.control import Message
-from weight_sync.timeouts import Timeouts
+from weight_sync.timeouts import Timeouts, wire_s
 from weight_sync.types import GroupSpec, Transfer, WeightSyncError
 
 log = logging.getLogger(__name__)
@@ -149,13 +149,8 @@ class Sender:
         if spec is None:
             raise WeightSyncError(f"sender {self._rank} is a member of no weight group")
         mine = [b for b in buckets if b.rank == self._rank and b.index >= first]
-        limit_s = bucket_timeout_s(
-            max((b.num_bytes for b in mine), default=0)
-            * self._config.num_buffers
-            * spec.num_sharing,
-            self._config.timeout_s,
-            self._config.min_bandwidth,
-        )
+        largest = max((b.num_bytes for b in mine), default=0)
+        limit_s = wire_s(largest * self._config.num_buffers * spec.num_sharing, self._config)
         deadline = time.monotonic() + total_s
         first_receiver = len(spec.senders)
 

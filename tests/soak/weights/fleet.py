@@ -91,12 +91,12 @@ class Receiver:
         return self._client
 
     async def start(self) -> None:
-        info = await self._process.start()
+        url = await self._process.start()
         if self._client is not None:  # that of the process before
             await self._client.close()
-        self._client = ReceiverClient(self.name, info.url, self._scene.key)
+        self._client = ReceiverClient(self.name, url, self._scene.key)
         self._sightings.served.pop(self.name, None)
-        await self._state.register_receiver(self.name, info.url)
+        await self._state.register_receiver(self.name, url)
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -117,7 +117,7 @@ class Receiver:
             await self._sightings.saw(self.name, newest)
 
     def signal(self, number: int) -> None:
-        os.kill(self._process.info.pid, number)
+        os.kill(self._process.pid, number)
 
     async def die(self) -> None:
         """SIGKILL, even if it is stopped."""

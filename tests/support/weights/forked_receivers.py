@@ -40,6 +40,11 @@ class ForkedChild:
         stdout.close()
         os.write(self._stdin.fileno(), secret.encode() + b"\n")
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     async def first_line(self) -> bytes:
         return await asyncio.to_thread(os.read, self._stdout.fileno(), 1000)
 

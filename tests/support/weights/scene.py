@@ -66,7 +66,7 @@ class Receivers:
 
 
 async def set_layout(process: ReceiverProcess, layout: Layout) -> None:
-    client = ReceiverClient(process.spec.name, process.info.url, KEY)
+    client = ReceiverClient(process.spec.name, process.url, KEY)
     try:
         await client.set_layout(layout, timeout_s=TIMEOUT_S)
     finally:
@@ -94,12 +94,11 @@ class Node:
 
     async def start(self, loses_answers_to: str | None = None) -> None:
         """From here on the coordinator may meet it. Starts the process again if it died."""
-        info = self.process.info
         if self._has_died:
-            info = await self.process.start()
-        self.client = ReceiverClient(self.name, info.url, KEY)
+            await self.process.start()
+        self.client = ReceiverClient(self.name, self.process.url, KEY)
         if loses_answers_to is None:
-            self._board.registered[self.name] = info.url
+            self._board.registered[self.name] = self.process.url
         else:
             (await self.put_gate()).loses_answers_to = loses_answers_to
         self._follower = asyncio.create_task(self._follow(self.client))
@@ -125,7 +124,7 @@ class Node:
         return load_file(Path(staged.path) / "model.safetensors")
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.info.pid, number)
+        os.kill(self.process.pid, number)
 
     async def die(self) -> None:
         """Like a lost machine: it stays registered on the board."""

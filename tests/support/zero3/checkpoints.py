@@ -115,8 +115,8 @@ def full_disk(scene: Scene) -> None:
     scene.dump_groups = refuse
     scene.save(4)
     scene.writer.finish()
-    scene.results["errors"] = [report.error for report in scene.saved]
-    scene.results["groups_errors"] = [report.groups_error for report in scene.saved]
+    scene.results["errors"] = [record.get("error") for record in scene.saved]
+    scene.results["groups_errors"] = [one.get("groups_error") for one in scene.saved]
     folders = [scene.store.folder / f"step-{step:06d}" for step in (3, 4)]
     scene.results["has_groups"] = [(folder / "groups.dump").exists() for folder in folders]
 

@@ -102,7 +102,7 @@ def accumulation(scene: Scene) -> None:
                 )
             states = scene.policy._deepspeed.optimizer.optimizer.state.values()
             moments = torch.cat([state["exp_avg"].flatten() for state in states])
-            found.append((stats.grad_norm, moments.clone(), stats.num_updates))
+            found.append((stats["grad_norm"], moments.clone(), stats["num_updates"]))
         (norm, expected, _), (norm_of_parts, of_parts, num_updates) = found
         scene.results[aggregation] = {
             "norms": [norm, norm_of_parts],

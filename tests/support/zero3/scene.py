@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,13 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.critic import Critic, CriticStep
 from trainer_pool.data.packing import MicroBatch
 from trainer_pool.data.rows import StepBatch
-from trainer_pool.metrics import StepStats
+from trainer_pool.metrics import StepRecord
 from trainer_pool.model.head import Scores
 from trainer_pool.model.sharded_state import joint_layout, joint_shards
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.shards import ShardReader
-from trainer_pool.state.writer import CheckpointWriter, SaveReport
+from trainer_pool.state.writer import CheckpointWriter, Record
 from trainer_pool.step import train_step
 
 NUM_STEPS = 4
@@ -48,9 +48,10 @@ def config_for(num_ranks: int) -> TrainerConfig:
     )
 
 
-def recorded(stats: StepStats) -> dict[str, float | int | str]:
-    """Its record without the speed, which differs from machine to machine."""
-    return replace(stats, speed={}).record()
+def recorded(stats: StepRecord) -> StepRecord:
+    """The record of a step without its speed, which differs from machine to machine."""
+    speed = re.compile("step_[a-z]+_s|train_tokens_per_s|model_tflops")
+    return {name: value for name, value in stats.items() if not speed.fullmatch(name)}
 
 
 class NotingPolicy(Zero3Policy):
@@ -97,14 +98,14 @@ class Scene:
         self.results: dict[str, Any] = {"steps": []}
         self.gradients: dict[str, np.ndarray] = {}
         self.store = CheckpointStore(folder / f"checkpoints-{ranks.num_ranks}")
-        self.saved: list[SaveReport] = []
+        self.saved: list[Record] = []
         self.writer = CheckpointWriter(
             self.store,
             joint_layout(self.states),
             ranks,
             uses_gpu=False,
             timeout_s=60.0,
-            on_end=self.saved.append,
+            on_end=lambda _, record: self.saved.append(record),
             dump_groups=lambda file: self.dump_groups(file),
         )
         self.dump_groups: Callable[[Path], object] = lambda file: file.write_bytes(b"groups")
@@ -124,7 +125,7 @@ class Scene:
         learning_rate: float = 1e-2,
         before_update: Callable[[], None] = lambda: None,
         **further: Any,
-    ) -> StepStats:
+    ) -> StepRecord:
         """A training step, by default with the scene's own settings."""
         algorithm, critic = algorithm or self.algorithm, None
         if (settings := algorithm.config.critic) is not None:

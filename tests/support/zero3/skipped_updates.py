@@ -110,7 +110,8 @@ def steps_under_a_guard(scene: Scene) -> None:
         weights, moments = scene.weights(), scene.moments()
         stats = scene.step(batch, config=config, guard=guard)
         changed = num_changed(scene, weights, moments)
-        found = [stats.grad_norm, stats.num_low_ess, stats.num_spikes, *changed]
+        names = ("grad_norm", "num_low_ess", "num_spikes")
+        found = [*(float(stats[name]) for name in names), *changed]
         return scene.ranks.gather(torch.tensor(found, dtype=torch.float64)).tolist()
 
     few = UpdateGuard(replace(config, min_ess=0.5, max_skipped_updates=2))

@@ -112,7 +112,7 @@ class Split:
             before_update=lambda: self._note(name),
         )
         self.results[name] = recorded(stats)
-        self.results[f"{name}_work"] = stats.speed["model_tflops"] > 0
+        self.results[f"{name}_work"] = float(stats["model_tflops"]) > 0
 
     def _scores(self) -> None:
         """Log-probabilities and entropies at temperatures, some among candidates, in a row that is

@@ -188,7 +188,7 @@ async def _life(buffer: Buffer, state: RunState) -> list[Exception]:
     await call(buffer.release("put-away"))
     await call(buffer.discard("put-away"))
     await call(buffer.announce_version(1))
-    await call(buffer.get_max_staleness())
+    await call(buffer.get_leash())
     await call(buffer.reconcile("lineage", step=0, version=0, resume_version=2))
     await call(buffer.ack(1, "lineage"))
     await call(state.record_commits({"engine": 1}))

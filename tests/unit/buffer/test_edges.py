@@ -462,7 +462,7 @@ async def test_tuning_remembers_the_largest_bound_that_was_ever_in_force(
         await buffer.change_settings({"max_staleness": value})
         stats = await buffer.stats()
         assert (stats.max_staleness, stats.max_staleness_largest) == (value, largest)
-        assert await buffer.get_max_staleness() == value
+        assert (await buffer.get_leash()).max_staleness == value
 
 
 async def test_sweep_takes_more_groups_than_one_script_may_move(

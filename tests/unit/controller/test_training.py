@@ -38,7 +38,7 @@ from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import Best, CheckpointStore
 from trainer_pool.types import Restored, TrainReport
 
-REPORT = TrainReport(num_steps=8, version=9, was_stopped=False, seconds=1.0)
+REPORT = TrainReport(num_steps=8, version=9, was_stopped=False)
 OpenRun = tuple[BufferAddress, Buffer, RunState]
 Train = Callable[..., Awaitable[tuple[list[Path], str]]]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,21 +15,28 @@ from tensors.base_weights import BaseWeights
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4)}
 
 
+@pytest.fixture(params=["safetensors", "bin"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(params=["whole", "in parts"])
-def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def folder(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> Path:
+    save: Any = save_file if kind == "safetensors" else torch.save
+    whole = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
     if request.param == "whole":
-        save_file(WEIGHTS, tmp_path / "model.safetensors")
+        save(WEIGHTS, tmp_path / whole)
         return tmp_path
-    of = {"a.weight": "part-1.safetensors", "b.weight": "part-2.safetensors"}
+    of = {"a.weight": f"part-1.{kind}", "b.weight": f"part-2.{kind}"}
     for name, file in of.items():
-        save_file({name: WEIGHTS[name]}, tmp_path / file)
-    index = {"metadata": {}, "weight_map": of}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        save({name: WEIGHTS[name]}, tmp_path / file)
+    (tmp_path / f"{whole}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
     return tmp_path
 
 
 def test_weights_and_their_shapes_are_those_of_the_files(folder: Path) -> None:
     with BaseWeights(str(folder)) as base:
+        assert base.names == WEIGHTS.keys()
         for name, weight in WEIGHTS.items():
             assert torch.equal(base.tensor(name), weight)
             assert base.shape(name) == tuple(weight.shape)
@@ -37,14 +45,13 @@ def test_weights_and_their_shapes_are_those_of_the_files(folder: Path) -> None:
                 read("c.weight")
 
 
-def test_model_without_safetensors_is_refused(tmp_path: Path) -> None:
-    torch.save(WEIGHTS, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"model\.path=.*; save the model again with save_pretra"):
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no weights: neither model\.safetensors .*save_pretrain"):
         BaseWeights(str(tmp_path))
 
 
-def test_missing_or_damaged_file_is_named(folder: Path) -> None:
-    files = sorted(folder.glob("*.safetensors"))
+def test_missing_or_damaged_file_is_named(folder: Path, kind: str) -> None:
+    files = sorted(folder.glob(f"*.{kind}"))
     files[0].write_bytes(b"no weights")
     with (
         pytest.raises(ValueError, match=rf"{files[0].name} cannot be read"),

@@ -42,7 +42,7 @@ def test_lead_rank_opens_the_rendezvous_and_closed_ranks_are_reported_dead() -> 
             raise AssertionError(f"{name}: {ray.get(death, timeout=TIMEOUT_S)}")
 
 
-REPORT = TrainReport(num_steps=3, version=3, was_stopped=False, seconds=1.0)
+REPORT = TrainReport(num_steps=3, version=3, was_stopped=False)
 
 
 class Training:

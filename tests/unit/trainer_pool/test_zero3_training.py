@@ -191,9 +191,9 @@ def receiver(folder: Path) -> Iterator[Receiver]:
     )
     loop = LoopThread("receiver")
     process = ReceiverProcess(spec, folder / "receiver.log")
-    info = loop.run(process.start())
-    client = ReceiverClient("node-0", info.url, WEIGHTS_KEY)
-    (folder / "receivers.json").write_text(json.dumps({"node-0": info.url}))
+    url = loop.run(process.start())
+    client = ReceiverClient("node-0", url, WEIGHTS_KEY)
+    (folder / "receivers.json").write_text(json.dumps({"node-0": url}))
     yield Receiver(client=client, loop=loop)
     loop.stop(client.close(), process.stop())
 

@@ -16,14 +16,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from configs.choices import Backend
+from configs.schema import WeightSyncConfig
 from weight_sync.group import (
     Message,
     WeightGroup,
-    bucket_timeout_s,
     open_store,
     resolve_backend,
     store_at,
 )
+from weight_sync.timeouts import wire_s
 from weight_sync.types import GroupSpec, WeightSyncError
 
 LIMIT = timedelta(seconds=60)
@@ -70,8 +71,9 @@ def test_auto_is_nccl_where_the_process_has_a_gpu() -> None:
 
 
 def test_limit_of_a_wait_grows_with_the_bytes_in_front_of_it() -> None:
-    assert bucket_timeout_s(0, 30.0, 50e6) == 30.0
-    assert bucket_timeout_s(100_000_000, 30.0, 50e6) == 32.0
+    limits = WeightSyncConfig(timeout_s=30.0, min_bandwidth=50e6)
+    assert wire_s(0, limits) == 30.0
+    assert wire_s(100_000_000, limits) == 32.0
 
 
 @pytest.mark.parametrize("change", [{"port": "http"}, {"receivers": []}, {"timeout_s": 0}])

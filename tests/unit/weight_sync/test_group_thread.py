@@ -303,7 +303,7 @@ def test_rank_failures_are_replies(error: Exception) -> None:
 def test_receiver_answers_a_transfer_that_stands_still(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver = Receiver(receiver_spec("node0", tmp_path, timeout_s=0.2), pid=1)
+    receiver = Receiver(receiver_spec("node0", tmp_path, timeout_s=0.2))
     receiver.set_layout(LAYOUT)
     trainer = scene.pool.submit(WeightGroup.join, scene.spec(1), 0)
     receiver.join(scene.spec(1))

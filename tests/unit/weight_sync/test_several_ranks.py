@@ -70,7 +70,7 @@ async def scene_of(
     try:
         await asyncio.gather(*(node.start() for node in nodes))
         for node in nodes:
-            await ranks.ask(0, "register", node.name, node.process.info.url)
+            await ranks.ask(0, "register", node.name, node.process.url)
         yield ranks, nodes
     finally:
         ranks.close()

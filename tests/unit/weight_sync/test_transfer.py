@@ -76,7 +76,7 @@ class Fleet:
         self.layout = model_layout(num_senders)
         self.senders = [Sender(rank, WeightSyncConfig(), CPU) for rank in range(num_senders)]
         self.epoch = 0
-        self.east, self.west = (Receiver(receiver_spec(n, folder), pid=1) for n in ("east", "west"))
+        self.east, self.west = (Receiver(receiver_spec(n, folder)) for n in ("east", "west"))
         for receiver in (self.east, self.west):
             receiver.set_layout(self.layout)
 

@@ -25,7 +25,7 @@ from rollout_pool.rewards.scorer_actors import (
     Results,
     ScorerActor,
 )
-from rollout_pool.rewards.types import PartScore, Setup, decode_request, encode_request
+from rollout_pool.rewards.types import PartRequest, PartScore, Setup, decode, encode, encode_request
 from rollout_pool.tasks.task import Prompt
 from tests.support.rollout import ended_episode, unmasked_branch, until
 
@@ -56,7 +56,7 @@ class Pool:
         self.num_open = self.most_open = 0
 
     async def score(self, request: bytes) -> PartScore:
-        asked = decode_request(request.decode())
+        asked = decode(request.decode(), PartRequest)
         self.requests.append(asked)
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
@@ -245,12 +245,14 @@ def test_request_arrives_as_it_was_sent():
     episode = Episode(branches=[], messages=messages, end="done", num_turns=2, env_reward=0.5)
     line = encode_request("style", PROMPT, episode, with_messages=True)
     assert b"\n" not in line
-    request = decode_request(line.decode())
+    request = decode(line.decode(), PartRequest)
     assert (request.part, request.prompt) == ("style", PROMPT)
     view = request.episode
     assert view.messages == messages
     assert (view.answer, view.num_turns, view.env_reward, view.end) == ("12", 2, 0.5, "done")
-    bare = decode_request(encode_request("task", PROMPT, episode, with_messages=False).decode())
+    bare = decode(
+        encode_request("task", PROMPT, episode, with_messages=False).decode(), PartRequest
+    )
     assert bare.episode.messages == () and bare.episode.answer == "12"
 
 
@@ -258,7 +260,7 @@ def test_setup_arrives_as_it_was_sent():
     rewards = {"tests": RewardConfig(kind=RewardKind.code_tests, weight=0.5)}
     config = TaskConfig(rewards=rewards, tools=["python"], params={"a": [1]})
     setup = Setup(config=config, data={"": "3 problems"}, timeout_s=1.5)
-    assert Setup.decode(setup.encode().decode()) == setup
+    assert decode(encode(setup).decode(), Setup) == setup
 
 
 # Several hosts -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from rollout_pool.rewards.remote_sandbox import RemoteSandbox, check_remote_sand
 from rollout_pool.rewards.reward import needs_processes
 from rollout_pool.rewards.scorer import EpisodeScorer
 from rollout_pool.rewards.service import FIRST_PAUSE_S, RemoteFailure, RemoteService
-from rollout_pool.rewards.teacher import Teacher, check_teacher
+from rollout_pool.rewards.teacher import Teacher
 from rollout_pool.sandbox.run import SandboxLimits
 from rollout_pool.tasks.programs import CodeTask
 from rollout_pool.tasks.task import Prompt
@@ -556,19 +556,19 @@ async def test_teacher_is_tried_before_a_run_starts(service, reply, message):
     service.replies = [reply]
     config = RewardConfig(kind=RewardKind.teacher, url=service.url, timeout_s=60, max_retries=0)
     if message is None:
-        await check_teacher("mine", config, byte_tokenizer())
+        await Teacher.probe("mine", config, byte_tokenizer())
         # The last id that the student may write.
         assert service.bodies[-1]["input_ids"][-1] == len(byte_tokenizer()) - 1
         return
     with pytest.raises(ValueError, match=rf"^task\.rewards\.mine\.url='http.*{message}"):
-        await check_teacher("mine", config, byte_tokenizer())
+        await Teacher.probe("mine", config, byte_tokenizer())
 
 
 async def test_teacher_that_cannot_be_reached_is_told_before_a_run_starts():
     url = "http://127.0.0.1:1"
     config = RewardConfig(kind=RewardKind.teacher, url=url, timeout_s=60, max_retries=0)
     with pytest.raises(ValueError, match=r"mine\.url='http://127\.0\.0\.1:1'.*ConnectError"):
-        await check_teacher("mine", config, byte_tokenizer())
+        await Teacher.probe("mine", config, byte_tokenizer())
 
 
 # Sandboxes ---------------------------------------------------------------------------------------

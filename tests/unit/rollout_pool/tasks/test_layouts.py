@@ -15,7 +15,7 @@ import yaml
 from configs.choices import RewardKind, TaskKind
 from configs.rollout_schema import RewardConfig, TaskConfig
 from rollout_pool.rewards.function import FunctionReward
-from rollout_pool.rewards.types import decode_request, encode_request
+from rollout_pool.rewards.types import PartRequest, decode, encode_request
 from rollout_pool.tasks.registry import build_task
 from rollout_pool.tasks.task import TaskStream
 from tests.support.rollout import ended_episode
@@ -203,7 +203,7 @@ def scored(tmp_path, name, task_of, functions=FUNCTIONS, **settings):
     def ask():
         episode = ended_episode("?", "3")
         line = encode_request("mine", prompt, episode, with_messages=True).decode()
-        return score(decode_request(line))
+        return score(decode(line, PartRequest))
 
     return ask
 

@@ -31,7 +31,6 @@ from trainer_pool.model.checkpoint_names import (
     check_names,
     check_reference,
     check_tied_head,
-    checkpoint_names,
     checkpoint_parts,
     model_without_weights,
     name_patterns,
@@ -114,15 +113,6 @@ def test_tied_head_of_the_files_must_be_the_embeddings(tmp_path: Path, file: str
     check_names(str(tmp_path), parts_of(tmp_path))
 
 
-def test_names_of_an_older_file_of_weights_are_read(tmp_path: Path) -> None:
-    model = dense(is_tied=False)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    assert checkpoint_names(str(tmp_path)) == set(model.state_dict())
-    index = {"weight_map": {"a.weight": "pytorch_model-00001-of-00001.bin"}}
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert checkpoint_names(str(tmp_path)) == {"a.weight"}
-
-
 SMALL: dict[str, Any] = {**SIZES, "num_hidden_layers": 1, "max_position_embeddings": 64}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FAMILIES: list[PreTrainedConfig] = [
@@ -178,11 +168,6 @@ def test_weights_by_other_names_than_the_files_are_refused(tmp_path: Path) -> No
         check_names(str(tmp_path), fused)
     assert "model.layers.*.mlp.experts.gate_up_proj (2)" in str(refused.value)
     assert "model.layers.*.mlp.experts.down_proj (2)" in str(refused.value)
-
-
-def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no weights: neither model\.safetensors"):
-        checkpoint_names(str(tmp_path))
 
 
 def test_long_lists_of_names_are_shortened_to_patterns() -> None:

@@ -17,7 +17,7 @@ from tensors.layout import Layout, TensorSpec
 from trainer_pool.model.scratch import build_scratch_model
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.export import export_checkpoint, write_model
-from trainer_pool.state.shards import shard_file, write_layout, write_shards
+from trainer_pool.state.shards import shard_file, write_layout, write_pieces
 
 SMALL = ScratchModelConfig(
     hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16
@@ -45,7 +45,7 @@ def checkpoint_of(model: Any, folder: Path) -> Path:
     layout, store = Layout.of(specs, 1), CheckpointStore(folder)
     store.begin(3)
     stream = torch.cat([weights[spec.name].flatten() for spec in layout.tensors])
-    write_shards(store.writing_folder(3), layout, 0, stream.view(torch.uint8))
+    write_pieces(store.writing_folder(3), layout, 0, [stream])
     write_layout(store.writing_folder(3), layout)
     return store.commit(
         TrainState(

@@ -21,7 +21,6 @@ from trainer_pool.state.shards import (
     shard_file,
     write_layout,
     write_pieces,
-    write_shards,
 )
 
 LAYOUT = Layout.of([TensorSpec(name="embed", dtype="float32", shape=(3, 5))], 2)
@@ -32,17 +31,15 @@ def folder(tmp_path: Path) -> Path:
     """Two ranks' pieces of the numbers 0 to 14."""
     write_layout(tmp_path, LAYOUT)
     for rank, part in enumerate((torch.arange(8.0), torch.arange(8.0, 15.0))):
-        write_shards(tmp_path, LAYOUT, rank, part.view(torch.uint8))
+        write_pieces(tmp_path, LAYOUT, rank, [part], should_sync=True)
     rng_file(tmp_path, 0).write_text(capture_rng())
     return tmp_path
 
 
 def test_checksum_that_is_taken_while_writing_is_that_of_the_file(tmp_path: Path) -> None:
     numbers = torch.arange(8.0)
-    assert write_shards(tmp_path, LAYOUT, 0, numbers.view(torch.uint8)) == checksum_of(
-        shard_file(tmp_path, 0)
-    )
-    assert write_pieces(tmp_path, LAYOUT, 0, [numbers]) == checksum_of(shard_file(tmp_path, 0))
+    for parts in ([numbers], torch.split(numbers.view(torch.uint8), 3)):
+        assert write_pieces(tmp_path, LAYOUT, 0, parts) == checksum_of(shard_file(tmp_path, 0))
 
 
 def test_renamed_tensor_is_an_error_that_names_the_file(folder: Path) -> None:

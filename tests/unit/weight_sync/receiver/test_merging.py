@@ -59,7 +59,7 @@ class Merged:
     """A receiver, and the wait for the versions that it has merged."""
 
     def __init__(self, spec: ReceiverSpec) -> None:
-        self.receiver = Receiver(spec, pid=1)
+        self.receiver = Receiver(spec)
         self._changed = threading.Condition()
         self.receiver.on_merged = self._note
 

@@ -45,7 +45,7 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         spec, self.clock = receiver_spec("west", folder, TIMEOUT_S), Clock()
-        self.receiver = Receiver(spec, pid=1)
+        self.receiver = Receiver(spec)
         self.receiver.store.close()  # one store at a time has the folder
         self.store = WatchedStore(Path(spec.folder), spec.num_slots, clock=self.clock)
         self.receiver.store = self.store
@@ -118,7 +118,7 @@ def test_hold_is_short_and_renewed_with_every_range(
 
 
 def test_copy_that_fails_half_way_lets_go(west: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "bucket_timeout_s", lambda *_: 0.0)
+    monkeypatch.setattr(peer, "wire_s", lambda *_: 0.0)
     with pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"):
         copy(west, room())
     west.clock.now += 1  # that of the range that was broken off
@@ -163,7 +163,7 @@ class Trickle(BaseHTTPRequestHandler):
 def test_peer_that_sends_a_byte_now_and_then_is_left(
     west: Served, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(peer, "bucket_timeout_s", lambda *_: 0.5)
+    monkeypatch.setattr(peer, "wire_s", lambda *_: 0.5)
     handler = type("Handler", (Trickle,), {"west": west, "where": where})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
