@@ -18,7 +18,13 @@ _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
 
 
 class BaseWeights:
-    """Maps the files, so that the pages of a tensor that is read again are in memory already."""
+    """Maps the files, so that the pages of a tensor that is read again are in memory already.
+
+    Example:
+
+        with BaseWeights("a/model") as base:
+            weight = base.tensor("model.layers.0.self_attn.q_proj.weight")
+    """
 
     def __init__(self, model_path: str) -> None:
         """`model_path`: a folder, or a model of the Hugging Face hub, which is downloaded where it

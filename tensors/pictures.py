@@ -104,7 +104,12 @@ class PictureTokens:
 
 
 class PictureProcessor:
-    """The processor of one model's pictures."""
+    """Example:
+
+    processor = PictureProcessor.of("a/model", trust_remote_code=False)
+    tokens = processor.expanded([.., place, ..], [picture])    # as many places as it has tokens
+    values_PD, grid = processor.patches(picture)
+    """
 
     def __init__(
         self, processor: Any, tokens: PictureTokens, *, kept_bytes: int = PATCHES_KEPT_BYTES

@@ -47,7 +47,14 @@ _LONGEST = _GROUP_COLUMNS.index("response_length_max")
 
 
 class StepAccumulator:
-    """Accumulates one rank's part of a step; only `total` and `ess_of_update` are collectives."""
+    """Accumulates one rank's part of a step; only `total` and `ess_of_update` are collectives.
+
+    Example:
+
+        totals = StepAccumulator(device, num_groups=16)
+        totals.add(batch, inputs, result, start_N)      # each micro-batch
+        totals.total(ranks, ...)                        # {"loss": 0.1, "entropy/staleness_1": ...}
+    """
 
     def __init__(self, device: torch.device, num_groups: int) -> None:
         # Kept on the device until the end of the step, so that no micro-batch waits for a copy.

@@ -101,7 +101,15 @@ class Objective:
 
 @dataclass(kw_only=True, slots=True, frozen=True, eq=False)
 class Algorithm:
-    """The functions that the settings name. What a user's return is checked here."""
+    """The functions that the settings name.
+
+        algorithm = Algorithm.load(config)           # raises ValueError
+        advantages = algorithm.advantages(episodes)
+        objective = algorithm.objective(inputs, denominator)
+        objective.loss.backward()
+
+    The shapes and types that a user's functions return are checked here.
+    """
 
     config: AlgorithmConfig
     loss: LossFunction

@@ -45,7 +45,15 @@ from trainer_pool.state.export import write_model
 
 
 class Zero3Policy(Zero3Model):
-    """The policy; created after `join_ranks`."""
+    """The policy.
+
+    Example, one update by two micro-batches:
+
+        policy = Zero3Policy("a/model", config, address)    # after join_ranks()
+        for batch in micro_batches:
+            policy.backward(-policy.score(batch).logprobs.sum() / num_tokens)
+        norm = policy.step(learning_rate=1e-6)
+    """
 
     def __init__(
         self,

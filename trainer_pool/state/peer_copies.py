@@ -77,7 +77,15 @@ class _Note:
 
 
 class PeerCopies:
-    """One rank's part in the copies. All ranks make the same calls in the same order."""
+    """One rank's part in the copies. All ranks make the same calls in the same order.
+
+    Example:
+
+        copies = PeerCopies(folder, policy.state.layout(), ranks, timeout_s=600)
+        copies.save(state, unsaved, policy.state.shards())   # after a step
+        ...
+        found = copies.newest(after=8)                       # in the ranks that follow
+    """
 
     def __init__(
         self, folder: Path, layout: Layout, ranks: Collectives, *, timeout_s: float

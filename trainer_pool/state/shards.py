@@ -139,7 +139,14 @@ def rng_file(folder: Path, rank: int) -> Path:
 
 
 class ShardReader:
-    """Reads the state that some number of ranks wrote: any part of a tensor, whoever wrote it."""
+    """Reads the state that some number of ranks wrote.
+
+    Example, any part of a tensor whichever ranks wrote it, and a whole one:
+
+        with ShardReader(Path("runs/NAME/checkpoints/step-000050")) as reader:
+            piece = reader.read("model.embed_tokens.weight", 1000, 2000)
+            weights = reader.tensor("model.embed_tokens.weight")
+    """
 
     def __init__(self, folder: Path, only: int | None = None) -> None:
         """`only`: the pieces of this rank, the rest may be missing. Raises ValueError if `folder`

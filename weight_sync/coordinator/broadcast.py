@@ -90,6 +90,9 @@ class Delivery:
 class Broadcaster:
     """Owns the membership epochs. Delivers one version at a time.
 
+        broadcaster = Broadcaster(fleet, ranks, timeouts, group, store)
+        delivery = await broadcaster.deliver(encoded, await fleet.members(clients), on_arrival)
+
     If receivers a and b respond, and b dies when 7 of 9 buckets have arrived:
 
         epoch 1 of a, b    all buckets from 0 on; the ranks and a give up at bucket 7

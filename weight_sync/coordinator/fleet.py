@@ -49,7 +49,13 @@ class Member:
 
 
 class Fleet:
-    """Receivers by name. Used in one event loop."""
+    """Receivers by name. Used in one event loop.
+
+    clients = await fleet.registered()
+    members = await fleet.members(clients)    # silent ones are reported and left out
+    await fleet.call(members[0].client, members[0].client.join(spec, timeout_s=60.0))
+    await fleet.release(members[0].client, 7)
+    """
 
     def __init__(self, board: VersionBoard, timeouts: Timeouts, key: str) -> None:
         self._board = board

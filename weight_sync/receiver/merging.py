@@ -36,7 +36,15 @@ _LOOK_AGAIN_S = 1.0
 
 
 class Merging:
-    """Merges the newest adapter that is released, in a thread of its own; skips older ones."""
+    """Merges the newest adapter that is released, in a thread of its own; skips older ones.
+
+    Example:
+
+        merging = Merging(spec, folder / "merged", 2, adapters, torch.device("cpu"), notify)
+        merging.set_layout(adapters.layout)       # creates the slots
+        merging.wake()                            # an adapter was released: `notify` follows
+        merging.store.newest
+    """
 
     def __init__(
         self,
