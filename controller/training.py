@@ -164,7 +164,7 @@ class Training:
         settings, append = self.config.rollout.eval, self._state.append_metrics
         self._by_command = CommandEvaluations(settings, self.run_dir, append, self.panel.say)
         started = self.run_dir.read_record().started
-        view = RunView.of_run(self.run_dir.name, self.config, started, self.run_dir.named)
+        view = RunView(self.run_dir.name, self.config, started, self.run_dir.named)
         history = read_metrics(self.run_dir.metrics)
         last = max((record.count("step") for record in of_kind(history, "step")), default=0)
         hand_on = [

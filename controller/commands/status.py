@@ -92,7 +92,7 @@ def _fix(run_dir: RunDir, found: Sequence[Finding], *, is_live: bool) -> None:
 
 def live_view(run_dir: RunDir, run: RunRecord, url: str, records: Iterable[Record]) -> RunView:
     """The past from `records`, those of `metrics.jsonl`; the present from Redis."""
-    view = RunView.of_run(run_dir.name, run_dir.read_config(), run.started, run_dir.named)
+    view = RunView(run_dir.name, run_dir.read_config(), run.started, run_dir.named)
     for record in records:
         view.apply(record)
     observe(view, run_dir, run, url)

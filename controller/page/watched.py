@@ -111,7 +111,7 @@ class WatchedRun:
         view = self._view
         if view is None or time.monotonic() - self._looked_at > UNSEEN_S / 2:
             run, config = self.dir.read_record(), self.dir.read_config()
-            view = RunView.of_run(self.dir.name, config, run.started, self.dir.named)
+            view = RunView(self.dir.name, config, run.started, self.dir.named)
             new = self._tail.records
         for record in new:
             view.apply(record)

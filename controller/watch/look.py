@@ -22,13 +22,12 @@ CONNECT_TIMEOUT_S = 10.0
 
 def observe(view: RunView, run_dir: RunDir, run: RunRecord, url: str) -> None:
     """Add a sample of the run's Redis to the view. Raises ConnectionError or TimeoutError."""
-    config = view.config or run_dir.read_config()
     view.note_resumed(run.resumed or 0.0)
-    address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
+    address = BufferAddress(url=url, run=run_dir.name, settings=view.config.buffer)
     try:
         stats, waits, counters, memory = asyncio.run(_sample(address))
     except (ConnectionError, TimeoutError):
-        if config.buffer.url is not None:
+        if view.config.buffer.url is not None:
             raise
         raise ConnectionError(
             f"the Redis of {run_dir.name} does not answer: it is stopped, busy, or being started "
@@ -68,7 +67,7 @@ def as_object(
         whole |= {
             "phase": view.phase,
             "step": view.step,
-            "num_steps": view.num_steps,
+            "num_steps": view.config.trainer.num_steps,
             "eta_s": view.eta_s,
             "tokens_per_s": view.tokens_per_s,
             "waits": view.wait_fractions,
