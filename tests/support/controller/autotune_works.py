@@ -203,7 +203,14 @@ def simulated(
         return after
 
     setting, draws = work.setting(bound, num_steps), work.draws(seed)
-    simulation = _Run(setting, lambda: next(draws), tune if is_tuned else None)
+
+    class Simulation(_Run):
+        def _drop_stale(self, now: float) -> None:
+            if is_tuned:
+                self._setting = replace(self._setting, max_staleness=tune(self._outcome))
+            super()._drop_stale(now)
+
+    simulation = Simulation(setting, lambda: next(draws))
     return simulation.run(), run
 
 
