@@ -47,12 +47,7 @@ _MAX_STEP = 2**53
 
 @dataclass(eq=False)
 class HistoryWriter:
-    """Follows the metrics stream and samples the buffer, until its tasks are cancelled.
-
-    writer = HistoryWriter(buffer, state, log, view, show=panel.show)
-    writer.record("phase", {"phase": "training"})   # a line of metrics.jsonl, and on the panel
-    await writer.drain_metrics(block_s=5.0)         # what other processes have reported
-    """
+    """Follows the metrics stream and samples the buffer, until its tasks are cancelled."""
 
     buffer: Buffer
     state: RunState
