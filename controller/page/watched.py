@@ -17,7 +17,6 @@ from controller.commands.show import tokenizer_of
 from controller.metrics.history import TUNED, MetricsTail, Record, of_kind
 from controller.page.curves import find_metrics
 from controller.page.samples import Decode, GroupIndex
-from controller.report.result import training_seconds
 from controller.run_dir import RunDir, RunRecord
 from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
@@ -82,8 +81,7 @@ class WatchedRun:
             except (OSError, RuntimeError) as error:
                 problem = f"{error}"
         else:
-            view, steps = None, of_kind(self._tail.records, "step")
-            found = findings_of_ended(self._tail.records, training_seconds(steps))
+            view, found = None, findings_of_ended(self._tail.records)
         self._view = view
         last_step = of_kind(self._tail.records, "step")[-1:]
         state = "gone" if run.state == "running" and not run.is_alive else run.state

@@ -16,7 +16,7 @@ from dataclasses import replace
 from buffer.results import BufferStats
 from configs.checks import with_live
 from configs.choices import Thoughts
-from controller.metrics.history import Record, of_kind
+from controller.metrics.history import Record, of_kind, training_seconds
 from controller.metrics.weights import WeightsView
 from controller.units import format_duration
 from controller.watch.bottleneck import Sizes, bottleneck, outside_engines, wait_fractions
@@ -173,10 +173,10 @@ def _possible(found: Finding, view: RunView) -> Finding:
     return found
 
 
-def findings_of_ended(records: Sequence[Record], seconds: float) -> list[Finding]:
-    """The alarms at the end of a run that is over, and what bounded it in all its `seconds`."""
+def findings_of_ended(records: Sequence[Record]) -> list[Finding]:
+    """The alarms at the end of a run that is over, and what bounded it in all its time."""
     steps, samples = of_kind(records, "step"), of_kind(records, "buffer")
-    found = learning_alarms(steps)
+    found, seconds = learning_alarms(steps), training_seconds(steps)
     if not samples or len(steps) < 2:
         return found
     weights = WeightsView()
