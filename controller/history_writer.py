@@ -21,9 +21,8 @@ from controller.metrics.history import (
     MetricsLog,
     Record,
     Scalar,
-    buffer_values,
 )
-from controller.watch.faults import Room
+from controller.watch.look import take_sample
 from controller.watch.run_view import RunView
 
 T = TypeVar("T")
@@ -126,7 +125,7 @@ class HistoryWriter:
             if now >= next_sweep:
                 await self._named(self.buffer.sweep())
                 next_sweep = now + SWEEP_S
-            values = await self._named(self._observe(now))
+            values = await self._named(self._observe())
             if self.tune is not None:
                 await self.tune(self.view)
             if now >= next_sample:
@@ -151,17 +150,13 @@ class HistoryWriter:
             asking.cancel()
 
     async def sample_once(self) -> None:
-        self.log.append("buffer", await self._observe(time.time()))
+        self.log.append("buffer", await self._observe())
 
-    async def _observe(self, now: float) -> Mapping[str, Scalar]:
-        stats = await self.buffer.stats()
-        waits = await self.state.waits()
-        counters = await self.state.counters()
-        room = Room.of(await self.state.memory(), self.log.path.parent)
-        self.view.observe(now, stats, waits, counters, room)
+    async def _observe(self) -> Mapping[str, Scalar]:
+        values = await take_sample(self.view, self.buffer, self.state, self.log.path.parent)
         self.on_sample(self.view)
         self.show(self.view)
-        return buffer_values(stats, waits, counters)
+        return values
 
 
 def _place(entry_id: str) -> tuple[int, int]:

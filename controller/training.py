@@ -100,7 +100,7 @@ class Training:
         self._deaths: list[asyncio.Task[RunFailed]] = []
         """Each ends the run."""
         self._trainer_deaths: list[asyncio.Task[RunFailed]] = []
-        self._disagreements = asyncio.Queue[str]()
+        self._disagreements = asyncio.Queue[RunFailed]()
         """Errors of engines that compute another policy than the trainer."""
         self._stalled_ranks = asyncio.Queue[Stalled]()
         """Why they are to start again."""
@@ -122,7 +122,7 @@ class Training:
             log_of, say = self.run_dir.log_of, self.panel.say
             fleet = Fleet(self.pools.rollout, self._state, self.config, log_of=log_of, say=say)
             self._deaths.append(asyncio.create_task(fleet.run()))
-            self._deaths.append(asyncio.create_task(self._disagreement()))
+            self._deaths.append(asyncio.create_task(self._disagreements.get()))
             self._deaths.append(asyncio.create_task(self._stall_watch().run()))
             if self.server is not None:
                 self._deaths.append(asyncio.create_task(self._keep_redis(self.server)))
@@ -343,7 +343,7 @@ class Training:
             self._copy_error = error
         elif record.kind == "agreement":
             if "error" in record.values:
-                self._disagreements.put_nowait(str(record.values["error"]))
+                self._disagreements.put_nowait(RunFailed(str(record.values["error"])))
         else:
             if {"error", "groups_error"} & record.values.keys():
                 self.panel.say(checkpoint_failed(record).sentence)
@@ -492,9 +492,6 @@ class Training:
         except RayActorError as error:
             return death(name, error, self.run_dir.log_of(name))
         return failure(name, what, self.run_dir.log_of(name))
-
-    async def _disagreement(self) -> RunFailed:
-        return RunFailed(await self._disagreements.get())
 
     async def _keep_redis(self, server: EmbeddedServer) -> RunFailed:
         """Start the run's server again when it dies, with its data at the same address: its clients

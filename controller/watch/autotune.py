@@ -49,10 +49,6 @@ class Move:
     said: Mapping[str, Scalar]
     """Its record says that too."""
 
-    @property
-    def adds_engines(self) -> bool:
-        return self.setting == ENGINES and self.after > self.before
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Measured:

@@ -279,7 +279,11 @@ def test_engine_does_not_join_without_a_place_or_the_setting() -> None:
     run.look = lambda t: 0  # type: ignore[method-assign]
     work_on(run, range(1, 18), 0.4, 0.0)
     move = find_move(run.view, wanted_engines)
-    assert isinstance(move, Move) and move.adds_engines
+    assert (
+        isinstance(move, Move)
+        and move.setting == "rollout.num_engines"
+        and move.after > move.before
+    )
     stays = find_move(run.view, wanted_engines, num_free=0)
     assert isinstance(stays, str) and "it is the largest" in stays
     run.view.config = replace(run.view.config, buffer=BufferConfig(autotune=BOUNDS))
