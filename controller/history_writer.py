@@ -40,8 +40,6 @@ _CONTROLLERS_KINDS = frozenset(
     }
 )
 REPORTED = ("step", "checkpoint", "agreement")
-_NUMBERS_OF_A_STEP = ("step", "version")
-_MAX_STEP = 2**53
 
 
 @dataclass(eq=False)
@@ -173,5 +171,5 @@ def _is_of_a_process(kind: str, values: Mapping[str, Scalar]) -> bool:
         return False
     if kind != "step":
         return True
-    numbers = [values.get(name) for name in _NUMBERS_OF_A_STEP]
-    return all(isinstance(number, int) and 0 <= number <= _MAX_STEP for number in numbers)
+    numbers = [values.get(name) for name in ("step", "version")]
+    return all(isinstance(number, int) and 0 <= number <= 2**53 for number in numbers)

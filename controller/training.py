@@ -7,6 +7,7 @@ final numbers of the buffer are recorded for summary and plots.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import sys
@@ -25,7 +26,7 @@ from buffer.redis.server import EmbeddedServer, ServerStartError
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state
 from controller.commands.tune import Autotuner
-from controller.evaluation.held_out import evaluate, try_evaluate
+from controller.evaluation.held_out import evaluate
 from controller.evaluation.outside import CommandEvaluations
 from controller.history_writer import HistoryWriter
 from controller.metrics.history import (
@@ -54,6 +55,8 @@ from rollout_pool.pool import HasLeft, RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import Best, CheckpointStore
 from trainer_pool.types import FINAL_MODEL, TrainReport
+
+log = logging.getLogger(__name__)
 
 FINAL_SAMPLE_S = 5.0
 """Longest wait for the last records and numbers from Redis, which may be what died."""
@@ -197,7 +200,7 @@ class Training:
             # A failure here, before training, ends the run: it has cost only minutes.
             wait = self._await_result
             start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
-            self._record_evaluation("eval", start)
+            self._record_evaluation(start)
         await self._enter_phase(TRAINING)
         self._may_evaluate = True
         generating = [
@@ -369,20 +372,25 @@ class Training:
             )
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
-        """A failed evaluation is reported and does not end the run."""
+        """A failed evaluation is reported and does not end the run, as bad input does."""
         pool, wait = self.pools.rollout, self._await_result
-        kind, record = await try_evaluate(pool, version, may_hold=may_hold, await_result=wait)
-        recorded = self._record_evaluation(kind, record)
-        if kind == EVAL_FAILED:
-            self.panel.say(eval_failed(recorded).sentence)
-        elif self.config.trainer.keep_best is not None:
+        try:
+            values = await evaluate(pool, version, may_hold=may_hold, await_result=wait)
+        except RuntimeError as error:  # also of a dead process, which its own watch reports
+            log.warning("the evaluation of version %d failed", version, exc_info=True)
+            why = str(error).partition("\n")[0]  # the last lines of a log follow
+            failed = self._history.record(EVAL_FAILED, {"version": version, "why": why})
+            self.panel.say(eval_failed(failed).sentence)
+            return
+        recorded = self._record_evaluation(values)
+        if self.config.trainer.keep_best is not None:
             self._keep_best(recorded, self.config.trainer.keep_best)
 
-    def _record_evaluation(self, kind: str, values: Mapping[str, Scalar]) -> Record:
+    def _record_evaluation(self, values: Mapping[str, Scalar]) -> Record:
         for name in values:
             if name.startswith("failed/"):
                 self.panel.say(f"the evaluation of the set {name[7:]} failed: {values[name]}")
-        return self._history.record(kind, values)
+        return self._history.record("eval", values)
 
     def _keep_best(self, evaluated: Record, metric: str) -> None:
         """A failure is reported and does not end the run."""

@@ -287,6 +287,20 @@ async def test_watch_that_fails_ends_the_run_as_a_death_does(
     assert ended_run.read_record().error == "the watch is lost"
 
 
+async def test_failed_evaluation_is_told_by_the_first_line_of_its_error(
+    ended_run: RunDir, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RayTaskError("evaluate", "", RuntimeError("9 of 64 prompts got no answer"))
+    ended = "worker-0", done(error)
+    monkeypatch.setattr(IdleEngine, "evaluate", lambda *_, **__: ended, raising=False)
+    _, said = await train(Ranks(REPORT))
+    (failed,) = read_metrics(ended_run.metrics, "eval_failed")
+    assert failed.count("version") == REPORT.version
+    why = str(failed.values["why"])
+    assert why.startswith("worker-0 failed: RuntimeError: 9 of 64 prompts") and "\n" not in why
+    assert why in said
+
+
 async def test_failed_export_costs_the_final_model_and_not_the_run(
     ended_run: RunDir, train: Train
 ) -> None:
