@@ -97,7 +97,9 @@ def _settings(overrides: Sequence[str], experiment: str) -> DictConfig:
     """The settings of the files and `overrides`, before validation."""
     pairs = [_split(override) for override in overrides]
     choices = {"experiment": experiment} | {n: text for n, text in pairs if n in GROUPS}
-    own = _read_experiment(choices["experiment"]) if _is_path(choices["experiment"]) else None
+    place = choices["experiment"]
+    is_path = "/" in place or place.endswith((".yaml", ".yml"))
+    own = _read_experiment(place) if is_path else None
     for group, option in choices.items():
         if own is None or group != "experiment":
             _check_option(group, option)
@@ -336,10 +338,6 @@ def _check_option(group: str, option: str) -> None:
             f"choose one of {', '.join(known)} (the files of configs/{group}/)"
             f"{', or give the path of a file' if group == 'experiment' else ''}"
         )
-
-
-def _is_path(experiment: str) -> bool:
-    return "/" in experiment or experiment.endswith((".yaml", ".yml"))
 
 
 def _read_experiment(place: str) -> str:

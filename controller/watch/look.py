@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import msgspec
@@ -52,7 +53,8 @@ async def take_sample(
     """Add a sample of Redis to the view; returns it as a `buffer` record has it. `folder`: of the
     run."""
     stats, waits, counters = await buffer.stats(), await state.waits(), await state.counters()
-    room = Room.of(await state.memory(), folder)
+    used, limit = await state.memory()
+    room = Room(memory_used=used, memory_limit=limit, disk_free=disk_usage(folder).free)
     view.observe(time.time(), stats, waits, counters, room)
     return buffer_values(stats, waits, counters)
 
