@@ -115,7 +115,10 @@ class WeightsAndBiases:
 
 def openers(loggers: Sequence[Logger], run_dir: RunDir) -> dict[str, Callable[[], Sink]]:
     """How each sink of the run is opened, by its name."""
-    sinks = {Logger.tensorboard: TensorBoard, Logger.wandb: WeightsAndBiases}
+    sinks: dict[Logger, Callable[[RunDir], Sink]] = {
+        Logger.tensorboard: TensorBoard,
+        Logger.wandb: WeightsAndBiases,
+    }
     return {logger.value: partial(sinks[logger], run_dir) for logger in dict.fromkeys(loggers)}
 
 
