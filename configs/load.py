@@ -17,7 +17,7 @@ import contextlib
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, fields
 from enum import Enum
@@ -35,11 +35,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.algorithm_schema import SETTINGS_FAMILIES, AlgorithmConfig, StreamConfig
-from configs.checks import FunctionConfig, Section
+from configs.checks import FunctionConfig, Section, default_of
 from configs.choices import TaskKind
 from configs.corrections import CorrectionConfig
 from configs.introspection import (
-    NAMED_SECTIONS,
     all_sections,
     all_settings,
     describe_type,
@@ -50,7 +49,7 @@ from configs.introspection import (
 )
 from configs.rollout_schema import TaskConfig, TaskSource
 from configs.run_files import read_text
-from configs.schema import Config
+from configs.schema import Config, RunConfig
 
 CONFIG_DIR = Path(__file__).resolve().parent
 GROUPS = tuple(sorted(folder.name for folder in CONFIG_DIR.iterdir() if any(folder.glob("*.yaml"))))
@@ -76,7 +75,6 @@ OWN_FILE = "_own_file_"
 """Hydra's name of an experiment that is not in configs/experiment."""
 END_OF_YAML = "..."
 NOT_COMPOSED = (HydraException, OmegaConfBaseException)
-_ABSENT = object()
 
 
 class ConfigError(ValueError):
@@ -99,7 +97,9 @@ def _settings(overrides: Sequence[str], experiment: str) -> DictConfig:
     """The settings of the files and `overrides`, before validation."""
     pairs = [_split(override) for override in overrides]
     choices = {"experiment": experiment} | {n: text for n, text in pairs if n in GROUPS}
-    own = _read_experiment(choices["experiment"]) if _is_path(choices["experiment"]) else None
+    place = choices["experiment"]
+    is_path = "/" in place or place.endswith((".yaml", ".yml"))
+    own = _read_experiment(place) if is_path else None
     for group, option in choices.items():
         if own is None or group != "experiment":
             _check_option(group, option)
@@ -164,45 +164,33 @@ def experiment_yaml(config: Config, shown: Callable[[Any], Any] = lambda tree: t
     stays what it is when files of the groups change. Passwords in addresses are replaced by ***.
     `shown`: makes of the values, by name, those that are written.
     """
-    tree = OmegaConf.to_container(_schema(Config), resolve=True, enum_to_str=True)
-    usual = _flat(tree, "")
-    usual["run.dir"] = _absolute(usual["run.dir"])
-    values = {"experiment": config.experiment}
-    for name, value in _flat(_plain(asdict(config)), "").items():
-        if name in FUNCTION_SETTINGS or name in NAMED_SECTIONS:
-            short = _without_defaults(name, value)
-            if short != _without_defaults(name, usual[name]):
-                values[name] = short
-        elif name != "run.name" and usual.get(name, _ABSENT) != value:
-            values[name] = value
-    written = OmegaConf.create()
-    for name, value in values.items():
-        OmegaConf.update(written, name, _literal(_without_passwords(value)), force_add=True)
-    return OmegaConf.to_yaml(OmegaConf.create(shown(OmegaConf.to_container(written))))
+    tree = {"experiment": config.experiment, **_differing(config)}
+    run = tree.get("run", {})
+    run.pop("name", None)
+    if run.get("dir") == _absolute(RunConfig().dir):
+        del run["dir"]
+    if not run:
+        tree.pop("run", None)
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(shown(_without_passwords(tree)))))
 
 
-def _without_defaults(name: str, value: Any) -> Any:
-    """A function, or a mapping or list of sections, without what has its default."""
-    if name in FUNCTION_SETTINGS:
-        return _short(FUNCTION_SETTINGS[name], value)
-    section = NAMED_SECTIONS[name]
+def _differing(section: Section) -> dict[str, Any]:
+    """The settings that are not their defaults, by name."""
+    values = {one.name: _brief(getattr(section, one.name)) for one in fields(section)}  # type: ignore[arg-type]
+    usual = {one.name: _brief(default_of(one)) for one in fields(section)}  # type: ignore[arg-type]
+    return {name: value for name, value in values.items() if value != usual[name]}
+
+
+def _brief(value: Any) -> Any:
+    """As it may be written in a file, without what has its default."""
+    if isinstance(value, Section):
+        found = _differing(value)
+        return value.kind if isinstance(value, FunctionConfig) and len(found) == 1 else found
+    if isinstance(value, dict):
+        return {key: _brief(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_short(section, one) for one in value]
-    usual = _plain(asdict(section()))
-    return {
-        part: {key: item for key, item in of.items() if item != usual[key]}
-        for part, of in value.items()
-    }
-
-
-def _short(base: type, value: Mapping[str, Any]) -> Any:
-    """The kind of a function, with the settings that are not its defaults."""
-    kind = value["kind"]
-    section = SETTINGS_FAMILIES[base].section(kind)
-    assert section is not None
-    usual = _plain(asdict(section(kind=kind)))
-    changed = {key: item for key, item in value.items() if item != usual[key]}
-    return {"kind": kind, **changed} if changed else kind
+        return [_brief(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def _changed(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -355,10 +343,6 @@ def _check_option(group: str, option: str) -> None:
             f"choose one of {', '.join(known)} (the files of configs/{group}/)"
             f"{', or give the path of a file' if group == 'experiment' else ''}"
         )
-
-
-def _is_path(experiment: str) -> bool:
-    return "/" in experiment or experiment.endswith((".yaml", ".yml"))
 
 
 def _read_experiment(place: str) -> str:

@@ -213,11 +213,6 @@ class EngineConfig(Section):
         )
 
     @property
-    def rounds_weights(self) -> bool:
-        """A server holds weights in another dtype than `dtype`, in which they are sent."""
-        return "--dtype" in _flags(self.extra_args)
-
-    @property
     def quantizes(self) -> list[str]:
         """The `extra_args` by which the server computes in another precision than `dtype`."""
         return [flag for flag in _flags(self.extra_args) if flag in ("--dtype", CACHE_DTYPE)]
@@ -810,15 +805,13 @@ class TaskConfig(TaskSource):
                 curriculum=None,
                 pools=None,
                 **{one: getattr(task, one) for one in names if one not in ("rewards", "eval_path")},
-                eval_path=task.eval_path or (task.path if self.is_set_of_file(name) else None),
+                # All of a set's file are held-out prompts.
+                eval_path=task.eval_path
+                or (task.path if isinstance(task, EvalSet) and task.kind in FILE_KINDS else None),
                 rewards=self.rewards | task.rewards,
             )
             for name, task in (*self.tasks.items(), *self.eval_sets.items())
         }
-
-    def is_set_of_file(self, name: str) -> bool:
-        """Returns whether all of a file are the prompts of the further held-out set `name`."""
-        return name in self.eval_sets and self.eval_sets[name].kind in FILE_KINDS
 
     def section_of(self, name: str) -> str:
         """The section in which the task is set that `by_name` has under this name."""

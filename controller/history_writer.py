@@ -21,9 +21,8 @@ from controller.metrics.history import (
     MetricsLog,
     Record,
     Scalar,
-    buffer_values,
 )
-from controller.watch.faults import Room
+from controller.watch.look import take_sample
 from controller.watch.run_view import RunView
 
 T = TypeVar("T")
@@ -41,18 +40,11 @@ _CONTROLLERS_KINDS = frozenset(
     }
 )
 REPORTED = ("step", "checkpoint", "agreement")
-_NUMBERS_OF_A_STEP = ("step", "version")
-_MAX_STEP = 2**53
 
 
 @dataclass(eq=False)
 class HistoryWriter:
-    """Follows the metrics stream and samples the buffer, until its tasks are cancelled.
-
-    writer = HistoryWriter(buffer, state, log, view, show=panel.show)
-    writer.record("phase", {"phase": "training"})   # a line of metrics.jsonl, and on the panel
-    await writer.drain_metrics(block_s=5.0)         # what other processes have reported
-    """
+    """Follows the metrics stream and samples the buffer, until its tasks are cancelled."""
 
     buffer: Buffer
     state: RunState
@@ -131,7 +123,7 @@ class HistoryWriter:
             if now >= next_sweep:
                 await self._named(self.buffer.sweep())
                 next_sweep = now + SWEEP_S
-            values = await self._named(self._observe(now))
+            values = await self._named(self._observe())
             if self.tune is not None:
                 await self.tune(self.view)
             if now >= next_sample:
@@ -156,17 +148,13 @@ class HistoryWriter:
             asking.cancel()
 
     async def sample_once(self) -> None:
-        self.log.append("buffer", await self._observe(time.time()))
+        self.log.append("buffer", await self._observe())
 
-    async def _observe(self, now: float) -> Mapping[str, Scalar]:
-        stats = await self.buffer.stats()
-        waits = await self.state.waits()
-        counters = await self.state.counters()
-        room = Room.of(await self.state.memory(), self.log.path.parent)
-        self.view.observe(now, stats, waits, counters, room)
+    async def _observe(self) -> Mapping[str, Scalar]:
+        values = await take_sample(self.view, self.buffer, self.state, self.log.path.parent)
         self.on_sample(self.view)
         self.show(self.view)
-        return buffer_values(stats, waits, counters)
+        return values
 
 
 def _place(entry_id: str) -> tuple[int, int]:
@@ -183,5 +171,5 @@ def _is_of_a_process(kind: str, values: Mapping[str, Scalar]) -> bool:
         return False
     if kind != "step":
         return True
-    numbers = [values.get(name) for name in _NUMBERS_OF_A_STEP]
-    return all(isinstance(number, int) and 0 <= number <= _MAX_STEP for number in numbers)
+    numbers = [values.get(name) for name in ("step", "version")]
+    return all(isinstance(number, int) and 0 <= number <= 2**53 for number in numbers)

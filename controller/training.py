@@ -7,6 +7,7 @@ final numbers of the buffer are recorded for summary and plots.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import sys
@@ -22,11 +23,10 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from buffer.redis.server import EmbeddedServer, ServerStartError
-from configs.checks import with_live
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state
 from controller.commands.tune import Autotuner
-from controller.evaluation.held_out import evaluate, try_evaluate
+from controller.evaluation.held_out import evaluate
 from controller.evaluation.outside import CommandEvaluations
 from controller.history_writer import HistoryWriter
 from controller.metrics.history import (
@@ -43,7 +43,7 @@ from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
-from controller.watch.fleet import LOOK_AGAIN_S, Fleet
+from controller.watch.fleet import Fleet
 from controller.watch.remarks import TRAINER, checkpoint_failed, eval_failed
 from controller.watch.run_view import RunView
 from controller.watch.stall_watch import ANSWER_S, RESTARTING, Stalled, StallWatch, silent_of
@@ -55,6 +55,8 @@ from rollout_pool.pool import HasLeft, RolloutPool
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import Best, CheckpointStore
 from trainer_pool.types import FINAL_MODEL, TrainReport
+
+log = logging.getLogger(__name__)
 
 FINAL_SAMPLE_S = 5.0
 """Longest wait for the last records and numbers from Redis, which may be what died."""
@@ -101,14 +103,13 @@ class Training:
         self._deaths: list[asyncio.Task[RunFailed]] = []
         """Each ends the run."""
         self._trainer_deaths: list[asyncio.Task[RunFailed]] = []
-        self._disagreements = asyncio.Queue[str]()
+        self._disagreements = asyncio.Queue[RunFailed]()
         """Errors of engines that compute another policy than the trainer."""
         self._stalled_ranks = asyncio.Queue[Stalled]()
         """Why they are to start again."""
         self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
-        self._eval_every = self.config.rollout.eval_every
         self._steps = dict[int, int]()
         """The step after which each version was the policy."""
         self._unwritten = list[Best]()
@@ -124,7 +125,7 @@ class Training:
             log_of, say = self.run_dir.log_of, self.panel.say
             fleet = Fleet(self.pools.rollout, self._state, self.config, log_of=log_of, say=say)
             self._deaths.append(asyncio.create_task(fleet.run()))
-            self._deaths.append(asyncio.create_task(self._disagreement()))
+            self._deaths.append(asyncio.create_task(self._disagreements.get()))
             self._deaths.append(asyncio.create_task(self._stall_watch().run()))
             if self.server is not None:
                 self._deaths.append(asyncio.create_task(self._keep_redis(self.server)))
@@ -141,7 +142,6 @@ class Training:
                     background = [
                         tasks.create_task(self._history.follow_metrics()),
                         tasks.create_task(self._history.sample_buffer()),
-                        tasks.create_task(self._follow_eval_every()),
                         tasks.create_task(self._raise_first_death()),
                         tasks.create_task(self._raise_when_stopped()),
                     ]
@@ -164,7 +164,7 @@ class Training:
         settings, append = self.config.rollout.eval, self._state.append_metrics
         self._by_command = CommandEvaluations(settings, self.run_dir, append, self.panel.say)
         started = self.run_dir.read_record().started
-        view = RunView.of_run(self.run_dir.name, self.config, started, self.run_dir.named)
+        view = RunView(self.run_dir.name, self.config, started, self.run_dir.named)
         history = read_metrics(self.run_dir.metrics)
         last = max((record.count("step") for record in of_kind(history, "step")), default=0)
         hand_on = [
@@ -200,7 +200,7 @@ class Training:
             # A failure here, before training, ends the run: it has cost only minutes.
             wait = self._await_result
             start = await evaluate(pools.rollout, 0, may_hold=False, await_result=wait)
-            self._record_evaluation("eval", start)
+            self._record_evaluation(start)
         await self._enter_phase(TRAINING)
         self._may_evaluate = True
         generating = [
@@ -346,7 +346,7 @@ class Training:
             self._copy_error = error
         elif record.kind == "agreement":
             if "error" in record.values:
-                self._disagreements.put_nowait(str(record.values["error"]))
+                self._disagreements.put_nowait(RunFailed(str(record.values["error"])))
         else:
             if {"error", "groups_error"} & record.values.keys():
                 self.panel.say(checkpoint_failed(record).sentence)
@@ -359,15 +359,9 @@ class Training:
 
     # Evaluation ----------------------------------------------------------------------------------
 
-    async def _follow_eval_every(self) -> None:
-        seen = dict[str, str]()
-        while True:
-            seen = await self._state.wait_settings_changed(["eval_every"], seen, LOOK_AGAIN_S)
-            self._eval_every = with_live(self.config.rollout, seen).eval_every
-
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: while a slow one runs, the next due version is skipped."""
-        every, number = self._eval_every, step.count("step")
+        every, number = self._history.view.config.rollout.eval_every, step.count("step")
         version = step.count("version") + 1
         is_last = number >= self.config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()
@@ -378,20 +372,25 @@ class Training:
             )
 
     async def _evaluate(self, version: int, *, may_hold: bool = False) -> None:
-        """A failed evaluation is reported and does not end the run."""
+        """A failed evaluation is reported and does not end the run, as bad input does."""
         pool, wait = self.pools.rollout, self._await_result
-        kind, record = await try_evaluate(pool, version, may_hold=may_hold, await_result=wait)
-        recorded = self._record_evaluation(kind, record)
-        if kind == EVAL_FAILED:
-            self.panel.say(eval_failed(recorded).sentence)
-        elif self.config.trainer.keep_best is not None:
+        try:
+            values = await evaluate(pool, version, may_hold=may_hold, await_result=wait)
+        except RuntimeError as error:  # also of a dead process, which its own watch reports
+            log.warning("the evaluation of version %d failed", version, exc_info=True)
+            why = str(error).partition("\n")[0]  # the last lines of a log follow
+            failed = self._history.record(EVAL_FAILED, {"version": version, "why": why})
+            self.panel.say(eval_failed(failed).sentence)
+            return
+        recorded = self._record_evaluation(values)
+        if self.config.trainer.keep_best is not None:
             self._keep_best(recorded, self.config.trainer.keep_best)
 
-    def _record_evaluation(self, kind: str, values: Mapping[str, Scalar]) -> Record:
+    def _record_evaluation(self, values: Mapping[str, Scalar]) -> Record:
         for name in values:
             if name.startswith("failed/"):
                 self.panel.say(f"the evaluation of the set {name[7:]} failed: {values[name]}")
-        return self._history.record(kind, values)
+        return self._history.record("eval", values)
 
     def _keep_best(self, evaluated: Record, metric: str) -> None:
         """A failure is reported and does not end the run."""
@@ -501,9 +500,6 @@ class Training:
         except RayActorError as error:
             return death(name, error, self.run_dir.log_of(name))
         return failure(name, what, self.run_dir.log_of(name))
-
-    async def _disagreement(self) -> RunFailed:
-        return RunFailed(await self._disagreements.get())
 
     async def _keep_redis(self, server: EmbeddedServer) -> RunFailed:
         """Start the run's server again when it dies, with its data at the same address: its clients

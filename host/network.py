@@ -63,15 +63,6 @@ def own_address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def interface_towards(host: str) -> str:
-    """Name of the interface that leads to `host`, for GLOO_SOCKET_IFNAME.
-
-    For groups created by a library; our own get the address itself. Raises OSError if no interface
-    leads there.
-    """
-    return interface_of(own_address_towards(host))
-
-
 def address_of(interface: str) -> str:
     """An IP address that this machine has on the interface. Raises OSError if it has none."""
     for entry in psutil.net_if_addrs().get(interface, ()):

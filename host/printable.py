@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _REPLACEMENT = "\ufffd"
 _DIRECTIONS = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
@@ -35,3 +39,17 @@ class PrintableStream:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)
+
+
+def table_of(rows: Sequence[Mapping[str, str]]) -> Table:
+    """Each row has its cells by the names of their columns. They are plain text: no markup."""
+    from rich import box  # each process of a run imports this module, and few draw tables
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in rows[0] if rows else ():
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row.values()))
+    return table

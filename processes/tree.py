@@ -14,16 +14,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def descendants(pid: int) -> list[psutil.Process]:
     """All descendants of `pid`; none if it is gone."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
+    return family(pid)[1:]
 
 
 def family(pid: int) -> list[psutil.Process]:
     """`pid` and all its descendants; none if it is gone."""
     try:
-        return [psutil.Process(pid), *descendants(pid)]
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
 

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from configs.environment import PROCESS_VARIABLE
-from host.network import interface_towards, is_loopback, listen
+from host.network import interface_of, is_loopback, listen, own_address_towards
 from processes.pending import Pending, T
 from trainer_pool.types import (
     Restored,
@@ -259,7 +259,9 @@ def rank_environment(spec: TrainerSpec, rank: int, host: str, port: int) -> dict
         "DS_ACCELERATOR": "cuda" if spec.uses_gpu else "cpu",
         "OMP_NUM_THREADS": str(spec.num_threads),
         "TOKENIZERS_PARALLELISM": "false",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(host),
+        # For groups that a library makes: our own get the address itself.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME")
+        or interface_of(own_address_towards(host)),
     }
     if spec.uses_gpu:
         # A failed NCCL operation of any group would make the monitor of the first, the training's,

@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks.loops.work import Work, load, settings_of, write_prompts
 from configs.schema import Config
 from controller.metrics.counters import wasted_fraction
-from controller.metrics.history import numbers, read_metrics
-from controller.report.result import training_seconds
+from controller.metrics.history import numbers, read_metrics, training_seconds
 from processes.child import Child
 from rollout_pool.worker.record import FOLDER
 from trainer_pool.model.scratch import build_scratch_model

@@ -9,10 +9,7 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from configs.schema import Config
 from controller.cluster.facts import VERSIONS, Asked, NodeFacts, node_facts
@@ -24,7 +21,7 @@ from controller.start.plan import Plan, make_plan
 from controller.start.preflight import check_ports, plan_here, plan_on
 from controller.units import format_bytes
 from host.network import own_address_towards
-from host.printable import printable
+from host.printable import printable, table_of
 
 T = TypeVar("T")
 
@@ -87,8 +84,8 @@ def _print(seen: Survey, found: Sequence[Problem]) -> None:
     console = Console(highlight=False)
     console = Console(highlight=False, width=max(console.width, WIDTH))
     nodes = seen.nodes
-    for table in (_versions(nodes), _machines(nodes), *([_network(nodes)] if nodes[1:] else [])):
-        console.print(table)
+    for row_of in (_versions, _machine, *([_network] if nodes[1:] else [])):
+        console.print(table_of([*map(row_of, nodes)]))
     for problem in found:
         mark = "breaks a launch" if problem.breaks else "warning"
         console.print(printable(f"{mark}: {problem.line}"), markup=False, soft_wrap=True)
@@ -96,67 +93,33 @@ def _print(seen: Survey, found: Sequence[Problem]) -> None:
         console.print("Nothing is wrong that could be seen before a launch.")
 
 
-def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    return table
+def _versions(node: NodeFacts) -> dict[str, str]:
+    return {"machine": node.name, **{name: node.versions.get(name) or "-" for name in VERSIONS}}
 
 
-def _versions(nodes: Sequence[NodeFacts]) -> Table:
-    rows = [[node.name, *(node.versions.get(name) or "-" for name in VERSIONS)] for node in nodes]
-    return table_of(["machine", *VERSIONS], rows)
+def _machine(node: NodeFacts) -> dict[str, str]:
+    locked = node.locked_memory
+    return {
+        "machine": node.name,
+        "CPUs": f"{node.num_cpus:g}",
+        "GPUs": f"{node.num_gpus:g}",
+        "memory": format_bytes(node.memory),
+        "files": str(node.most_files),
+        "locked": "unlimited" if locked is None else format_bytes(locked),
+        "free: staging": format_bytes(node.stage_free),
+        "/tmp": format_bytes(node.tmp_free),
+        "run.dir": format_bytes(node.run_dir_free),
+    }
 
 
-def _machines(nodes: Sequence[NodeFacts]) -> Table:
-    columns = [
-        "machine",
-        "CPUs",
-        "GPUs",
-        "memory",
-        "files",
-        "locked",
-        "free: staging",
-        "/tmp",
-        "run.dir",
-    ]
-    rows = [
-        [
-            node.name,
-            f"{node.num_cpus:g}",
-            f"{node.num_gpus:g}",
-            format_bytes(node.memory),
-            str(node.most_files),
-            "unlimited" if node.locked_memory is None else format_bytes(node.locked_memory),
-            *map(format_bytes, (node.stage_free, node.tmp_free, node.run_dir_free)),
-        ]
-        for node in nodes
-    ]
-    return table_of(columns, rows)
-
-
-def _network(nodes: Sequence[NodeFacts]) -> Table:
-    columns = [
-        "machine",
-        "address",
-        "interface",
-        "clock",
-        "ports",
-        "to the next machine",
-        "run.dir",
-    ]
-    rows = [
-        [
-            node.name,
-            node.address,
-            node.interface,
-            f"{1000 * node.clock_s:+.0f} ms (±{1000 * node.clock_error_s:.0f})",
-            "open" if not node.unreached else f"{len(node.unreached)} closed",
-            "-" if node.bytes_per_s is None else f"{format_bytes(node.bytes_per_s)}/s",
-            "shared" if node.sees_run_dir else "not shared",
-        ]
-        for node in nodes
-    ]
-    return table_of(columns, rows)
+def _network(node: NodeFacts) -> dict[str, str]:
+    rate = node.bytes_per_s
+    return {
+        "machine": node.name,
+        "address": node.address,
+        "interface": node.interface,
+        "clock": f"{1000 * node.clock_s:+.0f} ms (±{1000 * node.clock_error_s:.0f})",
+        "ports": "open" if not node.unreached else f"{len(node.unreached)} closed",
+        "to the next machine": "-" if rate is None else f"{format_bytes(rate)}/s",
+        "run.dir": "shared" if node.sees_run_dir else "not shared",
+    }

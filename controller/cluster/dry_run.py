@@ -13,7 +13,6 @@ from rich.table import Table
 
 from configs.load import to_yaml
 from configs.schema import Config
-from controller.cluster.doctor import table_of
 from controller.cluster.survey import RayNode, ray_nodes
 from controller.commands.simulate import Question, lognormal_lengths, setting_of
 from controller.simulate.events import simulate
@@ -25,7 +24,7 @@ from controller.start.plan import Plan
 from controller.start.preflight import check_plan, check_shared_memory, plan_here, plan_on
 from controller.units import format_bytes, format_number_of
 from host.machine import host_memory
-from host.printable import printable
+from host.printable import printable, table_of
 from tensors.layout import ITEM_BYTES
 from trainer_pool.speed import PEAK_TFLOPS
 
@@ -139,8 +138,10 @@ def _places(plan: Plan, nodes: Sequence[RayNode]) -> Table:
         kinds = [format_number_of(n, name) for name, n in part.items()]
         about = format_bytes(memory) if plan.uses_gpu and memory is not None else "-"
         offered = f"{node.num_cpus:g} CPUs, {node.num_gpus:g} GPUs"
-        rows.append([node.name, offered, ", ".join(kinds) or "-", about])
-    table = table_of(["machine", "in Ray", "gets", "host memory"], rows)
+        gets = ", ".join(kinds) or "-"
+        row = {"machine": node.name, "in Ray": offered, "gets": gets, "host memory": about}
+        rows.append(row)
+    table = table_of(rows)
     table.caption = "As Ray would pack them if nothing else runs there; it may choose otherwise."
     return table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 
 from controller.cluster.facts import VERSIONS, NodeFacts
@@ -20,12 +21,12 @@ MOST_SKEW_S = 1.0
 LEAST_TMP_BYTES = 2**30
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Problem:
     node: str
     what: str
     """Value and fix."""
-    breaks: bool
+    breaks: bool = False
     """True if it would end a launch; otherwise it may."""
 
     @property
@@ -132,11 +133,9 @@ def _memory(nodes: Sequence[NodeFacts], needs: Needs) -> Iterator[Problem]:
 
 
 def _network(node: NodeFacts, needs: Needs, is_alone: bool) -> Iterator[Problem]:
-    def problem(what: str, breaks: bool = False) -> Problem:
-        return Problem(node=node.name, what=what, breaks=breaks)
-
     if is_alone:
         return
+    problem = partial(Problem, node.name)
     if abs(node.clock_s) - node.clock_error_s > MOST_SKEW_S:
         what = "ahead" if node.clock_s > 0 else "behind"
         yield problem(
@@ -171,36 +170,36 @@ def _network(node: NodeFacts, needs: Needs, is_alone: bool) -> Iterator[Problem]
 
 
 def _folders(node: NodeFacts, first: NodeFacts, needs: Needs) -> Iterator[Problem]:
+    problem = partial(Problem, node.name)
     if not node.sees_run_dir and (node.num_gpus if needs.uses_gpu else node.num_cpus):
-        what = (
+        yield problem(
             f"run.dir is not the folder of that path on {first.name}; mount one shared folder "
-            "at the same path on all machines, and set run.dir to it"
+            "at the same path on all machines, and set run.dir to it",
+            True,
         )
-        yield Problem(node=node.name, what=what, breaks=True)
     if needs.checkpoint_bytes is not None and node.run_dir_free < needs.checkpoint_bytes:
-        what = (
+        yield problem(
             f"{format_bytes(node.run_dir_free)} free in run.dir, and {NUM_CHECKPOINTS} checkpoints "
             f"take {format_bytes(needs.checkpoint_bytes)}; remove files, or set run.dir to a "
             "larger file system"
         )
-        yield Problem(node=node.name, what=what, breaks=False)
     if node.tmp_free < LEAST_TMP_BYTES:
-        what = f"{format_bytes(node.tmp_free)} free in /tmp, where Ray writes; remove files there"
-        yield Problem(node=node.name, what=what, breaks=False)
+        yield problem(
+            f"{format_bytes(node.tmp_free)} free in /tmp, where Ray writes; remove files there"
+        )
 
 
 def _limits(node: NodeFacts, needs: Needs) -> Iterator[Problem]:
+    problem = partial(Problem, node.name)
     if node.most_files < needs.most_files:
-        what = (
+        yield problem(
             f"a process may open {node.most_files} files, and one with all requests at once takes "
             f"{needs.most_files}; raise it (ulimit -n, LimitNOFILE, in a container --ulimit nofile)"
         )
-        yield Problem(node=node.name, what=what, breaks=False)
     if needs.uses_gpu and node.gpu_warning is not None:
-        yield Problem(node=node.name, what=node.gpu_warning, breaks=False)
+        yield problem(node.gpu_warning)
     if needs.uses_gpu and node.num_gpus and node.locked_memory is not None:
-        what = (
+        yield problem(
             f"{format_bytes(node.locked_memory)} may be locked, so copies between host and GPU are "
             "slower; ulimit -l unlimited (in a container --ulimit memlock=-1)"
         )
-        yield Problem(node=node.name, what=what, breaks=False)

@@ -6,15 +6,13 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from buffer.connect import Buffer
 from buffer.results import QuarantinedGroup, QuarantinedPrompt
 from controller.buffer_access import ask, buffer_address
 from controller.run_dir import RunDir, RunDirError
 from controller.units import format_count, format_duration
-from host.printable import printable
+from host.printable import table_of
 
 
 def quarantine(
@@ -67,38 +65,32 @@ def _list(
     if not groups and not prompts:
         console.print(f"{run}: the quarantine is empty", markup=False)
         return
-    if groups:
-        table = _table("group", "since", "reason", "leases", "tokens")
-        for group in groups:
-            size = format_count(group.num_tokens)
-            _add(table, group.group_id, _since(group.at), group.reason, str(group.attempts), size)
-        console.print(table)
-    if groups and prompts:
-        console.print()
-    if prompts:
-        table = _table("prompt", "since", "reason", "times")
-        for prompt in prompts:
-            # No group id contains a colon.
-            name = f"{prompt.task}:{prompt.index}"
-            _add(table, name, _since(prompt.at), prompt.reason, str(prompt.times))
-        console.print(table)
+    of_groups = [
+        {
+            "group": one.group_id,
+            "since": _since(one.at),
+            "reason": one.reason,
+            "leases": str(one.attempts),
+            "tokens": format_count(one.num_tokens),
+        }
+        for one in groups
+    ]
+    of_prompts = [
+        {
+            "prompt": f"{one.task}:{one.index}",  # no group id contains a colon
+            "since": _since(one.at),
+            "reason": one.reason,
+            "times": str(one.times),
+        }
+        for one in prompts
+    ]
+    for rows in filter(None, (of_groups, of_prompts)):
+        console.print(table_of(rows))
     console.print(
         "`make quarantine RELEASE=ID` lets a group be trained or a prompt run again; DISCARD=ID "
         "drops it.",
         style="dim",
     )
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    """A row of plain text: a name may look like markup."""
-    table.add_row(*(Text(printable(cell), overflow="fold") for cell in cells))
 
 
 def _since(at: float) -> str:

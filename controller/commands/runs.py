@@ -11,8 +11,7 @@ import msgspec
 from rich.console import Console
 
 from controller.commands.status import live_view
-from controller.metrics.history import Record, of_kind, read_metrics, series
-from controller.report.result import training_seconds
+from controller.metrics.history import Record, of_kind, read_metrics, series, training_seconds
 from controller.run_dir import RunDir, settings_of
 from controller.units import format_count
 from controller.watch.verdict import findings, findings_of_ended
@@ -91,7 +90,7 @@ def row_of(run_dir: RunDir) -> Row:
 
 def _with_figures(row: Row, run_dir: RunDir, records: Sequence[Record]) -> Row:
     steps = of_kind(records, "step")
-    seconds, found = training_seconds(steps), findings_of_ended(records, training_seconds(steps))
+    seconds, found = training_seconds(steps), findings_of_ended(records)
     tokens = _last(of_kind(records, "buffer"), "tokens_generated")
     num_steps = settings_of(run_dir.path).get("trainer.num_steps")
     return replace(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from controller.simulate.advice import (
 from controller.simulate.events import Draw, Setting
 from controller.simulate.machine import BANDWIDTH, Machine
 from controller.start.model_size import model_size
+from rollout_pool.worker.record import all_recorded
 
 STALENESS = (0, 1, 2, 4, 8, 16)
 Z99 = 2.326
@@ -216,14 +216,10 @@ def recorded_lengths(folder: Path) -> Callable[[], Draw]:
 
     Raises ValueError for a folder without any.
     """
-    groups = []
-    for path in sorted((folder / "rollouts").glob("*.jsonl*")):
-        for line in path.read_text().splitlines():
-            try:
-                trajectories = json.loads(line)["trajectories"]
-                groups.append(tuple(len(t["tokens"]) - t["prompt_length"] for t in trajectories))
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that is being written
+    groups = [
+        tuple(one.num_tokens - one.prompt_length for one in recorded.group.trajectories)
+        for recorded in all_recorded(folder)
+    ]
     if not groups:
         raise ValueError(
             f"LENGTHS_OF={folder}: no groups are recorded in its folder rollouts; name the folder "

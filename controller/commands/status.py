@@ -14,7 +14,6 @@ from configs.run_files import read_text
 from controller.commands.tune import tune
 from controller.metrics.history import Record, of_kind, read_metrics
 from controller.report.panel import render
-from controller.report.result import training_seconds
 from controller.run_dir import RunDir, RunRecord
 from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
@@ -46,8 +45,7 @@ def print_status(
     records = read_metrics(run_dir.metrics)
     view = None if is_over or url is None else live_view(run_dir, record, url, records)
     history = records if is_over else []
-    seconds = training_seconds(of_kind(history, "step"))
-    found = findings_of_ended(history, seconds) if view is None else findings(view)
+    found = findings_of_ended(history) if view is None else findings(view)
     shares = stages(records, RECENT_S if view else math.inf) if as_json or waits else []
     if as_json:
         state = "gone" if is_gone else record.state
@@ -92,7 +90,7 @@ def _fix(run_dir: RunDir, found: Sequence[Finding], *, is_live: bool) -> None:
 
 def live_view(run_dir: RunDir, run: RunRecord, url: str, records: Iterable[Record]) -> RunView:
     """The past from `records`, those of `metrics.jsonl`; the present from Redis."""
-    view = RunView.of_run(run_dir.name, run_dir.read_config(), run.started, run_dir.named)
+    view = RunView(run_dir.name, run_dir.read_config(), run.started, run_dir.named)
     for record in records:
         view.apply(record)
     observe(view, run_dir, run, url)

@@ -22,7 +22,7 @@ from controller.buffer_access import BufferAddress, impatient, live_texts, opene
 from controller.metrics.history import TUNED, Scalar, read_metrics, series
 from controller.run_dir import RunDir, RunDirError
 from controller.start.plan import FLOAT32_DIFF, max_logprob_diff
-from controller.watch.autotune import WHO, find_move
+from controller.watch.autotune import ENGINES, WHO, find_move
 from controller.watch.remarks import bytes_in_use
 from controller.watch.run_view import RunView
 from controller.watch.verdict import wanted_engines
@@ -145,7 +145,7 @@ class Autotuner:
             if self._unmade is None:
                 if isinstance(move := find_move(view, wanted_engines), str):
                     return
-                if move.adds_engines:
+                if move.setting == ENGINES and move.after > move.before:
                     num_free = await self._places(view.now)
                     if num_free is None:
                         return

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from controller.metrics.history import EVAL_FAILED, Scalar
+from controller.metrics.history import Scalar
 from processes.pending import Pending
 from rollout_pool.pool import RolloutPool
 
@@ -40,22 +40,6 @@ async def evaluate(
         if engine is not None:
             await _release(pool, engine, await_result)
     return {**report.record(), "engine": engine or ""}
-
-
-async def try_evaluate(
-    pool: RolloutPool, version: int, *, may_hold: bool, await_result: AwaitResult
-) -> tuple[str, dict[str, Scalar]]:
-    """Kind and values of the record: `eval`, or `eval_failed` with the reason.
-
-    Training does not depend on an evaluation, so a failure ends nothing; a dead process is reported
-    by its own watch. Bad input still raises ValueError.
-    """
-    try:
-        return "eval", await evaluate(pool, version, may_hold=may_hold, await_result=await_result)
-    except RuntimeError as error:
-        log.warning("the evaluation of version %d failed", version, exc_info=True)
-        why = str(error).partition("\n")[0]  # the last lines of a log follow
-        return EVAL_FAILED, {"version": version, "why": why}
 
 
 async def _hold(pool: RolloutPool, version: int, await_result: AwaitResult) -> str | None:

@@ -227,6 +227,14 @@ def series(records: Iterable[Record], name: str) -> list[float]:
     return [x for record in records if math.isfinite(x := record.number(name))]
 
 
+def training_seconds(steps: Sequence[Record]) -> float:
+    """From the first batch's lease to the last step's end."""
+    if not steps:
+        return 0.0
+    parts = ("lease_wait_s", "lease_ranks_s", "step_s")
+    return steps[-1].t - steps[0].t + sum(sum(series(steps[:1], part)) for part in parts)
+
+
 def read_metrics(path: Path, kind: str | None = None) -> list[Record]:
     """Every record (of `kind`), oldest first; see `MetricsTail`."""
     tail = MetricsTail(path)

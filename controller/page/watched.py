@@ -17,7 +17,6 @@ from controller.commands.show import tokenizer_of
 from controller.metrics.history import TUNED, MetricsTail, Record, of_kind
 from controller.page.curves import find_metrics
 from controller.page.samples import Decode, GroupIndex
-from controller.report.result import training_seconds
 from controller.run_dir import RunDir, RunRecord
 from controller.watch.finding import Finding
 from controller.watch.look import as_object, observe
@@ -82,8 +81,7 @@ class WatchedRun:
             except (OSError, RuntimeError) as error:
                 problem = f"{error}"
         else:
-            view, steps = None, of_kind(self._tail.records, "step")
-            found = findings_of_ended(self._tail.records, training_seconds(steps))
+            view, found = None, findings_of_ended(self._tail.records)
         self._view = view
         last_step = of_kind(self._tail.records, "step")[-1:]
         state = "gone" if run.state == "running" and not run.is_alive else run.state
@@ -111,7 +109,7 @@ class WatchedRun:
         view = self._view
         if view is None or time.monotonic() - self._looked_at > UNSEEN_S / 2:
             run, config = self.dir.read_record(), self.dir.read_config()
-            view = RunView.of_run(self.dir.name, config, run.started, self.dir.named)
+            view = RunView(self.dir.name, config, run.started, self.dir.named)
             new = self._tail.records
         for record in new:
             view.apply(record)

@@ -113,7 +113,7 @@ class Panel:
 
 def step_line(view: RunView) -> str:
     """One step in one plain line, for logs and pipes."""
-    parts = [f"step {view.step}/{view.num_steps}"]
+    parts = [f"step {view.step}/{view.config.trainer.num_steps}"]
     if rewards := numbers(view.steps, "reward_mean"):
         parts.append(f"reward {rewards[-1]:.2f} (first {rewards[0]:.2f})")
     if accuracies := numbers(view.evals, "accuracy"):
@@ -150,7 +150,7 @@ def render(view: RunView, width: int, hint: str = "Ctrl-C stops everything") -> 
         ago = format_duration(max(0.0, view.now - change.t))
         words = printable(f"  {change_words(change)}, {ago} ago")
         parts.append(Text.assemble(("Changed", "bold cyan"), words))
-    if view.config is not None and (auto := view.config.buffer.autotune) is not None:
+    if (auto := view.config.buffer.autotune) is not None:
         words = f"  max_staleness between {auto.min_staleness} and {auto.max_staleness}"
         # Changes that were made stand above; the run alone knows of Ray's room and of refusals.
         why = find_move(view, wanted_engines, num_free=0)
@@ -196,14 +196,15 @@ def _sections(view: RunView, width: int) -> Table:
 
 
 def _progress(view: RunView) -> Table:
+    num_steps = view.config.trainer.num_steps
     time_left = "" if view.eta_s is None else f", about {format_duration(view.eta_s)} left"
     row = Table.grid(expand=True, padding=(0, 2, 0, 0))
     for style, ratio in (("bold", None), ("", 1), ("", None), ("dim", None)):
         row.add_column(style=style, ratio=ratio)
     row.add_row(
         view.phase,
-        ProgressBar(total=view.num_steps, completed=view.step, complete_style="cyan"),
-        f"step {view.step} of {view.num_steps}",
+        ProgressBar(total=num_steps, completed=view.step, complete_style="cyan"),
+        f"step {view.step} of {num_steps}",
         f"{format_duration(view.elapsed_s)}{time_left}",
     )
     return row
@@ -231,7 +232,8 @@ def _learning(view: RunView, bar_width: int) -> Group:
         mean, largest = last.number("staleness_mean"), last.number("staleness_max")
         loss = last.number("loss")
         # Only the last step of an update has one.
-        norm = (series(view.steps[-view.steps_per_version :], "grad_norm") or [math.nan])[-1]
+        update = view.steps[-view.config.trainer.gradient_accumulation_steps :]
+        norm = (series(update, "grad_norm") or [math.nan])[-1]
         rows += [
             ("staleness", f"{mean:.1f} mean, {largest:.0f} at most"),
             ("answers", f"{last.number('response_length_mean'):.1f} tokens, mean"),

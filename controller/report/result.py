@@ -19,6 +19,7 @@ from controller.metrics.history import (
     change_words,
     of_kind,
     series,
+    training_seconds,
 )
 from controller.metrics.weights import WeightsResult, weights_result
 from controller.watch.learning import has_no_gradient, learning_alarms
@@ -266,14 +267,6 @@ def _changes(records: Sequence[Record]) -> Iterator[str]:
             step = record.count("step")
         elif record.kind == TUNED:
             yield f"after step {step}: {change_words(record)}"
-
-
-def training_seconds(steps: Sequence[Record]) -> float:
-    """From the first batch's lease to the last step's end."""
-    if not steps:
-        return 0.0
-    parts = ("lease_wait_s", "lease_ranks_s", "step_s")
-    return steps[-1].t - steps[0].t + sum(sum(series(steps[:1], part)) for part in parts)
 
 
 def _not_finite_shares(records: Sequence[Record]) -> dict[int, float]:

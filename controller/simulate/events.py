@@ -17,14 +17,13 @@ is an end, a commit or a step, never a token.
 from __future__ import annotations
 
 import bisect
-import gc
 import heapq
 import itertools
 import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from buffer.admission import admission_limit, engine_lag
@@ -146,20 +145,10 @@ class Outcome:
 
 Draw = Callable[[], tuple[int, ...]]
 """The lengths of the answers to one prompt, in tokens; () when there is none left."""
-Tune = Callable[[Outcome], int]
-"""The max_staleness from a step on, which has just ended."""
 
 
 class Engine:
-    """Requests that decode together, each a token a step.
-
-    Example: with `machine.token_s` of 0.01, a request of 100 tokens alone ends after 1 s:
-
-        engine = Engine(machine, prompt_tokens=0)
-        engine.add(0.0, group)      # whose only length is 100
-        engine.next_end             # 1.0
-        engine.pop_ended(1.0)       # [group]
-    """
+    """Requests that decode together, each a token a step."""
 
     # Thousands of engines are looked at again and again: attributes, no properties.
     __slots__ = (
@@ -193,25 +182,9 @@ class Engine:
         """Tokens of all running requests, with their prompts."""
         return len(self._running) * (self._prompt + self._counter) - self._begun
 
-    def add(self, now: float, group: Group) -> None:
-        """Its answers begin, as far as there are places; their common prompt is computed once."""
-        self._advance(now)
-        lengths, running, counter = group.lengths, self._running, self._counter
-        most = self.num_tokens + len(lengths) * self._prompt + group.num_tokens
-        is_full = len(running) + len(lengths) > self._max_running or most > self._places
-        if self._waiting or is_full:
-            self.go_on(now, [(length, 0.0, group) for length in lengths])
-            return
-        # There is room for all of them: as go_on does, but at once.
-        self._at += self._machine.prefill_s(self._prompt)
-        running += [(counter + length, next(self._numbers), counter, group) for length in lengths]
-        running.sort()
-        for _ in lengths:
-            self._begun += counter
-        self._fill()
-
-    def go_on(self, now: float, answers: Sequence[tuple[float, float, Group]]) -> None:
-        """Answers of one group begin that have (tokens left, tokens sampled elsewhere)."""
+    def add(self, now: float, answers: Sequence[tuple[float, float, Group]]) -> None:
+        """Answers of one group begin that have (tokens left, tokens sampled elsewhere), as far as
+        there are places; their common prompt is computed once."""
         self._advance(now)
         self._at += self._machine.prefill_s(self._prompt + sum(had for _, had, _ in answers))
         self._waiting.extend(answers)
@@ -251,12 +224,8 @@ class Engine:
         ended: list[Group] = []
         if self.next_end > now + ROUNDING:
             return ended
-        running = self._running
-        if (passed := now - self._at) > 0:  # as _advance does
-            self._counter += passed / self._token_s
-            self.place_s += passed * len(running)
-            self._at = now
-        last = self._counter + ROUNDING
+        self._advance(now)
+        running, last = self._running, self._counter + ROUNDING
         while running and running[0][0] <= last:
             _, _, began, group = running.pop(0)
             self._begun -= began
@@ -315,21 +284,14 @@ class Engine:
         self.next_end = self._at + left * self._token_s
 
 
-def simulate(setting: Setting, draw: Draw, tune: Tune | None = None) -> Outcome:
-    """With `tune`, max_staleness is the one in `setting` in the first step only.
-    Raises ValueError if a step can never come."""
-    was_collecting = gc.isenabled()
-    gc.disable()  # it would walk a hundred thousand requests again and again, and find no cycle
-    try:
-        return _Run(setting, draw, tune).run()
-    finally:
-        if was_collecting:
-            gc.enable()
+def simulate(setting: Setting, draw: Draw) -> Outcome:
+    """Raises ValueError if a step can never come."""
+    return _Run(setting, draw).run()
 
 
 class _Run:
-    def __init__(self, setting: Setting, draw: Draw, tune: Tune | None) -> None:
-        self._setting, self._draw, self._tune = setting, draw, tune
+    def __init__(self, setting: Setting, draw: Draw) -> None:
+        self._setting, self._draw = setting, draw
         engines, self._max_running = range(setting.num_engines), setting.machine.max_running
         self._engines = [Engine(setting.machine, setting.prompt_tokens) for _ in engines]
         self._engines_of: dict[Group, list[Engine]] = {}
@@ -444,10 +406,7 @@ class _Run:
                 begun = self._engines_of[group]
                 group.version = min(group.version, engine.version) if begun else engine.version
                 begun.append(engine)
-                if len(answers) == len(group.lengths) and len(begun) == 1:
-                    engine.add(now, group)
-                else:
-                    engine.go_on(now, answers)
+                engine.add(now, answers)
                 self._plan(number)
             self._list(number)
             if not answers:  # nor has any other engine a place
@@ -574,8 +533,6 @@ class _Run:
         self._leased = 0
         self._version += 1
         self._limit = None
-        if self._tune is not None:
-            self._setting = replace(self._setting, max_staleness=self._tune(outcome))
         self._drop_stale(now)
         if self._on_wire is None:
             self._send(now)

@@ -33,12 +33,8 @@ OR_CPU = "or set cluster.gpus_per_rank=0 to run on the CPU"
 
 def check_gpus() -> None:
     """Raises ValueError if this machine has GPUs and a run on them would fail."""
-    if torch.cuda.device_count() == 0:
-        return
-    cuda = str(torch.version.cuda)
-    if not torch.cuda.is_available():
-        raise ValueError(_no_cuda(cuda))
-    check_toolchain(cuda.partition(".")[0])
+    if torch.cuda.device_count() and (problem := software_problem()) is not None:
+        raise ValueError(problem)
 
 
 def check_host_memory(plan: Plan) -> None:

@@ -32,6 +32,7 @@ from controller.start.teacher import check_served_teacher
 from controller.start.warm_start import imitate
 from controller.start.with_pictures import check_pictures, check_shown, shown_by
 from controller.watch.stall_watch import webhook_address
+from host.network import listen
 from processes.tree import SHARED_MEMORY
 from rollout_pool.engines.kinds import (
     check_adapters,
@@ -309,9 +310,8 @@ def check_ports(config: Config, host: str | None = None, *, has_page: bool = Tru
 
 
 def _is_free(host: str, port: int) -> bool:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
-        socket.create_server(address, family=family).close()
+        listen(host, port)[0].close()
     except OSError:
         return False
     return True

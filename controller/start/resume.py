@@ -61,7 +61,12 @@ def find_resumption(run_dir: RunDir, overrides: Sequence[str]) -> Resumption:
             raise ConfigError(
                 f"{name}: a run keeps its {fixed[0]}, here {now[-1]}: {FIXED[fixed[0]]}; {fix}"
             )
-    _check_reference(config, run_dir)
+    if config.keeps_first_policy and not (run_dir.path / KEPT_REFERENCE).is_dir():
+        raise ConfigError(
+            f"algorithm.kl.weight={config.algorithm.kl.weight:g}: the run began without a "
+            "reference, and the policy that it began with was not kept; set algorithm.kl.reference "
+            "to a model, or algorithm.kl.weight=0"
+        )
     if config.algorithm.critic is not None and before.algorithm.critic is None:
         raise ConfigError(
             "algorithm.critic: the run has none, whose values would have to be learnt first; set "
@@ -110,14 +115,3 @@ def changes_by_resume(
         now = held.get(name.rpartition(".")[2], live_text(attrgetter(name)(config)))
         if now != tuned[name]:
             yield {"setting": name, "before": tuned[name], "after": now, "who": "the resume"}
-
-
-def _check_reference(config: Config, run_dir: RunDir) -> None:
-    """The policy that RL began with is kept from the start, or not at all."""
-    kl = config.algorithm.kl
-    if config.keeps_first_policy and not (run_dir.path / KEPT_REFERENCE).is_dir():
-        raise ConfigError(
-            f"algorithm.kl.weight={kl.weight:g}: the run began without a reference, and the policy "
-            "that it began with was not kept; set algorithm.kl.reference to a model, or "
-            "algorithm.kl.weight=0"
-        )

@@ -49,10 +49,6 @@ class Move:
     said: Mapping[str, Scalar]
     """Its record says that too."""
 
-    @property
-    def adds_engines(self) -> bool:
-        return self.setting == ENGINES and self.after > self.before
-
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Measured:
@@ -94,27 +90,27 @@ def find_move(
 ) -> Move | str:
     """The next change, or why there is none, in words; "" without the setting. `advised`: the
     number of engines that the verdict would have. `num_free`: places for more engines."""
-    config = None if view.config is None else view.config.buffer.autotune
+    config, num_engines = view.config.buffer.autotune, view.config.rollout.num_engines
     if config is None or view.stats is None:
         return ""
     if isinstance(now := _measured(view, view.stats, config), str):
         return now
     bound = view.stats.max_staleness
     # Several changes, however long the leash takes to fill.
-    memory = 3 * (2 * _filling(view, view.stats) + config.steps)
+    memory = 3 * (2 * _filling(view.stats) + config.steps)
     memory = max(REMEMBERED * config.steps, memory)
     after, why = next_move(bound, now, _left(view, memory, SETTING), config)
     said: dict[str, Scalar] = {} if math.isnan(now.ess) else {"ess": now.ess}
     # More engines rather than fewer requests for them.
-    all_serve = len(view.stats.engine_versions) == view.num_engines
+    all_serve = len(view.stats.engine_versions) == num_engines
     is_due = all_serve and after <= bound and not now.ess < config.min_ess
     if config.max_engines is not None and is_due:
         left, wanted = _left(view, memory, ENGINES), advised(view)
-        number, reason = _next_engines(view.num_engines, now, left, config.max_engines, wanted)
-        number = int(min(number, view.num_engines + num_free))
-        if number > view.num_engines or (number < view.num_engines and after == bound):
+        number, reason = _next_engines(num_engines, now, left, config.max_engines, wanted)
+        number = int(min(number, num_engines + num_free))
+        if number > num_engines or (number < num_engines and after == bound):
             said["why"] = reason
-            return Move(setting=ENGINES, before=view.num_engines, after=number, said=said)
+            return Move(setting=ENGINES, before=num_engines, after=number, said=said)
     if after == bound:
         return why
     return Move(setting=SETTING, before=bound, after=after, said={**said, "why": why})
@@ -199,10 +195,10 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
         return "a worker or an engine is away"
     asked = [change.t for change in view.changes if change.values.get("setting") == ENGINES]
     late_s = view.now - max([view.started, view.resumed_at, view.engines_at, *asked])
-    serving, number = len(stats.engine_versions), view.num_engines
+    serving, number = len(stats.engine_versions), view.config.rollout.num_engines
     if serving != number and not (0 < serving < number and late_s > JOINS_S):
         return f"{serving} of {number} engines serve"
-    filling = _filling(view, stats)
+    filling = _filling(stats)
     whole = config.steps + filling  # waits come and go with what is in flight
     recent = [step for step in view.steps[-(filling + whole + 1) :] if step.t > view.changed_at]
     window = recent[filling:]
@@ -216,11 +212,12 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
     took.remove(max(took))
     ready = min(view.least_ready[-count:])
     lengths, engines = view.lengths, view.recent_engines
-    places = sum(engine.number("limit") for engine in engines) / view.rollout.group_size
+    rollout, on_stale = view.config.rollout, view.config.buffer.on_stale
+    places = sum(engine.number("limit") for engine in engines) / rollout.group_size
     looks = view.busy.growth()
     busy = looks.get("busy", 0.0) / max(1.0, looks.get("looks", 0.0))
     # A wait is booked at its end: in the short time of the verdict one long wait is much.
-    waits = wait_fractions(view.waits.growth(), view.waits.elapsed_s, view.rollout.num_workers)
+    waits = wait_fractions(view.waits.growth(), view.waits.elapsed_s, rollout.num_workers)
     waits_elsewhere = waits.rollout_for_rewards >= MUCH or busy > 0.5
     is_unused = stats.running + stats.ready + stats.leased < stats.limit(lag=1)
     return Measured(
@@ -234,15 +231,15 @@ def _measured(view: RunView, stats: BufferStats, config: AutotuneConfig) -> Meas
         is_full=bool(is_unused or waits_elsewhere),
         busy=busy,
         places=places / stats.groups_per_version if engines else math.inf,
-        is_biased=bool(lengths and length_bias(lengths, stats.max_staleness, view.on_stale)),
+        is_biased=bool(lengths and length_bias(lengths, stats.max_staleness, on_stale)),
         enough=lengths.sufficient_staleness if lengths else None,
     )
 
 
-def _filling(view: RunView, stats: BufferStats) -> int:
+def _filling(stats: BufferStats) -> int:
     """Steps in which the leash fills. With 0 there is nothing to fill: trainer and rollouts take
     turns."""
-    return (stats.max_staleness + 1) * view.steps_per_version * (stats.max_staleness > 0)
+    return (stats.max_staleness + 1) * stats.gradient_accumulation_steps * (stats.max_staleness > 0)
 
 
 def _left(view: RunView, num_steps: int, setting: str) -> dict[int, float]:

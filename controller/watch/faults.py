@@ -1,14 +1,9 @@
-"""Faults with a known cause: rewards that fail, engines without memory, full disks.
-
-Pure, but for `Room.of`.
-"""
+"""Faults with a known cause: rewards that fail, engines without memory, full disks (pure)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from shutil import disk_usage
 
 from buffer.results import BufferStats
 from configs.rollout_schema import RolloutConfig
@@ -35,11 +30,6 @@ class Room:
     memory_limit: int = 0
     """maxmemory of the server; 0: none."""
     disk_free: int | None = None
-
-    @classmethod
-    def of(cls, memory: tuple[int, int], folder: Path) -> Room:
-        used, limit = memory
-        return cls(memory_used=used, memory_limit=limit, disk_free=disk_usage(folder).free)
 
 
 def full_memory(room: Room) -> Finding | None:

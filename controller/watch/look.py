@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import msgspec
 
-from buffer.results import BufferStats
+from buffer.connect import Buffer
+from buffer.run_state import RunState
 from controller.buffer_access import BufferAddress, opened, opened_state
-from controller.metrics.history import Waits
+from controller.metrics.history import Scalar, buffer_values
 from controller.run_dir import RunDir, RunRecord
 from controller.watch.faults import Room
 from controller.watch.finding import Finding
@@ -22,31 +25,38 @@ CONNECT_TIMEOUT_S = 10.0
 
 def observe(view: RunView, run_dir: RunDir, run: RunRecord, url: str) -> None:
     """Add a sample of the run's Redis to the view. Raises ConnectionError or TimeoutError."""
-    config = view.config or run_dir.read_config()
     view.note_resumed(run.resumed or 0.0)
-    address = BufferAddress(url=url, run=run_dir.name, settings=config.buffer)
+    address = BufferAddress(url=url, run=run_dir.name, settings=view.config.buffer)
     try:
-        stats, waits, counters, memory = asyncio.run(_sample(address))
+        asyncio.run(_look(view, address, run_dir.path))
     except (ConnectionError, TimeoutError):
-        if config.buffer.url is not None:
+        if view.config.buffer.url is not None:
             raise
         raise ConnectionError(
             f"the Redis of {run_dir.name} does not answer: it is stopped, busy, or being started "
             f"again; {run_dir.log_of('redis')} may say why"
         ) from None
-    view.observe(time.time(), stats, waits, counters, Room.of(memory, run_dir.path))
 
 
-async def _sample(
-    address: BufferAddress,
-) -> tuple[BufferStats, Waits, Mapping[str, float], tuple[int, int]]:
+async def _look(view: RunView, address: BufferAddress, folder: Path) -> None:
     async with (
         asyncio.timeout(CONNECT_TIMEOUT_S),
         opened(address) as buffer,
         opened_state(address) as state,
     ):
-        stats, waits, counters = await buffer.stats(), await state.waits(), await state.counters()
-        return stats, waits, counters, await state.memory()
+        await take_sample(view, buffer, state, folder)
+
+
+async def take_sample(
+    view: RunView, buffer: Buffer, state: RunState, folder: Path
+) -> Mapping[str, Scalar]:
+    """Add a sample of Redis to the view; returns it as a `buffer` record has it. `folder`: of the
+    run."""
+    stats, waits, counters = await buffer.stats(), await state.waits(), await state.counters()
+    used, limit = await state.memory()
+    room = Room(memory_used=used, memory_limit=limit, disk_free=disk_usage(folder).free)
+    view.observe(time.time(), stats, waits, counters, room)
+    return buffer_values(stats, waits, counters)
 
 
 def as_object(
@@ -68,7 +78,7 @@ def as_object(
         whole |= {
             "phase": view.phase,
             "step": view.step,
-            "num_steps": view.num_steps,
+            "num_steps": view.config.trainer.num_steps,
             "eta_s": view.eta_s,
             "tokens_per_s": view.tokens_per_s,
             "waits": view.wait_fractions,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import pairwise
 from statistics import median
 
 from buffer.results import BufferStats
 from configs.checks import with_live
-from configs.choices import OnStale
-from configs.rollout_schema import RolloutConfig
+from configs.introspection import live_settings
 from configs.schema import Config
 from controller.metrics.history import (
     ATTACHED,
@@ -52,30 +52,20 @@ UNSEEN_S = 10.0
 """After a gap of so long between two looks, as while Redis is away, waits are measured anew."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class RunView:
     """The state of one run. Times are Unix seconds.
 
-    The controller passes every metrics record to `apply` and every sample of Redis to `observe`:
-
-        view = RunView(run="night", num_steps=40, started=990.0)
-        view.apply(Record(t=1000.0, kind="step", values={"step": 1}))
-        view.apply(Record(t=1002.0, kind="step", values={"step": 2}))
-        view.seconds_per_step, view.eta_s     # 2.0, 76.0
+    The controller passes every metrics record to `apply` and every sample of Redis to `observe`.
     """
 
     run: str
-    num_steps: int
+    config: Config
+    """With the changes of live settings so far."""
     started: float
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    config: Config | None = None
-    """All its settings, at its start."""
     named: str = ""
     """Names the run behind a command, as " RUN=night"."""
-    num_engines: int = 0
-    """How many are to serve now."""
-    on_stale: OnStale = OnStale.requeue
-    steps_per_version: int = 1
+    _: KW_ONLY
     phase: str = "starting"
     now: float = 0.0
     step: int = 0
@@ -113,7 +103,7 @@ class RunView:
     """The same over the time in which waits are counted."""
     answers: Window[str] = field(default_factory=lambda: Window(LENGTHS_HORIZON_S))
     """The same over the time in which answers are counted by length."""
-    weights: WeightsView = field(default_factory=WeightsView)
+    weights: WeightsView = field(init=False)
     moved_at: float = 0.0
     """When a token or a pushed group was last seen to have come."""
     trainer_at: float = 0.0
@@ -132,20 +122,8 @@ class RunView:
     _judged: tuple[Record, list[Finding]] | None = None
     """The last step, and the alarms after it."""
 
-    @classmethod
-    def of_run(cls, run: str, config: Config, started: float, named: str = "") -> RunView:
-        return cls(
-            run=run,
-            num_steps=config.trainer.num_steps,
-            started=started,
-            rollout=config.rollout,
-            config=config,
-            named=named,
-            num_engines=config.rollout.num_engines,
-            on_stale=config.buffer.on_stale,
-            steps_per_version=config.trainer.gradient_accumulation_steps,
-            weights=WeightsView(publish_every=config.trainer.publish_every),
-        )
+    def __post_init__(self) -> None:
+        self.weights = WeightsView(publish_every=self.config.trainer.publish_every)
 
     def apply(self, record: Record) -> None:
         self.now = max(self.now, record.t)
@@ -206,14 +184,12 @@ class RunView:
             self._measure_anew(record.t)
 
     def _follow(self, change: Record) -> None:
-        section, _, name = str(change.values["setting"]).partition(".")
-        text = str(change.values["after"])
-        if section == RolloutConfig.SECTION:
-            self.rollout = with_live(self.rollout, {name.rpartition(".")[2]: text})
-            if name == "num_engines":
-                self.num_engines = self.rollout.num_engines
-        elif name == "on_stale":
-            self.on_stale = OnStale[text]
+        setting, text = str(change.values["setting"]), str(change.values["after"])
+        if setting in live_settings().values():
+            name, last = setting.partition(".")[0], setting.rpartition(".")[2]
+            section = with_live(getattr(self.config, name), {last: text})
+            self.config = copy(self.config)  # others that change with it come one by one
+            setattr(self.config, name, section)
 
     def note_resumed(self, t: float) -> None:
         """A controller has taken the run up at `t`: it starts, until there is a record of that."""
@@ -335,13 +311,13 @@ class RunView:
 
     @property
     def steps_per_publish(self) -> int:
-        return self.steps_per_version * self.weights.publish_every
+        return self.config.trainer.gradient_accumulation_steps * self.weights.publish_every
 
     @property
     def eta_s(self) -> float | None:
         """Time for the remaining steps at the current pace."""
         pace = self.seconds_per_step
-        return None if pace is None else pace * max(0, self.num_steps - self.step)
+        return None if pace is None else pace * max(0, self.config.trainer.num_steps - self.step)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -352,7 +328,7 @@ class RunView:
     @property
     def wait_fractions(self) -> WaitFractions:
         lately = self.recent_waits
-        return wait_fractions(lately.growth(), lately.elapsed_s, self.rollout.num_workers)
+        return wait_fractions(lately.growth(), lately.elapsed_s, self.config.rollout.num_workers)
 
     @property
     def recent_waits(self) -> Window[tuple[str, str]]:
@@ -387,9 +363,9 @@ class RunView:
         """Lengths of the answers of the last hour, since the run's conditions changed."""
         since = self.now - self.answers.elapsed_s
         steps = [step for step in self.steps if step.t >= since]
-        grown = self.answers.growth()
+        grown, most = self.answers.growth(), self.config.rollout.max_response_tokens
         try:
-            return measure_lengths(grown, steps, self.rollout.max_response_tokens)
+            return measure_lengths(grown, steps, most)
         except Exception:  # whatever is wrong with the counts
             log_once("the measurement of lengths")
             return None

@@ -53,11 +53,7 @@ class Stalled(RunFailed):
 
 @dataclass(eq=False)
 class StallWatch:
-    """Looks for stalls while a run trains; `run` is called once.
-
-    watch = StallWatch(config.run.stall, view, run_dir, processes=..., restart=..., ...)
-    failed = await watch.run()    # with the policy to end the run
-    """
+    """Looks for stalls while a run trains; `run` is called once."""
 
     config: StallConfig
     view: RunView

@@ -39,7 +39,6 @@ ENGINES, WORKERS = "engines", "workers"
 """The parts of a stall that are all of these: it may be another's, as groups wait for rewards."""
 _SENDING = ("snapshot_s", "snapshot_wait_s")
 _SAVING = ("checkpoint_s", "memory_copy_s")
-_UNKNOWN_START_S = 900.0
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -65,26 +64,26 @@ class Stall:
 def find_stall(view: RunView, factor: float = FACTOR, sooner_s: float = 0.0) -> Stall | None:
     """The stall of a run that trains, if there is one, or will be in `sooner_s`; None before four
     steps were trained."""
-    stats, steps = view.stats, view.recent_steps
-    if stats is None or not steps or view.phase != "training" or view.step >= view.num_steps:
+    stats, steps, config = view.stats, view.recent_steps, view.config
+    if stats is None or stats.paused or not steps:
         return None
-    if stats.paused:
+    if view.phase != "training" or view.step >= config.trainer.num_steps:
         return None
     found, at_least_s = _of_trainer(view, stats, steps), AT_LEAST_S
     if found is None:
         found = _of_rollouts(view, stats, view.usual_publish_s or 0.0)
         # Groups may be complete but for their rewards.
         if not at_engines(reported_since(view.serving_engines, found.since)):
-            at_least_s += view.rollout.reward_timeout_s
+            at_least_s += config.rollout.reward_timeout_s
         if stats.engines_gone or view.workers_away:
-            at_least_s += view.config.cluster.start_timeout_s if view.config else _UNKNOWN_START_S
+            at_least_s += config.cluster.start_timeout_s
     limit_s = max(factor * found.usual_s, at_least_s) - sooner_s
     return found if view.now - found.since > limit_s else None
 
 
 def _of_trainer(view: RunView, stats: BufferStats, steps: Sequence[Record]) -> Stall | None:
     """A stall, if it has lasted for long enough; None if the trainer waits for others."""
-    if not (words := trainer_words(stats, view.steps[-1], view.on_stale)):
+    if not (words := trainer_words(stats, view.steps[-1], view.config.buffer.on_stale)):
         return None
     return Stall(
         part=TRAINER,
@@ -101,12 +100,11 @@ def _of_trainer(view: RunView, stats: BufferStats, steps: Sequence[Record]) -> S
 
 def _saving_s(view: RunView, steps: Sequence[Record]) -> float:
     """How long the step that goes on may take to save its state."""
-    if view.config is not None:
-        trainer, number = view.config.trainer, view.step + 1
-        periods = (trainer.checkpoint_every, trainer.memory_copy_every)
-        is_due = any(period and number % period == 0 for period in periods)
-        if not is_due and number < view.num_steps:
-            return 0.0
+    trainer, number = view.config.trainer, view.step + 1
+    periods = (trainer.checkpoint_every, trainer.memory_copy_every)
+    is_due = any(period and number % period == 0 for period in periods)
+    if not is_due and number < trainer.num_steps:
+        return 0.0
     written = view.checkpoint.number("write_s") if view.checkpoint else 0.0
     known = [*(_seconds(step, _SAVING) for step in steps), *([written] * (written > 0))]
     return max(known)

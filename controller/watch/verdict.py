@@ -16,7 +16,7 @@ from dataclasses import replace
 from buffer.results import BufferStats
 from configs.checks import with_live
 from configs.choices import Thoughts
-from controller.metrics.history import Record, of_kind
+from controller.metrics.history import Record, of_kind, training_seconds
 from controller.metrics.weights import WeightsView
 from controller.units import format_duration
 from controller.watch.bottleneck import Sizes, bottleneck, outside_engines, wait_fractions
@@ -76,7 +76,8 @@ def wanted_engines(view: RunView) -> int | None:
 
 def _in_order(view: RunView) -> Iterator[Finding | None]:
     """The order among alarms and that among hints."""
-    stats, usual_s = view.stats, view.usual_step_s
+    stats, usual_s, rollout = view.stats, view.usual_step_s, view.config.rollout
+    on_stale = view.config.buffer.on_stale
     waited = view.wait_fractions.trainer_for_rollout
     grown, elapsed_s = view.counted.growth(), view.counted.elapsed_s
     if stats is not None and stats.paused:
@@ -85,8 +86,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     yield full_disk(view.room, view.checkpoint)
     if view.checkpoint_failure is not None:
         yield checkpoint_failed(view.checkpoint_failure)
-    yield failed_rewards(grown, elapsed_s, view.rollout)
-    of_hour, most = view.answers.growth(), view.rollout.engine.max_running_requests
+    yield failed_rewards(grown, elapsed_s, rollout)
+    of_hour, most = view.answers.growth(), rollout.engine.max_running_requests
     yield from full_caches(grown, elapsed_s, view.recent_engines, waited, of_hour, most)
     if view.stall is not None:
         yield stall_finding(view.stall.values, view.now)
@@ -99,14 +100,14 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
             # The wait for a version comes once a publish.
             usual_s = max(usual_s, view.usual_publish_s or 0.0)
             last, now = view.steps[-1], view.serving_engines
-            yield late_step(stats, last, view.on_stale, late_s, usual_s, now, view.moved_at)
+            yield late_step(stats, last, on_stale, late_s, usual_s, now, view.moved_at)
         if view.is_measured:
             for_rewards = view.wait_fractions.rollout_for_rewards
             engines = view.recent_engines
-            yield low_admission(stats, waited, for_rewards, engines, view.rollout)
+            yield low_admission(stats, waited, for_rewards, engines, rollout)
             yield _bottleneck(view, stats)
         late_s = view.now - view.steps[-1].t if view.steps else 0.0
-        version_s = view.usual_step_s and view.usual_step_s * view.steps_per_version
+        version_s = view.usual_step_s and view.usual_step_s * stats.gradient_accumulation_steps
         yield from engine_findings(stats, view.weights, version_s, late_s)
         yield silent_workers(view.engines, view.changed_at)
         yield from buffer_findings(stats, view.recent_waits.growth().get(PUSHES, 0.0), _when(view))
@@ -114,20 +115,21 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     if view.eval_failure is not None:
         yield eval_failed(view.eval_failure)
     if stats is not None and (lengths := view.lengths) is not None:
-        yield length_bias(lengths, stats.max_staleness, view.on_stale)
-    if view.config is None or view.config.task.thoughts is not Thoughts.stripped:
+        yield length_bias(lengths, stats.max_staleness, on_stale)
+    if view.config.task.thoughts is not Thoughts.stripped:
         yield rewritten_histories(view.answers.growth())
 
 
 def _bottleneck(view: RunView, stats: BufferStats) -> Finding:
     serving = len(stats.engine_versions)
+    rollout = view.config.rollout
     sizes = Sizes(
-        engines=max(serving, view.num_engines),
-        reward_actors=view.rollout.reward_actors,
-        reward_processes=view.rollout.reward_processes,
+        engines=max(serving, rollout.num_engines),
+        reward_actors=rollout.reward_actors,
+        reward_processes=rollout.reward_processes,
     )
     # On GPUs a resume may find no room for more ranks.
-    if view.config is not None and view.config.cluster.gpus_per_rank == 0:
+    if view.config.cluster.gpus_per_rank == 0:
         trainer = view.config.trainer
         step = trainer.sequence_parallel_size
         most = step * (trainer.groups_per_step // trainer.num_minibatches)
@@ -139,13 +141,13 @@ def _bottleneck(view: RunView, stats: BufferStats) -> Finding:
         waited, more = fractions.trainer_for_rollout, _more_groups(view, stats)
         found = outside_engines(episodes, waited, _when(view), *more) or found
     # Those that are to serve already may be enough.
-    is_short = serving < view.num_engines and found.part == "rollout"
+    is_short = serving < rollout.num_engines and found.part == "rollout"
     return replace(found, changes=()) if is_short else found
 
 
 def _more_groups(view: RunView, stats: BufferStats) -> Iterator[str]:
     """The limit at which the groups that run are, raised."""
-    most, workers = view.rollout.max_groups_in_flight, view.rollout.num_workers
+    most, workers = view.config.rollout.max_groups_in_flight, view.config.rollout.num_workers
     # A group that has just ended is not replaced yet.
     if stats.running + workers >= most * workers:
         yield f"rollout.max_groups_in_flight={2 * most}"
@@ -159,8 +161,7 @@ def _when(view: RunView) -> str:
 
 def _possible(found: Finding, view: RunView) -> Finding:
     """Without its changes, if the settings of the run do not go with them."""
-    if (config := view.config) is None:
-        return found
+    config = view.config
     try:
         for change in found.changes:
             name, _, text = change.partition("=")
@@ -172,10 +173,10 @@ def _possible(found: Finding, view: RunView) -> Finding:
     return found
 
 
-def findings_of_ended(records: Sequence[Record], seconds: float) -> list[Finding]:
-    """The alarms at the end of a run that is over, and what bounded it in all its `seconds`."""
+def findings_of_ended(records: Sequence[Record]) -> list[Finding]:
+    """The alarms at the end of a run that is over, and what bounded it in all its time."""
     steps, samples = of_kind(records, "step"), of_kind(records, "buffer")
-    found = learning_alarms(steps)
+    found, seconds = learning_alarms(steps), training_seconds(steps)
     if not samples or len(steps) < 2:
         return found
     weights = WeightsView()

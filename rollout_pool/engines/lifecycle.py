@@ -205,7 +205,8 @@ class EngineLife:
 
     def _read_back(self) -> ReadBack | None:
         spec = self.engine.spec
-        if spec.config.rounds_weights or spec.adapter is not None:  # its weights stay the base's
+        # With --dtype a server rounds what it is sent; with an adapter its weights stay the base's.
+        if "--dtype" in spec.config.quantizes or spec.adapter is not None:
             return None
         return ReadBack(self.engine.client, self.config.commit_timeout_s)
 

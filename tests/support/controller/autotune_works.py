@@ -31,17 +31,20 @@ class Tuned:
     def __init__(self, bound: int, config: AutotuneConfig = BOUNDS) -> None:
         buffer = BufferConfig(max_staleness=bound, autotune=config)
         whole = Config(model=ModelConfig(path="m"), buffer=buffer)
-        self.view = RunView.of_run("night", whole, 0.0)
-        self.view.num_engines = 1
+        self.view = RunView("night", whole, 0.0)
         self.view.phase = "training"
         self.bounds = [bound]
         """The one in force in each step."""
         self.whys = list[str]()
 
+    @property
+    def num_engines(self) -> int:
+        return self.view.config.rollout.num_engines
+
     def see(self, **changes: object) -> None:
         full = (self.bounds[-1] + 1) * STATS.groups_per_step
         usual = {"max_staleness": self.bounds[-1], "ready": 0, "leased": 0, "running": full}
-        usual["engine_versions"] = {f"engine-{i}": 136 for i in range(self.view.num_engines)}
+        usual["engine_versions"] = {f"engine-{i}": 136 for i in range(self.num_engines)}
         stats: BufferStats = replace(STATS, **{**usual, **changes})
         self.view.stats = stats
 
@@ -176,9 +179,9 @@ def simulated(
     """The run with this max_staleness, or with one that autotune moves from there. Raises
     Scaled."""
     run, groups = Tuned(bound, config), work.groups
-    run.view.num_engines = work.engines
     waited_s = [0.0]
-    run.view.rollout = replace(run.view.rollout, group_size=work.size)
+    rollout = run.view.config.rollout
+    rollout.num_engines, rollout.group_size = work.engines, work.size
     left_ready = [0]
 
     def tune(outcome: Outcome) -> int:
@@ -195,12 +198,19 @@ def simulated(
         ess = np.exp(-work.loss * np.array(outcome.staleness[-groups:])).mean()
         assert max(outcome.staleness[-groups:]) <= run.bounds[-1]
         after = run.step(end, max(0.0, end - begin - outcome.train_s[-1]), float(ess))
-        if run.view.num_engines != work.engines:
+        if run.num_engines != work.engines:
             raise Scaled(run)
         return after
 
     setting, draws = work.setting(bound, num_steps), work.draws(seed)
-    simulation = _Run(setting, lambda: next(draws), tune if is_tuned else None)
+
+    class Simulation(_Run):
+        def _drop_stale(self, now: float) -> None:
+            if is_tuned:
+                self._setting = replace(self._setting, max_staleness=tune(self._outcome))
+            super()._drop_stale(now)
+
+    simulation = Simulation(setting, lambda: next(draws))
     return simulation.run(), run
 
 
@@ -213,7 +223,7 @@ def scaled(work: Work, bound: int, most: int, num_steps: int) -> list[int]:
             break
         except Scaled as change:
             (run,) = change.args
-            numbers.append(run.view.num_engines)
+            numbers.append(run.num_engines)
             work, bound = replace(work, engines=numbers[-1]), run.bounds[-1]
     return numbers
 

@@ -10,12 +10,18 @@ from math import inf
 
 from buffer.results import BufferStats
 from buffer.types import PromptRef, TrajectoryGroup
+from configs.schema import Config, ModelConfig, TrainerConfig
 from controller.metrics.history import MetricsLog, Record, Waits, buffer_values
 from controller.run_dir import RunDir
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.worker.record import RolloutLog
 from tests.support.buffer.groups import make_group
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
+
+
+def settings_of_run(num_steps: int) -> Config:
+    return Config(model=ModelConfig(path="m"), trainer=TrainerConfig(num_steps=num_steps))
+
 
 STATS = BufferStats(
     pushed=2260,

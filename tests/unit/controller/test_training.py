@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from io import StringIO
@@ -16,9 +16,8 @@ from rich.console import Console
 
 from buffer.connect import Buffer
 from buffer.run_state import RunState
-from configs.checks import with_live
 from configs.choices import OnStall
-from configs.rollout_schema import EvalSet, RolloutConfig
+from configs.rollout_schema import EvalSet
 from configs.schema import Config, StallConfig
 from controller import training
 from controller.buffer_access import BufferAddress
@@ -288,6 +287,20 @@ async def test_watch_that_fails_ends_the_run_as_a_death_does(
     assert ended_run.read_record().error == "the watch is lost"
 
 
+async def test_failed_evaluation_is_told_by_the_first_line_of_its_error(
+    ended_run: RunDir, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RayTaskError("evaluate", "", RuntimeError("9 of 64 prompts got no answer"))
+    ended = "worker-0", done(error)
+    monkeypatch.setattr(IdleEngine, "evaluate", lambda *_, **__: ended, raising=False)
+    _, said = await train(Ranks(REPORT))
+    (failed,) = read_metrics(ended_run.metrics, "eval_failed")
+    assert failed.count("version") == REPORT.version
+    why = str(failed.values["why"])
+    assert why.startswith("worker-0 failed: RuntimeError: 9 of 64 prompts") and "\n" not in why
+    assert why in said
+
+
 async def test_failed_export_costs_the_final_model_and_not_the_run(
     ended_run: RunDir, train: Train
 ) -> None:
@@ -394,7 +407,7 @@ async def test_program_evaluates_due_checkpoints_and_the_last_one_and_its_failur
 async def test_evaluations_are_due_by_the_live_setting(
     config: Config, open_run: OpenRun, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, buffer, state = open_run
+    _, _, state = open_run
     ranks, asked = Ranks(REPORT), list[int]()
     ranks.training = Result()
 
@@ -409,18 +422,11 @@ async def test_evaluations_are_due_by_the_live_setting(
     config = replace(config, rollout=replace(config.rollout, eval=unpinned))
     config = replace(config, trainer=replace(config.trainer, num_steps=20))
     assert 8 % config.rollout.eval_every
-    await buffer.change_settings({"eval_every": "4"})
-    followed = asyncio.Event()
-
-    def follow(rollout: RolloutConfig, texts: Mapping[str, str]) -> RolloutConfig:
-        followed.set()
-        return with_live(rollout, texts)
-
-    monkeypatch.setattr("controller.training.with_live", follow)
     running = asyncio.ensure_future(train(ranks, config=config))
-    await asyncio.wait_for(followed.wait(), 60)
     while await state.phase() != "training":
         await asyncio.sleep(0.01)
+    tuned = {"setting": "rollout.eval_every", "before": "5", "after": "4", "who": "somebody"}
+    await state.append_metrics(tuned, "tuned")
     for step in (6, 7):
         await state.append_metrics(dict(step_record(step, 1000.0).values), "step")
     await running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import pytest
 
 from controller.commands.simulate import lognormal_lengths, recorded_lengths
 from controller.main import main
+from controller.run_dir import RunDir
+from tests.support.controller.records import record_groups, recorded_group
 
 MODEL = ("--parameters", "8e9", "--kv", "65536", "model=pretrained", "model.path=some/name")
 SMALL = (
@@ -72,12 +73,9 @@ def test_lengths_have_the_percentiles_that_were_given_and_are_cut() -> None:
 
 
 def test_lengths_of_a_run_are_those_of_its_recorded_groups(tmp_path: Path) -> None:
-    (tmp_path / "rollouts").mkdir()
-    trajectories = [
-        {"tokens": [0] * 12, "prompt_length": 5},
-        {"tokens": [0] * 6, "prompt_length": 5},
-    ]
-    line = json.dumps({"trajectories": trajectories})
-    (tmp_path / "rollouts" / "worker-0.jsonl").write_text(f'{line}\n{{"half')
+    groups = [recorded_group("a", length=7), recorded_group("b", length=4)]
+    record_groups(RunDir(path=tmp_path), groups)
+    with next((tmp_path / "rollouts").glob("*.jsonl")).open("a") as file:
+        file.write('{"group')  # a line that is being written
     draw = recorded_lengths(tmp_path)()
-    assert {draw() for _ in range(5)} == {(7, 1)}
+    assert {draw() for _ in range(50)} == {(7, 7), (4, 4)}

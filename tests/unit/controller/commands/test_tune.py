@@ -237,7 +237,7 @@ def lazy_trainer(open_run: RunDir) -> RunView:
     """A run whose trainer has never waited, with buffer.max_staleness=2."""
     config = load_config(["buffer.autotune={steps: 5}", "rollout.num_engines=2"])
     open_run.write_config(config)
-    view = RunView.of_run(open_run.name, config, 0.0)
+    view = RunView(open_run.name, config, 0.0)
     view.phase, view.stats = "training", STATS
     for step in range(12):
         view.apply(step_record(step, 1.0 + step, lease_wait_s=0.0, ess=0.9))
@@ -281,7 +281,7 @@ def short_of_engines(open_run: RunDir) -> RunView:
     settings = "{steps: 5, max_engines: 4, max_staleness: 2}"
     config = load_config([f"buffer.autotune={settings}", "rollout.num_engines=2"])
     open_run.write_config(config)
-    view = RunView.of_run(open_run.name, config, 0.0)
+    view = RunView(open_run.name, config, 0.0)
     view.phase, view.stats = "training", replace(STATS, running=48, ready=0, leased=0)
     for t in range(1, 13):
         view.apply(step_record(t - 1, float(t), lease_wait_s=0.6, ess=0.9))

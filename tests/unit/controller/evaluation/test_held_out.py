@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.evaluation.held_out import evaluate, try_evaluate
+from controller.evaluation.held_out import evaluate
 from controller.watch.supervise import RunFailed
 from rollout_pool.pool import HasLeft
 from rollout_pool.types import EvalReport
@@ -100,21 +100,11 @@ async def test_engines_that_leave_as_they_are_asked_cost_the_evaluation_nothing(
     assert (record["engine"], record["accuracy"]) == ("engine-1", 0.5)
 
 
-async def test_failed_evaluation_during_training_is_a_record() -> None:
-    why = "worker-0 failed: EvaluationFailed: 9 of 64 held-out prompts got no answer"
-    pool = Pool({"engine-2"}, set(), RunFailed(f"{why}\nline of a log\nanother"))
-    kind, record = await try_evaluate(pool, 4, may_hold=True, await_result=await_result)
-    assert (kind, record) == ("eval_failed", {"version": 4, "why": why})
-    assert pool.log[-1] == ("release", "engine-2")
-    good = Pool(set(), set())
-    kind, record = await try_evaluate(good, 4, may_hold=False, await_result=await_result)
-    assert (kind, record["accuracy"]) == ("eval", 0.5)
-
-
-async def test_evaluation_of_a_bad_task_raises_and_releases_the_engine() -> None:
-    pool = Pool({"engine-2"}, set(), ValueError("a bad task"))
-    with pytest.raises(ValueError, match="a bad task"):
-        await try_evaluate(pool, 4, may_hold=True, await_result=await_result)
+@pytest.mark.parametrize("error", [ValueError("a bad task"), RunFailed("worker-0 failed")])
+async def test_failed_evaluation_raises_and_releases_the_engine(error: Exception) -> None:
+    pool = Pool({"engine-2"}, set(), error)
+    with pytest.raises(type(error), match=str(error)):
+        await evaluate(pool, 4, may_hold=True, await_result=await_result)
     assert pool.log[-1] == ("release", "engine-2")
 
 

@@ -300,7 +300,7 @@ def test_long_run_is_read_once_and_sent_in_few_points(
     run_dir.end("finished")
     judged = list[int]()
 
-    def judge(records: Sequence[Record], seconds: float | None) -> list[Finding]:
+    def judge(records: Sequence[Record]) -> list[Finding]:
         judged.append(len(records))
         return []
 

@@ -22,13 +22,14 @@ from tests.support.controller.records import (
     STATS,
     eval_record,
     event_record,
+    settings_of_run,
     step_record,
     weights_records,
 )
 
 
 def trained_view(num_steps: int = 20) -> RunView:
-    view = RunView(run="night", num_steps=40, started=990.0)
+    view = RunView("night", settings_of_run(40), 990.0)
     view.apply(Record(t=1000.0, kind="phase", values={"phase": "training"}))
     view.apply(eval_record(0, 1000.0, 0.31))
     for step in range(num_steps):
@@ -177,17 +178,16 @@ def test_panel_fits_every_width(width: int) -> None:
 def test_panel_says_why_autotune_leaves_things_as_they_are() -> None:
     view = trained_view()
     view.config = load_config(["buffer.autotune={max_staleness: 2}", "rollout.num_engines=3"])
-    view.num_engines = 3
     shown = " ".join(text_of(view, 300).split())
     assert "max_staleness between 1 and 2; it stays at 2: 2 of 3 engines serve" in shown
-    view.num_engines = 2
+    view.config.rollout.num_engines = 2
     assert "it stays at 2: the trainer waited" in " ".join(text_of(view, 300).split())
 
 
 def test_panel_shows_no_move_of_autotune_that_may_never_be_made() -> None:
     view = trained_view()
-    view.config = load_config(["buffer.autotune={steps: 5, max_staleness: 2, max_engines: 4}"])
-    view.phase, view.num_engines = "training", 2
+    auto = "buffer.autotune={steps: 5, max_staleness: 2, max_engines: 4}"
+    view.config, view.phase = load_config([auto, "rollout.num_engines=2"]), "training"
     view.stats = replace(STATS, running=48, ready=0, leased=0)
     for t in range(1, 13):
         view.apply(step_record(20 + t, view.now + 1, lease_wait_s=0.6, ess=0.9))
@@ -195,13 +195,15 @@ def test_panel_shows_no_move_of_autotune_that_may_never_be_made() -> None:
     assert isinstance(find_move(view, wanted_engines), Move)
     told = " ".join(text_of(view, 300).split())
     assert "rollout.num_engines 2 ->" not in told and "it stays at 2: the trainer waited" in told
-    view.config = load_config(["buffer.autotune={steps: 5, max_staleness: 4}"])
+    view.config = load_config(
+        ["buffer.autotune={steps: 5, max_staleness: 4}", "rollout.num_engines=2"]
+    )
     assert isinstance(find_move(view, wanted_engines), Move)
     assert "max_staleness between 1 and 4 " in " ".join(text_of(view, 300).split()), "once refused"
 
 
 def test_panel_can_be_drawn_before_anything_is_known() -> None:
-    text = text_of(RunView(run="night", num_steps=40, started=0.0))
+    text = text_of(RunView("night", settings_of_run(40), 0.0))
     assert "step 0 of 40" in text
     assert "not started yet" in text
 
@@ -226,7 +228,7 @@ def test_panel_without_a_terminal_or_disabled_prints_one_line_per_step(is_termin
 
 
 def test_rates_of_a_run_that_goes_on_leave_out_the_time_between() -> None:
-    view = RunView(run="night", num_steps=40, started=0.0)
+    view = RunView("night", settings_of_run(40), 0.0)
     for t, tokens in ((0.0, 0), (10.0, 1000), (500.0, 1000), (510.0, 2000)):
         if t == 500.0:
             view.apply(Record(t=499.0, kind="resumed", values={"step": 19}))

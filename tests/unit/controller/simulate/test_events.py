@@ -71,11 +71,15 @@ def drawing(groups: Iterable[tuple[int, ...]]) -> Callable[[], tuple[int, ...]]:
     return lambda: next(left, ())
 
 
+def answers_of(group: Group) -> list[tuple[float, float, Group]]:
+    return [(length, 0.0, group) for length in group.lengths]
+
+
 def test_answers_end_after_their_length_and_those_without_a_place_wait() -> None:
     engine, first, second = Engine(machine(), 0), Group((100, 200)), Group((50, 60, 70))
-    engine.add(0.0, first)
+    engine.add(0.0, answers_of(first))
     assert engine.next_end == pytest.approx(1.0)
-    engine.add(0.5, second)  # two of its three have a place
+    engine.add(0.5, answers_of(second))  # two of its three have a place
     assert engine.load == 5
     assert engine.next_end == pytest.approx(1.0)
     assert engine.pop_ended(1.0) == [first, second]  # of 100, of 50; the last one begins
@@ -91,7 +95,7 @@ def test_answers_end_after_their_length_and_those_without_a_place_wait() -> None
 
 def test_version_stops_all_answers_for_its_load() -> None:
     engine = Engine(machine(Loading), 0)
-    engine.add(0.0, Group((100,)))
+    engine.add(0.0, answers_of(Group((100,))))
     engine.take_version(0.5, 7)
     assert engine.version == 7 and engine.next_end == pytest.approx(4.0)
     assert engine.pop_ended(3.9) == []
@@ -100,8 +104,8 @@ def test_version_stops_all_answers_for_its_load() -> None:
 
 def test_stopped_answers_leave_their_tokens_and_their_places() -> None:
     engine, old, young = Engine(machine(max_running=2), 0), Group((100, 100)), Group((10,))
-    engine.add(0.0, old)
-    engine.add(0.2, young)
+    engine.add(0.0, answers_of(old))
+    engine.add(0.2, answers_of(young))
     assert engine.stop(0.4, {old}) == pytest.approx(2 * 40)
     assert engine.next_end == pytest.approx(0.5)
     assert engine.pop_ended(0.5) == [young]
@@ -185,7 +189,7 @@ def test_run_in_which_no_step_can_come_says_so() -> None:
 
 def test_answers_of_a_failed_engine_go_on_with_what_was_sent_of_them() -> None:
     failed, other, group = Engine(machine(), 0), Engine(machine(), 0), Group((100, 10, 200))
-    failed.add(0.0, group)
+    failed.add(0.0, answers_of(group))
     assert failed.pop_ended(0.1) == [group]
     left, lost = failed.fail(0.5)
     assert lost == pytest.approx(2 * UNSENT)
@@ -194,11 +198,11 @@ def test_answers_of_a_failed_engine_go_on_with_what_was_sent_of_them() -> None:
         (150 + UNSENT, 50 - UNSENT),
     ]
     assert failed.load == 0 and failed.num_tokens == 0 and failed.next_end == math.inf
-    other.go_on(0.5, left[group])
+    other.add(0.5, left[group])
     assert other.num_tokens == pytest.approx(2 * (50 - UNSENT))
     assert other.next_end == pytest.approx(0.5 + (50 + UNSENT) * TOKEN_S)
     failed.restart(3.0, 7)
-    failed.add(3.0, Group((10,)))
+    failed.add(3.0, answers_of(Group((10,))))
     assert (failed.version, failed.next_end) == (7, pytest.approx(3.1))
 
 

@@ -244,7 +244,7 @@ def test_wait_for_ranks_that_lease_later_is_none_for_rollouts() -> None:
 
 def with_engines(number: int, most: int, bound: int) -> Tuned:
     run = Tuned(bound, replace(BOUNDS, max_engines=most))
-    run.view.num_engines = number
+    run.view.config.rollout.num_engines = number
     run.see()
     return run
 
@@ -263,7 +263,7 @@ def work_on(run: Tuned, times: range, waited: float, idle: float, queued: int = 
 def test_engine_joins_where_engines_are_full_or_the_bound_may_go_no_further(queued: int) -> None:
     run = with_engines(1, 2, bound=4)
     work_on(run, range(1, 18), 0.4, 0.0, queued)
-    assert run.view.num_engines == 2 and set(run.bounds) == {4}
+    assert run.num_engines == 2 and set(run.bounds) == {4}
     why = "requests queue at engines" if queued else "max_staleness may not grow"
     assert run.whys == [f"the trainer waited 40% for rollouts, and {why}"]
     run.view.stats = replace(STATS, engine_versions={"engine-0": 136})
@@ -271,7 +271,7 @@ def test_engine_joins_where_engines_are_full_or_the_bound_may_go_no_further(queu
         "while one joins nothing else changes"
     )
     work_on(run, range(18, 60), 0.4, 0.0)
-    assert run.view.num_engines == 2, "the most"
+    assert run.num_engines == 2, "the most"
 
 
 def test_engine_does_not_join_without_a_place_or_the_setting() -> None:
@@ -279,10 +279,13 @@ def test_engine_does_not_join_without_a_place_or_the_setting() -> None:
     run.look = lambda t: 0  # type: ignore[method-assign]
     work_on(run, range(1, 18), 0.4, 0.0)
     move = find_move(run.view, wanted_engines)
-    assert isinstance(move, Move) and move.adds_engines
+    assert (
+        isinstance(move, Move)
+        and move.setting == "rollout.num_engines"
+        and move.after > move.before
+    )
     stays = find_move(run.view, wanted_engines, num_free=0)
     assert isinstance(stays, str) and "it is the largest" in stays
-    assert run.view.config is not None
     run.view.config = replace(run.view.config, buffer=BufferConfig(autotune=BOUNDS))
     assert isinstance(find_move(run.view, wanted_engines), str)
 
@@ -290,14 +293,14 @@ def test_engine_does_not_join_without_a_place_or_the_setting() -> None:
 def test_idle_engine_leaves_and_is_not_tried_without_again_once_it_was_missed() -> None:
     run = with_engines(3, 3, bound=1)  # the least
     work_on(run, range(1, 12), 0.0, 0.5)
-    assert run.view.num_engines == 2 and "no groups for 50% of their time" in run.whys[0]
+    assert run.num_engines == 2 and "no groups for 50% of their time" in run.whys[0]
     work_on(run, range(12, 40), 0.0, 0.3)
-    assert run.view.num_engines == 2, "one alone would be busy for more than its time"
+    assert run.num_engines == 2, "one alone would be busy for more than its time"
     run = with_engines(3, 3, bound=1)
     work_on(run, range(1, 3), 0.0, 0.5)
     run.change(2.5, "2", "3", setting="rollout.num_engines")
     work_on(run, range(3, 60), 0.0, 0.5)
-    assert run.view.num_engines == 3
+    assert run.num_engines == 3
 
 
 def test_engine_stays_where_some_workers_are_idle_but_engines_are_full() -> None:
@@ -307,7 +310,7 @@ def test_engine_stays_where_some_workers_are_idle_but_engines_are_full() -> None
         run.view.apply(Record(t=float(t), kind="engine", values={**values, "limit": 900}))
         run.view.waits.add(float(t), {("rollout", "trainer"): 0.5 * t})
         run.step(float(t), 0.0)
-    assert run.view.num_engines == 3
+    assert run.num_engines == 3
 
 
 def test_one_long_wait_that_is_booked_at_its_end_makes_no_engine_leave() -> None:
@@ -316,7 +319,7 @@ def test_one_long_wait_that_is_booked_at_its_end_makes_no_engine_leave() -> None
         waited_s += 18.0 * (t % 90 == 0)  # while a checkpoint was written
         run.view.waits.add(float(t), {("rollout", "trainer"): waited_s})
         run.step(float(t), 0.0)
-    assert run.view.num_engines == 3
+    assert run.num_engines == 3
 
 
 @pytest.mark.parametrize(("waited", "after"), [(0.0, 1), (0.4, 4)])
@@ -325,7 +328,7 @@ def test_engine_that_never_comes_holds_up_the_number_of_engines_alone(
 ) -> None:
     run = with_engines(1, 3, bound=4)
     work_on(run, range(1, 18), 0.4, 0.0)
-    assert run.view.num_engines == 2
+    assert run.num_engines == 2
     for t in range(20, 1000):
         waits = {("trainer", "rollout"): waited * t, ("rollout", "trainer"): (0.6 - waited) * t}
         run.view.waits.add(float(t), waits)
@@ -333,7 +336,7 @@ def test_engine_that_never_comes_holds_up_the_number_of_engines_alone(
         run.see(engine_versions={"engine-0": 136})
         run.look(float(t))
         assert t > 600 or run.bounds[-1] == 4
-    assert run.bounds[-1] == after and run.view.num_engines == 2
+    assert run.bounds[-1] == after and run.num_engines == 2
     run.see(engine_versions={})
     assert find_move(run.view, wanted_engines) == "0 of 2 engines serve"
 
@@ -395,7 +398,6 @@ def test_nothing_changes_while_something_is_amiss(amiss: Callable[[Tuned], None]
 
 def test_run_without_the_setting_never_changes() -> None:
     run = Tuned(2)
-    assert run.view.config is not None
     run.view.config = replace(run.view.config, buffer=BufferConfig(max_staleness=2))
     for t in range(1, 60):
         run.step(float(t), 0.5)

@@ -15,7 +15,7 @@ from controller.watch.length_bias import Lengths, length_bias, measure_lengths
 from controller.watch.run_view import RunView
 from rollout_pool.sampling.group_samples import Answer
 from rollout_pool.worker.counters import Counters, least_of_class
-from tests.support.controller.records import step_record
+from tests.support.controller.records import settings_of_run, step_record
 
 LONGEST, GROUP = 1024, 4
 PER_VERSION = 64
@@ -175,7 +175,7 @@ def test_measurement_that_fails_is_told_once_and_the_run_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log_once.cache_clear()
-    view = RunView(run="night", num_steps=9, started=0.0)
+    view = RunView("night", settings_of_run(9), 0.0)
     view.answers.add(0.0, {})
     view.answers.add(9.0, {f"answers_ended:{'9' * 5000}": 300.0})
     view.steps.append(step_record(0, 5.0, num_groups=16))

@@ -25,7 +25,7 @@ from controller.watch.run_view import RunView
 from controller.watch.stall_watch import Stalled, StallWatch
 from processes.child import Child, has_ended
 from tests.support.collector import collecting
-from tests.support.controller.records import STATS, step_record
+from tests.support.controller.records import STATS, settings_of_run, step_record
 
 HUNG = replace(STATS, trainer_version=6)
 
@@ -46,7 +46,7 @@ class Run:
     """A run whose trainer has held its groups for a minute."""
 
     def __init__(self, run_dir: RunDir, *hung: str, looks_until: int = 67, **settings: Any) -> None:
-        self.view = RunView(run="night", num_steps=90, started=0.0)
+        self.view = RunView("night", settings_of_run(90), 0.0)
         self.view.apply(Record(t=0.0, kind="phase", values={"phase": "training"}))
         for step in range(6):
             self.view.apply(step_record(step, float(step)))

@@ -35,8 +35,8 @@ class Clock:
     """A run that is sampled every second; `usual_s` is how long a step takes."""
 
     def __init__(self, usual_s: float = 10.0, num_steps: int = 6, **trainer: int) -> None:
-        self.view = RunView.of_run("night", config(**trainer), 0.0)
-        self.view.num_steps = 1000
+        self.view = RunView("night", config(**trainer), 0.0)
+        self.view.config.trainer.num_steps = 1000
         self.t, self.tokens, self.counters = 0.0, 0.0, dict[str, float]()
         self.alarms: list[float] = []
         self.version: int | None = None
@@ -53,7 +53,7 @@ class Clock:
         version = self.view.step if self.version is None else self.version
         return replace(
             stats,
-            gradient_accumulation_steps=self.view.steps_per_version,
+            gradient_accumulation_steps=self.view.config.trainer.gradient_accumulation_steps,
             trainer_version=version,
             consumed=16 * version,
             engine_versions={"engine-0": version},
@@ -105,7 +105,7 @@ def test_stall_names_who_waits_for_whom(
     clock.go_on(60.0, stats, tokens=False)
     found = find_stall(clock.view)
     assert found is not None and found.part == part
-    rewards_s = 0.0 if part == "trainer" else clock.view.rollout.reward_timeout_s
+    rewards_s = 0.0 if part == "trainer" else clock.view.config.rollout.reward_timeout_s
     assert clock.alarms[0] - began == pytest.approx(AT_LEAST_S + rewards_s, abs=3.0)
     assert words in found.finding(clock.alarms[0] - SAMPLE_S).words
     assert found.finding(clock.t).level is Level.alarm
@@ -126,13 +126,13 @@ def test_paused_run_has_not_stalled_and_its_first_line_says_who_paused_it() -> N
     assert not any("no step" in other.words for other in others)
     ended = clock.t  # from here on the time counts
     clock.go_on(60.0, WAITING, tokens=False)
-    limit_s = AT_LEAST_S + clock.view.rollout.reward_timeout_s
+    limit_s = AT_LEAST_S + clock.view.config.rollout.reward_timeout_s
     assert clock.alarms[0] - ended == pytest.approx(limit_s, abs=3.0)
 
 
 def test_trainer_that_must_wait_for_running_groups_has_not_stalled() -> None:
     clock = Clock()
-    clock.view.on_stale = OnStale.wait
+    clock.view.config.buffer.on_stale = OnStale.wait
     ready = replace(WAITING, ready=16)
     clock.go_on(25.0, ready, tokens=True)
     assert clock.alarms == []
@@ -259,7 +259,7 @@ def trainer_that_starts_again(clock: Clock) -> None:
 
 
 def last_version_on_its_way(clock: Clock) -> None:
-    clock.view.num_steps = clock.view.step
+    clock.view.config.trainer.num_steps = clock.view.step
     clock.go_on(100.0, WAITING, tokens=False)
 
 
@@ -359,7 +359,7 @@ def test_request_of_before_the_last_token_leaves_rewards_their_time() -> None:
     clock.go_on(AT_LEAST_S + 5.0, WAITING, tokens=False)
     assert clock.alarms == []
     clock.apply("engine", engine="engine-0", worker=0, in_flight=0, scoring=8)
-    clock.go_on(clock.view.rollout.reward_timeout_s, WAITING, tokens=False)
+    clock.go_on(clock.view.config.rollout.reward_timeout_s, WAITING, tokens=False)
     found = find_stall(clock.view)
     assert found is not None and found.part == "rewards"
 
@@ -419,7 +419,7 @@ def test_stall_is_the_verdict_until_its_end_or_a_resume() -> None:
 
 def test_stall_stays_the_verdict_of_a_viewer_whose_clock_is_ahead() -> None:
     stall = {"part": "trainer", "since": 5.0, "usual_s": 4.0, "words": "it hangs", "advice": "look"}
-    view = RunView.of_run("night", config(), 0.0)
+    view = RunView("night", config(), 0.0)
     view.apply(Record(t=1.0, kind="phase", values={"phase": "training"}))
     for t in range(20, 31):
         view.apply(buffer_record(float(t)))

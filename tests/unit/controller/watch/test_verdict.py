@@ -21,6 +21,7 @@ from tests.support.controller.records import (
     STATS,
     commit_record,
     event_record,
+    settings_of_run,
     step_record,
     weights_records,
 )
@@ -48,8 +49,9 @@ def view_of(
 ) -> RunView:
     """A run that has trained a step a second, and was looked at `last` seconds after the last one.
     `waited` are fractions of the time, `counts` the workers' per second."""
-    config = RolloutConfig(num_engines=2, **rollout)
-    view = RunView(run="night", num_steps=90, started=0.0, rollout=config)
+    config = settings_of_run(90)
+    config.rollout = RolloutConfig(num_engines=2, **rollout)
+    view = RunView("night", config, 0.0)
     view.apply(Record(t=0.0, kind="phase", values={"phase": "training"}))
     rates = {"tokens_generated": 500.0, "episodes_ended:stop": 20.0, **(counts or {})}
     for step in range(num_steps):
@@ -407,13 +409,12 @@ def test_run_that_is_being_resumed_starts() -> None:
 
 def test_engines_are_counted_by_what_is_wanted() -> None:
     view = view_of(waited={"trainer": 0.6})
-    view.num_engines = 2
     assert verdict(view).command() == "make scale ROLLOUT=4"
     values: dict[str, float | int | str] = {"setting": "rollout.num_engines", "after": "6"}
     view.apply(Record(t=0.0, kind="tuned", values=values))
     view.changed_at = 0.0
     two_of_six = [one for one in findings(view) if one.part == "rollout"]
-    assert view.num_engines == 6 and all(not one.changes for one in two_of_six)
+    assert view.config.rollout.num_engines == 6 and all(not one.changes for one in two_of_six)
 
 
 @pytest.mark.parametrize(
