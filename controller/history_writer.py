@@ -44,7 +44,12 @@ REPORTED = ("step", "checkpoint", "agreement")
 
 @dataclass(eq=False)
 class HistoryWriter:
-    """Follows the metrics stream and samples the buffer, until its tasks are cancelled."""
+    """Follows the metrics stream and samples the buffer, until its tasks are cancelled.
+
+    writer = HistoryWriter(buffer, state, log, view, show=panel.show)
+    writer.record("phase", {"phase": "training"})   # a line of metrics.jsonl, and on the panel
+    await writer.drain_metrics(block_s=5.0)         # what other processes have reported
+    """
 
     buffer: Buffer
     state: RunState

@@ -99,7 +99,12 @@ def counter_families(run: str, counters: Counters) -> Iterator[Family]:
 
 
 class RecordTotals:
-    """Totals and last values of the records in the run's metrics stream, in their own registry."""
+    """Totals and last values of the records in the run's metrics stream, in their own registry.
+
+    totals = RecordTotals("night")
+    totals.add(MetricsEntry("5-0", "step", {"step": 3, "loss": 0.5}))
+    totals.registry.collect()                              # train_loss{run="night"} 0.5
+    """
 
     def __init__(self, run: str) -> None:
         self.registry = CollectorRegistry()

@@ -148,7 +148,11 @@ def _has_wandb_key() -> bool:
 
 
 class SinkThread:
-    """Writes to one sink, in a thread of its own; `write` returns at once."""
+    """Writes to one sink, in a thread of its own.
+
+    with SinkThread("tensorboard", lambda: TensorBoard(run_dir), step=0, say=print) as sink:
+        sink.write(record)     # returns at once
+    """
 
     def __init__(
         self, name: str, opener: Callable[[], Sink], *, step: int, say: Callable[[str], None]

@@ -89,7 +89,13 @@ class Filter:
 
 class GroupIndex:
     """The recorded groups of a run, the newest first. A file is known by its inode, as a full one
-    gets another name."""
+    gets another name.
+
+    index = GroupIndex(Path("runs/night"))
+    index.read(seconds=0.5)                     # bytes that are left to be read
+    total, rows = index.page(Filter(task="sums"), start=0)
+    index.find(rows[0].group_id)                # the group
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -65,7 +65,12 @@ class PlannedProcess:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Plan:
-    """Processes, devices and bounds of a run."""
+    """Processes, devices and bounds of a run.
+
+    plan = make_plan(load_config([]), num_gpus=2, num_cpus=8)
+    plan.devices.why     # "1 GPU for 1 trainer rank and 1 for each engine, of 2 GPUs: too few ..."
+    plan.num_gpus        # 2
+    """
 
     config: Config = field(repr=False)
     """The settings of the run, with automatic values filled in."""

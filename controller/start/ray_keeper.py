@@ -39,7 +39,12 @@ class _Record:
 
 @dataclass(slots=True, frozen=True)
 class RayKeeper:
-    """The keeper of a run as its controller sees it. Ray ends with it."""
+    """The keeper of a run as its controller sees it.
+
+    keeper = await RayKeeper.start(run_dir.path, log, {"num_cpus": 8})
+    ray.init(address=keeper.address)
+    keeper.process.stop(timeout_s=20)     # Ray ends with it
+    """
 
     process: Child | Adopted
     address: str

@@ -43,7 +43,11 @@ LEAVE_SLACK_S = 60.0
 
 @dataclass(eq=False)
 class Fleet:
-    """The engines of a run; `run` is called once, when every engine has started."""
+    """The engines of a run; `run` is called once, when every engine has started.
+
+    fleet = Fleet(pool, state, config, log_of=run_dir.log_of, say=panel.say)
+    failed = await fleet.run()    # the RunFailed of the last engine, or of a receiver
+    """
 
     pool: RolloutPool
     state: RunState

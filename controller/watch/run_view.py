@@ -56,7 +56,12 @@ UNSEEN_S = 10.0
 class RunView:
     """The state of one run. Times are Unix seconds.
 
-    The controller passes every metrics record to `apply` and every sample of Redis to `observe`.
+    The controller passes every metrics record to `apply` and every sample of Redis to `observe`:
+
+        view = RunView("night", load_config(["trainer.num_steps=40"]), started=990.0)
+        view.apply(Record(t=1000.0, kind="step", values={"step": 1}))
+        view.apply(Record(t=1002.0, kind="step", values={"step": 2}))
+        view.seconds_per_step, view.eta_s     # 2.0, 76.0
     """
 
     run: str

@@ -53,7 +53,11 @@ class Stalled(RunFailed):
 
 @dataclass(eq=False)
 class StallWatch:
-    """Looks for stalls while a run trains; `run` is called once."""
+    """Looks for stalls while a run trains; `run` is called once.
+
+    watch = StallWatch(config.run.stall, view, run_dir, processes=..., restart=..., ...)
+    failed = await watch.run()    # with the policy to end the run
+    """
 
     config: StallConfig
     view: RunView
