@@ -235,10 +235,8 @@ class ShardedReplayBuffer(ReplayBuffer):
         # The first shard to try: the same for a retry, evenly spread over many ids.
         first, number = crc32(groups[0].group_id.encode()), self.num_shards
         for k in (k % number for k in range(first, first + number)):
-            yield (
-                self.shards[k],
-                [one._replace(group_id=id_in_shard(one.group_id, k, number)) for one in groups],
-            )
+            own = [one._replace(group_id=id_in_shard(one.group_id, k, number)) for one in groups]
+            yield self.shards[k], own
 
     async def open_groups(self, batch: Formed, group_ids: Sequence[str]) -> list[TrajectoryGroup]:
         opened = await self._holding(group_ids, lambda shard, ids: shard.open_groups(batch, ids))

@@ -292,7 +292,7 @@ class RolloutWorker:
         # A group's age counts from its credit: if it aged in a line, the trainer would have to wait
         # for its longest answer with on_stale=wait. Episodes that start, or run a tool, are not in
         # the line: where environments are slow, more credits are taken.
-        room = await self.wait_room(self._live.group_size)
+        room = await self.wait_room(size := self._live.group_size)
         places = self._live.max_groups_in_flight - len(self._runs)
         number = max(1, min(room, places, MOST_AT_ONCE))
         began = time.monotonic()
@@ -310,13 +310,12 @@ class RolloutWorker:
             ids = [admission.group_id for admission in admissions]
             began = time.monotonic() - took_s
             found = [(one.group_id, await self._take(one)) for one in admissions]
-            took_s = time.monotonic() - began
-            self.counters.add("episode_s:prompt", took_s * self._live.group_size)
+            self.counters.add("episode_s:prompt", (time.monotonic() - began) * size)
             for group_id, taken in found:
                 if taken is not None and taken.ref.is_suspect:
                     taken = await self._when_idle(group_id, taken)
                 if taken is not None:
-                    self._begin(group_id, taken)
+                    self._start(group_id, taken)
         except BaseException:
             for group_id in ids:
                 self._see_through(self.buffer.abandon(group_id, "stopped", Rerun.always))
@@ -324,27 +323,28 @@ class RolloutWorker:
         finally:
             self._asking = self._waiting = None
 
-    def _begin(self, group_id: str, taken: _Taken) -> None:
-        order = self._next_order
-        self._next_order += 1
+    def _start(self, group_id: str, taken: _Taken) -> None:
         # The source is chosen last: a program that left meanwhile costs no credit and no prompt.
         external = self.external_groups.take() if self.external_groups else None
         source = external or self.episode_source
         keeps = source.is_repeatable and self.spec.config.keep_every_tokens
-        tokens = GroupTokens(group_id, taken.kept) if keeps else None
-        samples = GroupSamples(
-            group=group_id, order=order, keeper=tokens, is_external=source.is_external
+        run = GroupRun(
+            group_id=group_id,
+            ref=taken.ref,
+            prompt=taken.prompt,
+            episode_source=source,
+            samples=GroupSamples(
+                group=group_id, order=self._next_order, is_external=source.is_external
+            ),
+            tokens=GroupTokens(group_id, taken.kept) if keeps else None,
         )
-        self._start(
-            GroupRun(
-                group_id=group_id,
-                ref=taken.ref,
-                prompt=taken.prompt,
-                episode_source=source,
-                samples=samples,
-                tokens=tokens,
-            )
-        )
+        self._next_order += 1
+        self._note_epoch(taken.ref.index)
+        run.samples.keeper = run.tokens
+        self._runs[run.samples] = run
+        self._is_idle.clear()
+        run.work = asyncio.create_task(self._group_runner.generate_and_push(run))
+        self._see_through(self._settle(run, run.work))
 
     async def _credits(self, groups: Sequence[NewGroup]) -> list[Admission]:
         """Waits for credits; the time in which the run is paused is nobody's fault."""
@@ -375,7 +375,6 @@ class RolloutWorker:
             self.counters.add("prompts_skipped")
             if not await self.buffer.begin(group_id, new.ref, self.index, new.position):
                 return None
-        self._note_epoch(new.ref.index)
         return self._in_hand.popleft()
 
     def _note_epoch(self, index: int) -> None:
@@ -436,12 +435,6 @@ class RolloutWorker:
         return False
 
     # Ending groups -------------------------------------------------------------------------------
-
-    def _start(self, run: GroupRun) -> None:
-        self._runs[run.samples] = run
-        self._is_idle.clear()
-        run.work = asyncio.create_task(self._group_runner.generate_and_push(run))
-        self._see_through(self._settle(run, run.work))
 
     async def _settle(self, run: GroupRun, work: asyncio.Task[None]) -> None:
         is_done = False

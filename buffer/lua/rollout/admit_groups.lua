@@ -45,16 +45,13 @@ local shard, num_shards = setting('shard'), math.max(1, setting('num_shards'))
 local quota = math.floor(limit / num_shards) + (shard < limit % num_shards and 1 or 0)
 if in_use >= quota then return {{}, trainer_version, last_wake('room'), in_use, quota} end
 
--- The prompt that has waited longest to run again; nil if there is none, or after MAX_ITEMS entries that are no prompts.
-local function next_retry()
-  for _ = 1, MAX_ITEMS do
-    local text = redis.call('LPOP', RETRIES)
-    if not text or read_prompt(text) then return text or nil end
-    count('retries_damaged', 1)
-  end
+local again -- the prompt that has waited longest to run again; none after MAX_ITEMS entries that are no prompts
+for _ = 1, MAX_ITEMS do
+  again = redis.call('LPOP', RETRIES)
+  if not again or read_prompt(again) then break end
+  count('retries_damaged', 1)
+  again = nil
 end
-
-local again = next_retry()
 for i = 1, again and 1 or math.min(#groups, quota - in_use) do
   local id, prompt = groups[i].group_id, again or groups[i].prompt
   -- The score is the oldest version that its tokens can have.

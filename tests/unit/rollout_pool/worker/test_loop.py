@@ -310,7 +310,9 @@ async def test_epochs_go_on_after_a_restart_and_with_pools_no_prompt_is_lost_or_
     assert counters["passed_over:easy"] > 0
     assert (await state.task_positions())[0] <= len(begun) + counters["passed_over:easy"]
     task = build_task(task_config)
-    assert counters["epochs_begun:0/few"] == epoch_of(task, max(begun))[1] == max(begun) // 4 + 1
+    # A group that was stopped before it knew of its credit has not begun its epoch.
+    assert max(trained) // 4 < counters["epochs_begun:0/few"] <= max(begun) // 4 + 1
+    assert epoch_of(task, max(begun))[1] == max(begun) // 4 + 1
 
 
 async def test_group_takes_no_credit_before_there_is_room_for_its_samples(make_worker):
