@@ -85,7 +85,7 @@ class Credits(Reply):
     """The reply to an admission: credits, or what to wait for."""
 
     prompts: tuple[str, ...]
-    """Those of the groups that got a credit; "" for none."""
+    """One for each group that got a credit; "" for none."""
     version: int
     """The trainer's current version."""
     seen: Wake = ("", "")

@@ -41,7 +41,7 @@ def renumber_version(version: int, rollbacks: Iterable[Rollback]) -> int | None:
 DONE = "consumed before"
 OTHER_ARGUMENTS = "was leased with"
 NO_PROMPT = PromptRef(task="sums", index=0)
-"""Of a group that has not begun."""
+"""For a group that has not begun."""
 
 
 @dataclass
