@@ -35,6 +35,6 @@ def engine_lag(trainer_version: int, engine_versions: Iterable[int], max_stalene
 def admission_limit(
     *, max_staleness: int, lag: int, groups_per_version: int, oversampling: float = 1.0
 ) -> int:
-    """The most groups that may be running, ready or leased. admit_group.lua has the same rule."""
+    """The most groups that may be running, ready or leased. admit_groups.lua has the same rule."""
     limit = (max_staleness + 1 - lag) * groups_per_version * oversampling
     return max(0, math.floor(limit + ROUNDING))

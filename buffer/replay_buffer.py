@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
 
@@ -42,6 +41,7 @@ from buffer.results import (
     Failure,
     GroupEvent,
     Lease,
+    NewGroup,
     PushResult,
     QuarantinedGroup,
     QuarantinedPrompt,
@@ -81,16 +81,15 @@ _EVENTS_AT_ONCE = 500
 _log = logging.getLogger(__name__)
 
 
-class Credit(Reply):
-    """The reply to an admission: a credit, or what to wait for."""
+class Credits(Reply):
+    """The reply to an admission: credits, or what to wait for."""
 
-    is_given: bool
+    prompts: tuple[str, ...]
+    """One for each group that got a credit; "" for none."""
     version: int
     """The trainer's current version."""
-    has_retries: bool
-    """Prompts of the shard wait to run again."""
     seen: Wake = ("", "")
-    """If not, what to wait for, and how full the shard is."""
+    """Without a credit, what to wait for, and how full the shard is."""
     in_use: int = 0
     limit: int = 0
     is_paused: bool = False
@@ -175,45 +174,71 @@ class ReplayBuffer(Leasing):
     # Rollout side ----------------------------------------------------------------------------
 
     async def admit(self, group_id: str, timeout_s: float) -> Admission:
-        """Waits for room, and takes a credit for the group.
+        """`admit_groups` for one, without a new prompt."""
+        [admission] = await self.admit_groups([NewGroup(group_id)], timeout_s)
+        return admission
 
-        Use the returned id from then on: with several shards it names the shard that had room. A
-        credit expires if it is not renewed for `lease_timeout_s`. Raises TimeoutError that says how
-        full the buffer is, and RunPausedError.
+    async def admit_groups(
+        self, groups: Sequence[NewGroup], timeout_s: float, worker: int = 0
+    ) -> list[Admission]:
+        """Waits for room, and takes credits for the first of these groups, for all that have room.
+
+        A prompt that waits to run again comes before the groups' own, with one credit alone. From
+        then on a group's prompt survives the worker: see `begin`. Use the returned ids: with
+        several shards they name the shard that had room. A credit expires if it is not renewed for
+        `lease_timeout_s`. Raises TimeoutError that says how full the buffer is, and RunPausedError.
         """
-        check_group_id(group_id)
+        first = groups[0].group_id
+        for group in groups:
+            check_group_id(group.group_id)
         deadline = Deadline(timeout_s)
         while True:
-            refused: list[Credit] = []
-            for shard, own in self._places(group_id):
-                credit = await shard.try_admit(own)
-                if credit.is_given:
-                    return Admission(own, credit.version, credit.has_retries)
-                refused.append(credit)
+            refused: list[Credits] = []
+            for shard, own in self._places(groups):
+                credits = await shard.try_admit(own, worker)
+                if credits.prompts:
+                    given = zip(own, credits.prompts, strict=False)  # those that had room
+                    return [
+                        Admission(
+                            one.group_id, read_prompt(text) if text else None, credits.version
+                        )
+                        for one, text in given
+                    ]
+                refused.append(credits)
             # Shards are paused one after the other.
-            if all(credit.is_paused for credit in refused):
-                raise RunPausedError(f"group {group_id} does not begin: the run is paused")
+            if all(credits.is_paused for credits in refused):
+                raise RunPausedError(f"group {first} does not begin: the run is paused")
             if not deadline.left_s:
                 raise TimeoutError(
-                    f"no room for group {group_id} within {timeout_s:g} s: "
-                    f"{sum(credit.in_use for credit in refused)} groups are running, ready or "
-                    f"leased and {sum(credit.limit for credit in refused)} may be; the trainer "
+                    f"no room for group {first} within {timeout_s:g} s: "
+                    f"{sum(credits.in_use for credits in refused)} groups are running, ready or "
+                    f"leased and {sum(credits.limit for credits in refused)} may be; the trainer "
                     "consumed none"
                 )
-            await self._wake.wait([credit.seen for credit in refused], deadline.left_s)
+            await self._wake.wait([credits.seen for credits in refused], deadline.left_s)
 
-    def _places(self, group_id: str) -> list[tuple[ReplayBuffer, str]]:
-        """The shards to try in turn, each with the id that the group would have there."""
-        return [(self, group_id)]
+    def _places(
+        self, groups: Sequence[NewGroup]
+    ) -> Iterable[tuple[ReplayBuffer, Sequence[NewGroup]]]:
+        """The shards to try in turn, each with the groups by the ids that they would have there."""
+        return [(self, groups)]
 
-    async def try_admit(self, group_id: str) -> Credit:
-        """A credit for the group if there is room now; a repeated call renews the credit."""
+    async def try_admit(self, groups: Sequence[NewGroup], worker: int) -> Credits:
+        """Credits for those groups that have room now; a repeated call renews the credits."""
         try:
             return await self._scripts.run(
-                "rollout/admit_group", Credit, group_id=group_id, credit_ms=self._lease_ms
+                "rollout/admit_groups",
+                Credits,
+                groups=[
+                    {**one._asdict(), "prompt": one.prompt and write_prompt(one.prompt)}
+                    for one in groups
+                ],
+                worker=worker,
+                credit_ms=self._lease_ms,
             )
-        except asyncio.CancelledError:  # the caller does not know whether it has a credit
-            await asyncio.shield(self.abandon(group_id, "stopped"))
+        except asyncio.CancelledError:  # the caller does not know which have a credit
+            stopped = (self.abandon(one.group_id, "stopped", Rerun.always) for one in groups)
+            await asyncio.shield(asyncio.gather(*stopped))
             raise
 
     @Route(at_group, only)
@@ -321,18 +346,6 @@ class ReplayBuffer(Leasing):
         again, and their prompts will run again.
         """
         return await self._durability.flush(timeout_s)
-
-    async def take_retry(self, group_id: str | None = None) -> PromptRef | None:
-        """The next prompt to run again, or None.
-
-        With a running group it comes from the group's shard and atomically becomes the group's
-        prompt, as by `begin`, so that it is not lost if the worker dies.
-        """
-        token = secrets.token_hex(8) if group_id is None else None
-        text = await self._scripts.run(
-            "rollout/take_retry", str | None, token=token, group_id=group_id
-        )
-        return None if text is None else read_prompt(text)
 
     @Route(at_group, only)
     async def keep_tokens(

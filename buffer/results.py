@@ -372,15 +372,25 @@ class QuarantinedPrompt:
     """Unix time at which it was quarantined."""
 
 
+class NewGroup(NamedTuple):
+    """A group that is to get a credit."""
+
+    group_id: str
+    prompt: PromptRef | None = None
+    """Its prompt, unless another waits to run again."""
+    position: int = 0
+    """The worker's position in its tasks behind that prompt."""
+
+
 class Admission(NamedTuple):
     """A credit to generate one group."""
 
     group_id: str
     """The group's id from now on; with several shards it also names the shard."""
+    prompt: PromptRef | None
+    """None if it was given none, and none waited to run again."""
     version: int
     """The trainer's current version."""
-    has_retries: bool
-    """A prompt waits to run again: see `take_retry`."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -37,9 +37,9 @@ from buffer.redis.replies import Reply
 from buffer.redis.scripts import BOUND
 from buffer.redis.wakeups import Wake
 from buffer.replay_buffer import ReplayBuffer, in_shard
-from buffer.results import Lease, Reconciled, TaskProgress
-from buffer.shard_routes import ROUTES, Route, id_in_shard, ids_by_shard, shard_of
-from buffer.types import PromptRef, TrajectoryGroup
+from buffer.results import Lease, NewGroup, Reconciled, TaskProgress
+from buffer.shard_routes import ROUTES, Route, id_in_shard, ids_by_shard
+from buffer.types import TrajectoryGroup
 from configs.schema import BufferConfig
 
 FORMING_MS = 10_000
@@ -227,20 +227,14 @@ class ShardedReplayBuffer(ReplayBuffer):
                 return False
         return True
 
-    def _places(self, group_id: str) -> list[tuple[ReplayBuffer, str]]:
+    def _places(
+        self, groups: Sequence[NewGroup]
+    ) -> Iterable[tuple[ReplayBuffer, Sequence[NewGroup]]]:
         # The first shard to try: the same for a retry, evenly spread over many ids.
-        first, number = crc32(group_id.encode()), self.num_shards
-        turns = [k % number for k in range(first, first + number)]
-        return [(self.shards[k], id_in_shard(group_id, k, number)) for k in turns]
-
-    async def take_retry(self, group_id: str | None = None) -> PromptRef | None:
-        if group_id is not None:
-            return await self.shards[shard_of(group_id, self.num_shards)].take_retry(group_id)
-        for shard in self.shards:
-            prompt = await shard.take_retry()
-            if prompt is not None:
-                return prompt
-        return None
+        first, number = crc32(groups[0].group_id.encode()), self.num_shards
+        for k in (k % number for k in range(first, first + number)):
+            own = [one._replace(group_id=id_in_shard(one.group_id, k, number)) for one in groups]
+            yield self.shards[k], own
 
     async def open_groups(self, batch: Formed, group_ids: Sequence[str]) -> list[TrajectoryGroup]:
         opened = await self._holding(group_ids, lambda shard, ids: shard.open_groups(batch, ids))

@@ -132,16 +132,17 @@ class _LimitedParts(WorkerParts):
 
 def _admit_no_more_than(num_jobs: int, worker: RolloutWorker, buffer: Buffer) -> None:
     """The worker starts no new group once all jobs have begun, so that the work has an end."""
-    admit = worker._admit
+    wait_room = worker.wait_room
 
-    async def admit_what_is_left() -> None:
-        while worker.stream.position >= num_jobs:
+    async def room_for_what_is_left(num_samples: int) -> int:
+        room = await wait_room(num_samples)
+        while (left := num_jobs - worker.stream.position + len(worker._in_hand)) <= 0:
             if (await buffer.stats()).retries_waiting:
-                break
+                return 1
             await asyncio.sleep(LOOK_S)
-        await admit()
+        return min(room, left)
 
-    worker._admit = admit_what_is_left  # type: ignore[method-assign]
+    worker.wait_room = room_for_what_is_left
 
 
 @dataclass(kw_only=True, slots=True)

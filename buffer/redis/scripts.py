@@ -3,11 +3,11 @@
 A request is a MessagePack map, `request` in the script, whose head lists its fields. A reply is a
 number, a text, or an array that becomes a struct:
 
-    class Credit(Reply):
-        is_given: bool
-        version: int
+    class Failure(Reply):
+        num_failures: int
+        is_quarantined: bool
 
-    credit = await scripts.run("rollout/admit_group", Credit, group_id="group-1", credit_ms=60_000)
+    failure = await scripts.run("rollout/fail_group", Failure, group_id="group-1", ...)
 """
 
 from __future__ import annotations

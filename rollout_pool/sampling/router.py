@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
 import time
 from bisect import bisect_left, insort
@@ -208,12 +209,20 @@ class Router:
     def num_waiting(self) -> int:
         return len(self._line.waiters)
 
-    async def wait_room(self, num_samples: int) -> None:
-        """Returns once fewer rollout samples than these wait for a slot. None waits for ever: see
-        `assign`."""
-        while sum(map(len, self._line.queues(Priority.rollout).values())) >= num_samples:
+    async def wait_room(self, num_samples: int) -> int:
+        """Returns once fewer rollout samples than these wait for a slot: how many times these may
+        come, one after the other, until no fewer would wait. None waits for ever: see `assign`."""
+        while (num_waiting := self._num_rollouts_waiting()) >= num_samples:
             self._line.has_shrunk.clear()
             await self._line.has_shrunk.wait()
+        if num_waiting:
+            return 1
+        able = self._that_may_serve(Needs(None, 0))
+        free = _with_slot(able, Priority.rollout, time.monotonic())
+        return 1 + math.ceil(sum(one.limit - one.num_in_flight for one in free) / num_samples)
+
+    def _num_rollouts_waiting(self) -> int:
+        return sum(map(len, self._line.queues(Priority.rollout).values()))
 
     # Assignment -----------------------------------------------------------------------------------
 

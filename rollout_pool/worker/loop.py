@@ -33,14 +33,14 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from buffer.errors import RunPausedError
 from buffer.replay_buffer import ReplayBuffer
-from buffer.results import Admission
+from buffer.results import Admission, NewGroup
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from configs.checks import live_names, with_live
@@ -74,6 +74,8 @@ IDLE_CHECK_INTERVAL_S = 0.5
 """An admission that is pending at two successive checks lacks a credit."""
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are just the round trip."""
+MOST_AT_ONCE = 8
+"""Groups that are admitted together; other workers want credits, too."""
 STOP_AGAIN_S = 10.0
 """Time that the episodes of a cancelled group have to clean up before they are cancelled again."""
 _LIVE = live_names(RolloutConfig)
@@ -82,6 +84,8 @@ _LIVE = live_names(RolloutConfig)
 class _Taken(NamedTuple):
     ref: PromptRef
     prompt: Prompt
+    position: int = 0
+    """The worker's position in its tasks behind it."""
     kept: Mapping[str, KeptSample] = MappingProxyType({})
     """Tokens that a worker before this one sampled for it."""
 
@@ -120,8 +124,9 @@ class RolloutWorker:
     ends when any of them does."""
     completer: Completer
     """Completes the samples of `episode_source`."""
-    wait_room: Callable[[int], Awaitable[None]]
-    """Returns once fewer samples than so many wait for slots at the engines."""
+    wait_room: Callable[[int], Awaitable[int]]
+    """Returns once fewer samples than so many wait for slots at the engines: the number of groups
+    of so many that may start."""
     group_log: GroupLog | None = None
     counters: Counters
     """May be shared; the worker sends them."""
@@ -148,8 +153,8 @@ class RolloutWorker:
     _error: BaseException | None = field(default=None, init=False)
     _last_end: float = field(default=0.0, init=False)
     _next_order: int = field(default=0, init=False)
-    _in_hand: tuple[PromptRef, Prompt] | None = field(default=None, init=False)
-    """Taken from the stream, not yet given to a group."""
+    _in_hand: deque[_Taken] = field(default_factory=deque, init=False)
+    """Taken from the stream, not yet given to groups."""
 
     def __post_init__(self) -> None:
         self._is_idle.set()
@@ -283,87 +288,94 @@ class RolloutWorker:
     # Starting groups ------------------------------------------------------------------------------
 
     async def _admit(self) -> None:
-        """Waits for room at the engines and a credit, takes a prompt and starts the group."""
+        """Waits for room at the engines and for credits, and starts groups."""
         # A group's age counts from its credit: if it aged in a line, the trainer would have to wait
         # for its longest answer with on_stale=wait. Episodes that start, or run a tool, are not in
         # the line: where environments are slow, more credits are taken.
-        await self.wait_room(self._live.group_size)
-        order = self._next_order
-        self._next_order += 1
-        group_id = f"{self.index}-{order}-{secrets.token_hex(4)}"
-        self._asking = group_id
+        room = await self.wait_room(size := self._live.group_size)
+        places = self._live.max_groups_in_flight - len(self._runs)
+        number = max(1, min(room, places, MOST_AT_ONCE))
+        began = time.monotonic()
+        while len(self._in_hand) < number:
+            self._in_hand.append(await self._next_of_stream())
+        took_s = time.monotonic() - began
+        groups = [
+            NewGroup(f"{self.index}-{order}-{secrets.token_hex(4)}", taken.ref, taken.position)
+            for order, taken in enumerate(islice(self._in_hand, number), self._next_order)
+        ]
+        ids = [group.group_id for group in groups]
+        self._asking = ids[0]
         try:
-            admission = await self._credit(group_id)
-            group_id = admission.group_id
-            began = time.monotonic()
-            taken = await self._take_prompt(group_id, has_retries=admission.has_retries)
-            took_s = time.monotonic() - began
-            self.counters.add("episode_s:prompt", took_s * self._live.group_size)
-            if taken is not None and taken.ref.is_suspect:
-                taken = await self._when_idle(group_id, taken)
+            admissions = await self._credits(groups)
+            ids = [admission.group_id for admission in admissions]
+            began = time.monotonic() - took_s
+            found = [(one.group_id, await self._take(one)) for one in admissions]
+            self.counters.add("episode_s:prompt", (time.monotonic() - began) * size)
+            for group_id, taken in found:
+                if taken is not None and taken.ref.is_suspect:
+                    taken = await self._when_idle(group_id, taken)
+                if taken is not None:
+                    self._start(group_id, taken)
         except BaseException:
-            self._see_through(self.buffer.abandon(group_id, "stopped", Rerun.always))
+            for group_id in ids:
+                self._see_through(self.buffer.abandon(group_id, "stopped", Rerun.always))
             raise
         finally:
             self._asking = self._waiting = None
-        if taken is None:
-            return
-        ref, prompt, kept = taken
+
+    def _start(self, group_id: str, taken: _Taken) -> None:
         # The source is chosen last: a program that left meanwhile costs no credit and no prompt.
         external = self.external_groups.take() if self.external_groups else None
         source = external or self.episode_source
         keeps = source.is_repeatable and self.spec.config.keep_every_tokens
-        tokens = GroupTokens(group_id, kept) if keeps else None
-        samples = GroupSamples(
-            group=group_id, order=order, keeper=tokens, is_external=source.is_external
+        run = GroupRun(
+            group_id=group_id,
+            ref=taken.ref,
+            prompt=taken.prompt,
+            episode_source=source,
+            samples=GroupSamples(
+                group=group_id, order=self._next_order, is_external=source.is_external
+            ),
+            tokens=GroupTokens(group_id, taken.kept) if keeps else None,
         )
-        self._start(
-            GroupRun(
-                group_id=group_id,
-                ref=ref,
-                prompt=prompt,
-                episode_source=source,
-                samples=samples,
-                tokens=tokens,
-            )
-        )
+        self._next_order += 1
+        self._note_epoch(taken.ref.index)
+        run.samples.keeper = run.tokens
+        self._runs[run.samples] = run
+        self._is_idle.clear()
+        run.work = asyncio.create_task(self._group_runner.generate_and_push(run))
+        self._see_through(self._settle(run, run.work))
 
-    async def _credit(self, group_id: str) -> Admission:
-        """Waits for a credit; the time in which the run is paused is nobody's fault."""
+    async def _credits(self, groups: Sequence[NewGroup]) -> list[Admission]:
+        """Waits for credits; the time in which the run is paused is nobody's fault."""
         limit_s = self.spec.buffer.wait_timeout_s
         while True:
             started = time.monotonic()
             try:
-                admission = await self.state.retry_while_run_moves(
-                    lambda: self.buffer.admit(group_id, limit_s)
+                admissions = await self.state.retry_while_run_moves(
+                    lambda: self.buffer.admit_groups(groups, limit_s, self.index)
                 )
             except RunPausedError:
                 await self.state.wait_unpaused(WATCH_TIMEOUT_S)
                 continue
-            await self._note_wait(started)
-            return admission
+            # Not counted while groups are in flight: then the engines are busy.
+            idle_s = time.monotonic() - max(started, self._last_end)
+            if not self._runs and idle_s > MIN_WAIT_S:
+                self._see_through(self.state.add_wait("rollout", "trainer", idle_s))
+            return admissions
 
-    async def _note_wait(self, started: float) -> None:
-        # Not counted while groups are in flight: then the engines are busy.
-        idle_s = time.monotonic() - max(started, self._last_end)
-        if not self._runs and idle_s > MIN_WAIT_S:
-            await self.state.add_wait("rollout", "trainer", idle_s)
-
-    async def _take_prompt(self, group_id: str, *, has_retries: bool) -> _Taken | None:
-        """Assigns the group a prompt in the buffer; None if it lost its credit."""
-        ref = await self.buffer.take_retry(group_id) if has_retries else None
-        if ref is not None:
-            if self.prompt_filter.accepts(prompt := self.task.example(ref.index)):
-                return _Taken(ref, prompt, await self._find_kept(group_id, ref))
-            self.counters.add("prompts_skipped")
-        if self._in_hand is None:
-            self._in_hand = await self._next_of_stream()
-        ref, prompt = self._in_hand
-        if not await self.buffer.begin(group_id, ref, self.index, self.stream.position):
+    async def _take(self, admission: Admission) -> _Taken | None:
+        """The prompt of an admitted group; None if the group lost its credit."""
+        group_id, ref, new = admission.group_id, admission.prompt, self._in_hand[0]
+        if ref is None:
             return None
-        self._in_hand = None
-        self._note_epoch(ref.index)
-        return _Taken(ref, prompt)
+        if ref != new.ref:
+            if self.prompt_filter.accepts(prompt := self.task.example(ref.index)):
+                return _Taken(ref, prompt, kept=await self._find_kept(group_id, ref))
+            self.counters.add("prompts_skipped")
+            if not await self.buffer.begin(group_id, new.ref, self.index, new.position):
+                return None
+        return self._in_hand.popleft()
 
     def _note_epoch(self, index: int) -> None:
         name, epoch = epoch_of(self.task, index)
@@ -399,13 +411,14 @@ class RolloutWorker:
             return None
         return taken
 
-    async def _next_of_stream(self) -> tuple[PromptRef, Prompt]:
+    async def _next_of_stream(self) -> _Taken:
         """Raises ValueError if it skips too many prompts one after the other."""
         for _ in range(MAX_SKIPPED):
             while not self._takes(prompt := next(self.stream)):
                 await asyncio.sleep(0)  # each may take milliseconds
             if self.prompt_filter.accepts(prompt):
-                return PromptRef(task=prompt.task or self.task.name, index=prompt.index), prompt
+                ref = PromptRef(task=prompt.task or self.task.name, index=prompt.index)
+                return _Taken(ref, prompt, self.stream.position)
             self.counters.add("prompts_skipped")
             await asyncio.sleep(0)
         raise ValueError(
@@ -422,12 +435,6 @@ class RolloutWorker:
         return False
 
     # Ending groups -------------------------------------------------------------------------------
-
-    def _start(self, run: GroupRun) -> None:
-        self._runs[run.samples] = run
-        self._is_idle.clear()
-        run.work = asyncio.create_task(self._group_runner.generate_and_push(run))
-        self._see_through(self._settle(run, run.work))
 
     async def _settle(self, run: GroupRun, work: asyncio.Task[None]) -> None:
         is_done = False

@@ -30,7 +30,7 @@ from buffer.results import Lease, PushResult
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from configs.schema import BufferConfig
-from tests.support.buffer.groups import lease_batch, make_group
+from tests.support.buffer.groups import lease_batch, make_group, next_retry
 from tests.support.controller.buffers import opened
 from tests.support.invariants import find_violations
 
@@ -203,7 +203,7 @@ async def _scenario(buffer: Buffer, other: Buffer) -> None:
     # A group is stopped, and its prompt runs again.
     credit = await other.admit("stopped", 60)
     await other.abandon(credit.group_id, "stale", Rerun.as_stale, PromptRef(task="sums", index=7))
-    retry = await other.take_retry()
+    retry = await next_retry(other)
     assert retry is not None and (retry.index, retry.attempt) == (7, 1)
 
     # A batch goes back, and is leased again.
@@ -369,7 +369,7 @@ async def test_prompts_survive_a_primary_whose_replica_takes_over(
         stats = await worker.stats()
         assert stats.running > 0 and stats.ready + stats.running == 60 and stats.is_conserved
         assert await worker.reclaim(0) == stats.running
-        prompts = [await worker.take_retry() for _ in range(stats.running)]
+        prompts = [await next_retry(worker) for _ in range(stats.running)]
         assert all(prompt is not None and prompt.reruns == 0 for prompt in prompts)
         assert await find_violations(worker) == []
     finally:

@@ -19,3 +19,13 @@ local function leave_running(ids, keeps)
   if on_stale == 'wait' and wanted ~= 0 then wake('batch') end
   return num_running
 end
+
+-- Records the prompt of a running group, and the position of its worker in its tasks.
+local function note_prompt(id, text, worker, position)
+  local tasks, prompt = key('tasks'), read_prompt(text)
+  redis.call('HSET', PROMPTS, id, text)
+  if finite(redis.call('HGET', tasks, worker), -1) < position then
+    redis.call('HSET', tasks, worker, position)
+  end
+  audit({id}, 'begun', 'p', prompt.task .. ':' .. prompt.index)
+end

@@ -2,14 +2,9 @@
 -- lost if the worker dies. A repeated call replaces the prompt.
 -- Request: group_id, prompt ('attempt index task'), worker, position.
 -- Reply: 1 | 0 if the group is not running (nothing is recorded).
-local id, text, worker = request.group_id, request.prompt, request.worker
+local id, text = request.group_id, request.prompt
 if not redis.call('ZSCORE', RUNNING, id) then return 0 end
-local tasks, prompt = key('tasks'), read_prompt(text)
 local before = redis.call('HGET', PROMPTS, id)
 if before and name_of(before) ~= name_of(text) then forget_kept({before}) end -- it was refused
-redis.call('HSET', PROMPTS, id, text)
-if finite(redis.call('HGET', tasks, worker), -1) < request.position then
-  redis.call('HSET', tasks, worker, request.position)
-end
-audit({id}, 'begun', 'p', prompt.task .. ':' .. prompt.index)
+note_prompt(id, text, request.worker, request.position)
 return 1

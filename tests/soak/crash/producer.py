@@ -59,8 +59,9 @@ class _Producer:
         while self._count_wanted() > 0:
             self._count += 1
             name = f"{self._number}-{self._life}-{self._count}"
-            prompt = await self._next_prompt(self._count)
+            new = PromptRef(task=_TASK, index=self._number * 10_000_000 + self._count)
             admission = await self._buffer.admit(name, self._scenario.wait_timeout_s)
+            prompt = admission.prompt or new
             group_id, version = admission.group_id, admission.version
             self._running.add(group_id)
             try:
@@ -81,10 +82,6 @@ class _Producer:
 
     def _count_wanted(self) -> int:
         return self._scenario.groups_per_producer - len(self._notes.acknowledged)
-
-    async def _next_prompt(self, count: int) -> PromptRef:
-        waiting = await self._buffer.take_retry() if self._dice.random() < 0.2 else None
-        return waiting or PromptRef(task=_TASK, index=self._number * 10_000_000 + count)
 
     def _versions(self, admitted_at: int) -> tuple[int, ...]:
         if admitted_at > 0 and self._dice.random() < _LAGGING:

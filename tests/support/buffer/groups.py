@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.results import Lease
+from buffer.results import Lease, read_prompt
 from buffer.types import PromptRef, Trajectory, TrajectoryGroup, VersionSpan
 
 
@@ -77,3 +77,11 @@ async def train_batch(buffer: Any, step: int = 0, num_groups: int = 1, version: 
     lease = await lease_batch(buffer, step, num_groups, version=version)
     assert await buffer.consume(lease, lease.group_ids) == num_groups
     return lease
+
+
+async def next_retry(buffer: Any) -> PromptRef | None:
+    """Takes the prompt that has waited longest to run again from the buffer; None if none waits."""
+    for shard in getattr(buffer, "shards", [buffer]):
+        if (text := await shard._redis.lpop(shard.keys("retries"))) is not None:
+            return read_prompt(text.decode())
+    return None

@@ -14,7 +14,7 @@ from zlib import crc32
 from buffer.admission import admission_limit, engine_lag
 from buffer.errors import BufferFullError, NotOwnerError, RunPausedError
 from buffer.replay_buffer import quota
-from buffer.results import Failure, PushResult, Reconciled
+from buffer.results import Admission, Failure, NewGroup, PushResult, Reconciled
 from buffer.shard_routes import id_in_shard, shard_of
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale, Selector
@@ -40,6 +40,8 @@ def renumber_version(version: int, rollbacks: Iterable[Rollback]) -> int | None:
 
 DONE = "consumed before"
 OTHER_ARGUMENTS = "was leased with"
+NO_PROMPT = PromptRef(task="sums", index=0)
+"""For a group that has not begun."""
 
 
 @dataclass
@@ -202,7 +204,7 @@ class PlainBuffer:
 
     # The rollout side's verbs ----------------------------------------------------------------
 
-    def admit(self, group_id: str, prompt: PromptRef) -> tuple[str, int, bool]:
+    def admit(self, groups: list[NewGroup], worker: int) -> list[Admission]:
         lag = engine_lag(self.version, self.engines.values(), self.max_staleness)
         num_shards = self.settings.shards
         limit = admission_limit(
@@ -214,13 +216,25 @@ class PlainBuffer:
         if self.is_paused:
             raise RunPausedError("the run is paused")
         for number in range(num_shards):
-            shard = (crc32(group_id.encode()) + number) % num_shards
+            shard = (crc32(groups[0].group_id.encode()) + number) % num_shards
             in_use = len(self.ids("running", "ready", "leased", shard=shard))
-            if in_use < quota(limit, shard, num_shards):
-                name = id_in_shard(group_id, shard, num_shards)
-                self.groups[name] = Group(prompt, oldest_possible=self.version - lag)
-                return name, self.version, bool(self.retries[shard])
+            room, waiting = quota(limit, shard, num_shards) - in_use, self.retries[shard]
+            if room > 0:
+                again = waiting.pop(0) if waiting else None
+                return [
+                    self.admit_one(one, again, shard, worker, self.version - lag)
+                    for one in groups[: 1 if again else room]
+                ]
         raise TimeoutError("no room")
+
+    def admit_one(
+        self, one: NewGroup, again: PromptRef | None, shard: int, worker: int, oldest: int
+    ) -> Admission:
+        name, prompt = id_in_shard(one.group_id, shard, self.settings.shards), again or one.prompt
+        self.groups[name] = Group(prompt or NO_PROMPT, oldest_possible=oldest)
+        if prompt is not None:
+            self.begin(name, prompt, worker, 0 if again else one.position)
+        return Admission(name, prompt, self.version)
 
     def begin(self, name: str, prompt: PromptRef, worker: int, position: int) -> bool:
         if self.groups[name].state != "running":
@@ -228,16 +242,6 @@ class PlainBuffer:
         self.groups[name].prompt, self.groups[name].has_begun = prompt, True
         self.positions[worker] = max(self.positions.get(worker, 0), position)
         return True
-
-    def take_retry_for(self, name: str) -> PromptRef | None:
-        group, waiting = self.groups[name], self.retries[self.shard_of(name)]
-        if group.state != "running":
-            return None
-        if not group.has_begun:
-            if not waiting:
-                return None
-            group.prompt, group.has_begun = waiting.pop(0), True
-        return group.prompt
 
     def fail(self, name: str, prompt: PromptRef, max_failures: int) -> Failure | None:
         if self.groups[name].state != "running":

@@ -23,7 +23,7 @@ async def redis(redis_url: str) -> AsyncIterator[BufferRedis]:
 
 
 CHECKED_VERBS = (
-    *("admit", "abandon", "begin", "fail", "reclaim", "push", "take_retry", "renew_credits"),
+    *("admit_groups", "abandon", "begin", "fail", "reclaim", "push", "renew_credits"),
     "keep_tokens",
     *("lease", "validate", "consume", "ack", "nack", "renew", "reconcile", "announce_version"),
     *("release", "discard", "sweep", "change_settings"),

@@ -170,7 +170,6 @@ async def _life(buffer: Buffer, state: RunState) -> list[Exception]:
     await call(buffer.fail("lost", prompt, 3))
     await call(buffer.abandon("lost", "why", Rerun.as_stale, prompt))
     await call(buffer.reclaim(9))
-    await call(buffer.take_retry())
     await call(buffer.stats())
     await call(find_violations(buffer))
     await call(buffer.quarantined())

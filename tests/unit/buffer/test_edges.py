@@ -14,11 +14,11 @@ from buffer.push import PushedGroup, PushReply
 from buffer.redis.connection import connect
 from buffer.redis.scripts import BOUND, RunNotOpenError
 from buffer.replay_buffer import ReplayBuffer
-from buffer.results import Lease, PushResult
-from buffer.types import PromptRef
+from buffer.results import Lease, NewGroup, PushResult
+from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
-from tests.support.buffer.groups import lease_batch, make_group, train_batch
+from tests.support.buffer.groups import lease_batch, make_group, next_retry, train_batch
 from tests.support.invariants import find_violations
 
 
@@ -50,24 +50,26 @@ async def test_running_groups_are_ordered_by_the_oldest_version_they_can_hold(
     assert await buffer._redis.zscore(buffer.keys("running"), "g") == 4
 
 
-async def test_repeated_take_retry_returns_the_same_prompt(checked_buffer: Any) -> None:
-    buffer = await checked_buffer(max_staleness=0)
-    await buffer.announce_version(1)
-    assert await buffer.push(make_group("old", 0)) is PushResult.stale
-    first = await buffer._scripts.run("rollout/take_retry", str, token="token")
-    assert await buffer._scripts.run("rollout/take_retry", str, token="token") == first
-    assert await buffer.take_retry() is None
-
-
-async def test_duplicate_push_ends_a_credit_that_a_late_admission_took(checked_buffer: Any) -> None:
+@pytest.mark.parametrize("is_again", [False, True])
+async def test_admission_that_is_repeated_or_late_gives_no_credit_and_no_prompt_twice(
+    checked_buffer: Any, is_again: bool
+) -> None:
     buffer = await checked_buffer()
-    await buffer.admit("g", 0)
-    await buffer.push(make_group("g"))
-    await buffer.admit("g", 0)  # a retry of the admission that arrives late
-    assert await buffer.push(make_group("g")) is PushResult.duplicate
+    again = PromptRef(task="sums", index=9)
+    if is_again:
+        await buffer.admit("before", 0)
+        await buffer.abandon("before", "stopped", Rerun.always, again)
+    groups = [NewGroup(name, PromptRef(task="sums", index=n), n) for n, name in enumerate("ab", 1)]
+    first = await buffer.admit_groups(groups, 0, worker=3)
+    own = [(group.group_id, group.prompt) for group in groups]
+    assert [one[:2] for one in first] == ([("a", again)] if is_again else own)
+    assert await buffer.admit_groups(groups, 0, worker=3) == first
+    for admission in first:
+        await buffer.push(make_group(admission.group_id))
+    late = await buffer.admit_groups(groups, 0, worker=3)
+    assert [one[:2] for one in late] == ([("a", None)] if is_again else own)
     stats = await buffer.stats()
-    assert (stats.running, stats.pushed, stats.tokens) == (0, 1, 16)
-    assert stats.oldest_ready_age_s is not None and stats.oldest_ready_age_s < 10
+    assert (stats.running, stats.ready, stats.retries_waiting) == (0, len(first), 0)
 
 
 async def test_group_is_kept_in_a_small_hash(checked_buffer: Any) -> None:
@@ -137,7 +139,7 @@ async def test_push_that_is_refused_leaves_a_tombstone_only(
     stats = await buffer.stats()
     assert (stats.pushed, stats.dropped, stats.bytes) == (1, {reason: 1}, 0)
     attempt = 2 if reason == "stale" else 1  # a rollback is not the prompt's fault
-    assert await buffer.take_retry() == PromptRef(task="sums", index=7, attempt=attempt)
+    assert await next_retry(buffer) == PromptRef(task="sums", index=7, attempt=attempt)
 
 
 @pytest.mark.parametrize(
@@ -330,8 +332,8 @@ async def test_prompt_of_a_trained_group_that_the_server_lost_does_not_run_again
         assert await buffer.begin(group_id, PromptRef(task="sums", index=number), 0, number + 1)
     await buffer.reconcile("a", step=1, version=0, resume_version=0, consumed_group_ids=["0-0"])
     assert await buffer.reclaim(0) == 1  # the one that is not in the checkpoint
-    assert await buffer.take_retry() == PromptRef(task="sums", index=1, reruns=1)
-    assert await buffer.take_retry() is None
+    assert await next_retry(buffer) == PromptRef(task="sums", index=1, reruns=1)
+    assert await next_retry(buffer) is None
 
 
 async def test_zombie_changes_nothing_in_the_middle_of_a_takeover(checked_buffer: Any) -> None:

@@ -34,14 +34,14 @@ from buffer.errors import BufferFullError, NotOwnerError, RunPausedError
 from buffer.redis.connection import connect
 from buffer.redis.keys import Keys
 from buffer.redis.server import EmbeddedServer
-from buffer.results import Lease
+from buffer.results import Lease, NewGroup
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from buffer.wire.codec import encode_group
 from configs.checks import live_text
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
-from tests.support.buffer.groups import make_group
+from tests.support.buffer.groups import make_group, next_retry
 from tests.support.buffer.plain_buffer import Batch, PlainBuffer
 from tests.support.invariants import find_violations
 
@@ -141,15 +141,19 @@ class BufferMachine(RuleBasedStateMachine):
         self.num_groups += 1
         return f"{self.num_groups % 2}-{self.num_groups}"
 
-    @rule(count=st.integers(1, 3))
-    def admit(self, count: int) -> None:
-        for _ in range(count):
-            self.admit_one(self.new_id())
-
-    def admit_one(self, name: str) -> None:
-        prompt = PromptRef(task="sums", index=self.num_groups)
+    @rule(worker=st.integers(0, 1), have_prompts=st.lists(st.booleans(), min_size=1, max_size=3))
+    def admit(self, worker: int, have_prompts: list[bool]) -> None:
+        groups = list[NewGroup]()
+        for has_prompt in have_prompts:
+            name = self.new_id()
+            prompt = PromptRef(task="sums", index=self.num_groups)
+            groups.append(NewGroup(name, prompt, self.num_groups) if has_prompt else NewGroup(name))
         with may_refuse():
-            self.agree(self.buffer.admit(name, 0), lambda: self.model.admit(name, prompt))
+            reply = self.agree(
+                self.buffer.admit_groups(groups, 0, worker),
+                lambda: self.model.admit(groups, worker),
+            )
+            assert self.run(self.buffer.admit_groups(groups, 0, worker)) == reply
 
     @precondition(lambda self: self.model.ids("running"))
     @rule(data=st.data(), rerun=st.sampled_from(Rerun))
@@ -218,7 +222,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def take_retry(self) -> None:
-        self.agree(self.buffer.take_retry(), self.model.take_retry)
+        self.agree(next_retry(self.buffer), self.model.take_retry)
 
     @precondition(lambda self: self.model.ids("running"))
     @rule(
@@ -239,13 +243,6 @@ class BufferMachine(RuleBasedStateMachine):
                 self.buffer.begin(name, prompt, worker, position),
                 lambda: self.model.begin(name, prompt, worker, position),
             )
-
-    @precondition(lambda self: self.model.ids("running"))
-    @rule(data=st.data())
-    def begin_with_a_retry(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(self.model.ids("running", "lost")))
-        for _ in range(2):
-            self.agree(self.buffer.take_retry(name), lambda: self.model.take_retry_for(name))
 
     @precondition(lambda self: self.model.ids("running"))
     @rule(data=st.data(), max_failures=st.integers(1, 2))
@@ -454,7 +451,7 @@ class BufferMachine(RuleBasedStateMachine):
         """Pushes go on, and so does a batch that a rank has."""
         self.model.is_paused = True
         self.run(self.buffer.change_settings({"paused": "True"}))
-        self.admit_one(self.new_id())
+        self.admit(0, [True])
         self.lease(back, 1, 0, 1, [spread])
         self.model.is_paused = False
         self.run(self.buffer.change_settings({"paused": "False"}))

@@ -17,7 +17,7 @@ from buffer.staleness import Leash, parse_rollbacks
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnStale
 from configs.schema import BufferConfig
-from tests.support.buffer.groups import lease_batch, make_group
+from tests.support.buffer.groups import lease_batch, make_group, next_retry
 from tests.support.invariants import find_violations
 
 PROMPT = PromptRef(task="long words", index=7)
@@ -25,7 +25,7 @@ PROMPT = PromptRef(task="long words", index=7)
 
 async def _begun(buffer: Any, name: str, prompt: PromptRef = PROMPT, position: int = 1) -> str:
     admission = await buffer.admit(name, 60)
-    assert not admission.has_retries
+    assert admission.prompt is None
     assert await buffer.begin(admission.group_id, prompt, 0, position)
     group_id: str = admission.group_id
     return group_id
@@ -40,14 +40,12 @@ async def test_prompt_of_dead_workers_becomes_a_suspect_and_is_then_quarantined(
     assert await buffer.reclaim(3) == 1
     assert await buffer.reclaim(3) == 0
     for number in (1, 2):  # any worker may die twice
-        again, _, has_retries = await buffer.admit(f"3-{number}-b", 60)
-        assert has_retries
-        prompt = await buffer.take_retry(again)
+        again, prompt, _ = await buffer.admit(f"3-{number}-b", 60)
         assert prompt == PromptRef(task="long words", index=7, reruns=number)
         assert prompt.is_suspect == (number == 2)
-        assert await buffer.take_retry(again) == prompt  # a lost reply costs nothing
+        assert (await buffer.admit(again, 60)).prompt == prompt  # a lost reply costs nothing
         assert await buffer.reclaim(3) == 1
-    assert await buffer.take_retry() is None
+    assert await next_retry(buffer) is None
     (poisonous,) = await buffer.quarantined_prompts()
     assert (poisonous.task, poisonous.index) == ("long words", 7)
     assert (poisonous.reason, poisonous.times) == ("worker_died", 3)
@@ -58,7 +56,7 @@ async def test_prompt_of_dead_workers_becomes_a_suspect_and_is_then_quarantined(
     assert events == ["admitted", "begun", "abandoned", "prompt_quarantined"]
     assert await buffer.release_prompt("long words", 7)
     assert not await buffer.release_prompt("long words", 7)
-    assert await buffer.take_retry() == PROMPT
+    assert await next_retry(buffer) == PROMPT
 
 
 async def test_end_of_a_whole_run_is_no_death_that_counts_against_a_prompt(
@@ -68,8 +66,7 @@ async def test_end_of_a_whole_run_is_no_death_that_counts_against_a_prompt(
     await _begun(buffer, "3-0-a")
     for number in range(1, 5):  # a long answer may be under way at any number of ends
         assert await buffer.reclaim(3, counts_as_death=False) == 1
-        again = (await buffer.admit(f"3-{number}-b", 60)).group_id
-        assert await buffer.take_retry(again) == PROMPT
+        assert (await buffer.admit(f"3-{number}-b", 60)).prompt == PROMPT
     assert not await buffer.quarantined_prompts()
 
 
@@ -79,8 +76,8 @@ async def test_abandoned_group_may_leave_the_prompt_that_it_has_begun(checked_bu
     await buffer.admit("0-1-a", 60)  # has no prompt yet
     assert await buffer.abandon(group_id, "stopped", Rerun.always)
     assert await buffer.abandon("0-1-a", "stopped", Rerun.always)
-    assert await buffer.take_retry() == PROMPT
-    assert await buffer.take_retry() is None
+    assert await next_retry(buffer) == PROMPT
+    assert await next_retry(buffer) is None
 
 
 async def test_credit_that_expires_queues_its_prompt_again(checked_buffer: Any) -> None:
@@ -89,8 +86,8 @@ async def test_credit_that_expires_queues_its_prompt_again(checked_buffer: Any) 
     await buffer.admit("0-1-a", 60)  # has no prompt yet
     await asyncio.sleep(0.03)
     assert await buffer.sweep() == 2
-    assert await buffer.take_retry() == PromptRef(task="long words", index=7, reruns=1)
-    assert await buffer.take_retry() is None
+    assert await next_retry(buffer) == PromptRef(task="long words", index=7, reruns=1)
+    assert await next_retry(buffer) is None
     assert (await buffer.stats()).abandoned_by_reason == {"expired": 2}
     assert not await buffer.begin(group_id, PROMPT, 0, 9)
 
@@ -215,8 +212,8 @@ async def test_dump_of_a_checkpoint_fills_an_empty_server(
     assert sorted(prompt.index for prompt in untrained.untrained) == sorted(names)
     found = {}
     while True:
-        group_id = (await buffer.admit(f"0-{20 + len(found)}-a", 60)).group_id
-        if (prompt := await buffer.take_retry(group_id)) is None:
+        group_id, prompt, _ = await buffer.admit(f"0-{20 + len(found)}-a", 60)
+        if prompt is None:
             break
         found[prompt.index] = await buffer.kept_tokens(group_id, prompt)
     assert {7, 8, 9, 11} == found.keys() and found[9] == {"0.0.0": b"tokens of 9"}
@@ -233,9 +230,9 @@ async def _kept(buffer: Any, name: str, parts: dict[str, bytes], oldest: int | N
 
 
 async def _next_owner(buffer: Any, name: str, prompt: PromptRef = PROMPT) -> str:
-    group_id: str = (await buffer.admit(name, 60)).group_id
-    assert await buffer.take_retry(group_id) == prompt
-    return group_id
+    admission = await buffer.admit(name, 60)
+    assert admission.prompt == prompt
+    return str(admission.group_id)
 
 
 async def test_tokens_of_a_prompt_outlive_the_worker_that_dies_and_the_one_that_stops(

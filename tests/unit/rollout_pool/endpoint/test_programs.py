@@ -131,7 +131,7 @@ async def make_run(make_scene, state, redis_url, run_name, buffer_factory, tmp_p
             state=state,
             services=[asyncio.get_running_loop().create_future()],
             completer=scene.author,
-            wait_room=room or (lambda num_samples: asyncio.sleep(0)),
+            wait_room=room or (lambda num_samples: asyncio.sleep(0, 1)),
             counters=counters,
         )
 
@@ -240,6 +240,7 @@ async def test_idle_group_stays_while_its_worker_waits_for_room_and_not_for_a_cr
         asked.append(num_samples)
         if len(asked) > 2:  # there are two credits
             await room.wait()
+        return 1
 
     scene = await make_run(idle_timeout_s=1.0, room=wait_room)
     asking = await request_group(scene, 0)

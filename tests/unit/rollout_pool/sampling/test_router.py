@@ -504,18 +504,27 @@ async def test_full_engines_cost_a_sample_no_call_each():
 
 async def test_there_is_room_while_fewer_rollouts_wait_than_a_group_has():
     one = router(1, max_running_requests=1)
-    await one.wait_room(2)
+    assert await one.wait_room(2) == 2  # one would run and one wait
     taken = await place(one)
     lines = [asking(one, evaluation()), asking(one, evaluation()), asking(one, sample())]
     await turn()
-    await one.wait_room(2)  # one waits
+    assert await one.wait_room(2) == 1  # one waits
     lines.append(asking(one, sample()))
     room = asyncio.create_task(one.wait_room(2))
     await turn()
     assert not room.done()
     taken.release()
-    await asyncio.wait_for(room, 60)
+    assert await asyncio.wait_for(room, 60) == 1
     await end(lines)
+
+
+async def test_there_is_room_for_as_many_groups_as_would_leave_fewer_waiting_than_one_has():
+    many = router(2, max_running_requests=4)
+    assert [await many.wait_room(n) for n in (1, 2, 3, 8, 9)] == [9, 5, 4, 2, 2]
+    await place(many, engine="engine-0")
+    assert [await many.wait_room(n) for n in (2, 7)] == [5, 2]
+    many.follow({"engine-1": 0}, 0, 0)  # the other serves nothing
+    assert await many.wait_room(2) == 3
 
 
 async def test_sample_that_waits_for_its_engine_blocks_no_other():

@@ -10,6 +10,7 @@ import pytest
 
 from buffer.errors import BufferFullError
 from buffer.redis.connection import connect
+from buffer.results import NewGroup
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnLongPrompt, TailPolicy, TaskKind
@@ -221,14 +222,18 @@ async def make_worker(completer, scorer, state, redis_url, run_name, buffer_fact
         worker, buffer = await make(**settings)
         return worker, buffer, await start(worker)
 
-    async def room(num_samples):
-        pass
-
-    make.start, make.run, make.room = start, run, room
+    make.start, make.run, make.room = start, run, room_for(1)
     yield make
     for worker, task in tasks:
         worker.stop()
         await asyncio.wait([task], timeout=60)
+
+
+def room_for(num_groups):
+    async def wait_room(num_samples):
+        return num_groups
+
+    return wait_room
 
 
 async def fill(make_worker, **settings):
@@ -305,7 +310,9 @@ async def test_epochs_go_on_after_a_restart_and_with_pools_no_prompt_is_lost_or_
     assert counters["passed_over:easy"] > 0
     assert (await state.task_positions())[0] <= len(begun) + counters["passed_over:easy"]
     task = build_task(task_config)
-    assert counters["epochs_begun:0/few"] == epoch_of(task, max(begun))[1] == max(begun) // 4 + 1
+    # A group that was stopped before it knew of its credit has not begun its epoch.
+    assert max(trained) // 4 < counters["epochs_begun:0/few"] <= max(begun) // 4 + 1
+    assert epoch_of(task, max(begun))[1] == max(begun) // 4 + 1
 
 
 async def test_group_takes_no_credit_before_there_is_room_for_its_samples(make_worker):
@@ -315,6 +322,7 @@ async def test_group_takes_no_credit_before_there_is_room_for_its_samples(make_w
         asked.append(num_samples)
         if len(asked) > 1:
             await room.wait()
+        return 1
 
     make_worker.room = wait_room
     _, buffer, _ = await make_worker.run()
@@ -551,17 +559,65 @@ async def test_prompts_of_groups_whose_push_fails_run_again(make_worker, state):
     assert stats.retries_waiting == num_begun - 2  # for the run when it is resumed
 
 
-async def test_worker_that_ends_while_it_admits_a_group_gives_the_credit_back(make_worker):
+async def test_worker_that_ends_while_it_admits_groups_gives_credits_and_prompts_back(make_worker):
+    make_worker.room = room_for(3)
     worker, buffer = await make_worker()
-    buffer.before = {"begin": asyncio.Event(), "abandon": asyncio.Event()}
+    buffer.after, buffer.before = {"admit_groups": asyncio.Event()}, {"abandon": asyncio.Event()}
     running = await make_worker.start(worker)
-    await until(lambda: "begin" in buffer.waiting)
-    assert (await buffer.stats()).running == 1
+    await until(lambda: "admit_groups" in buffer.waiting)
+    assert (await buffer.stats()).running == 3
     worker.stop()
     await asyncio.sleep(1.2)  # its loops are cancelled again and again
     buffer.before["abandon"].set()
     await running
-    assert (await buffer.stats()).running == 0
+    stats = await buffer.stats()
+    assert (stats.running, stats.retries_waiting) == (0, 3)
+    buffer, _ = await fill(make_worker)
+    lease = await consume(buffer, 0, num_groups=4)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("room", "places", "num_calls"), [(1, 9, 4), (3, 9, 2), (9, 2, 1)])
+async def test_groups_that_have_room_and_places_get_their_credits_in_one_call(
+    make_worker, completer, room, places, num_calls
+):
+    completer.held = lambda sample: True
+    make_worker.room = room_for(room)
+    worker, buffer = await make_worker(max_groups_in_flight=places)
+    buffer.before["admit_groups"] = asyncio.Event()
+    buffer.before["admit_groups"].set()
+    running = await make_worker.start(worker)
+    await until(lambda: len(completer.asked) == 2 * min(4, places))
+    assert num_calls <= len(buffer.waiting) <= num_calls + 1  # the last waits for a credit
+    completer.held = lambda sample: False
+    completer.go.set()
+    await until(ready(buffer, 4))
+    worker.stop()
+    await running
+    lease = await consume(buffer, 0, num_groups=4)
+    orders = {int(group.group_id.split("-")[1]): group.prompt.index for group in lease.groups}
+    assert orders == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+async def test_prompt_that_runs_again_and_is_refused_leaves_its_credit_to_the_next(
+    make_worker, state
+):
+    make_worker.room = room_for(3)
+    worker, buffer = await make_worker(
+        max_staleness=0, max_prompt_tokens=1, on_long_prompt=OnLongPrompt.skip
+    )
+    refs = [PromptRef(task="numbers", index=index) for index in (77, 5)]  # two tokens and one
+    groups = [NewGroup(f"9-{ref.index}", ref) for ref in refs]
+    for one in await buffer.admit_groups(groups, 60, worker=9):
+        await buffer.abandon(one.group_id, "stopped", Rerun.always)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 2))
+    worker.stop()
+    await running
+    lease = await consume(buffer, 0)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 5]
+    assert (await buffer.stats()).retries_waiting == 0
+    assert (await state.task_positions())[0] == 1
 
 
 async def test_group_stopped_before_its_push_is_counted_as_stopped(make_worker, state, completer):
@@ -607,16 +663,15 @@ async def test_groups_that_outlast_a_drain_run_again_and_no_death_counts(make_wo
     assert await buffer.reclaim(0) == 0
     refs = []
     for n in range(4):
-        await buffer.admit(f"1-{n}", 60)
-        refs.append(await buffer.take_retry(f"1-{n}"))
+        refs.append((await buffer.admit(f"1-{n}", 60)).prompt)
     assert [ref.reruns for ref in refs] == [0] * 4 and not any(ref.is_suspect for ref in refs)
 
 
 async def test_worker_without_groups_drains_at_once(make_worker):
     worker, buffer = await make_worker()
-    buffer.before["admit"] = asyncio.Event()
+    buffer.before["admit_groups"] = asyncio.Event()
     running = await make_worker.start(worker)
-    await until(lambda: buffer.waiting == ["admit"])
+    await until(lambda: buffer.waiting == ["admit_groups"])
     async with asyncio.timeout(60):
         await worker.drain(60)
         assert (await running).num_groups == 0
@@ -722,7 +777,7 @@ async def test_samples_begin_with_tokens_that_a_dead_worker_sampled(make_worker,
     await until(lambda: buffer.kept_tokens(group_id, prompt))  # the first token of the one held
     completer.version, num_asked = 1, len(completer.asked)
     completer.held = lambda sample: False
-    buffer.before["take_retry"] = asyncio.Event()  # it has no more say
+    buffer.before["admit_groups"] = asyncio.Event()  # it has no more say
     await buffer.reclaim(0)
     worker.stop()
     await running
