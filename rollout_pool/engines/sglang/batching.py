@@ -67,9 +67,10 @@ LOWEST_LOGPROB = -1e30
 """SGLang has the lowest float in place of the log-probability of what was rounded to 0."""
 MAX_SAMPLES = 32
 """Per call: the server's work per part grows with the number of samples in the call."""
-CALL_GAP_S = 0.005
+CALL_GAP_S = 0.02
 """The first sample is sent at once; those that arrive within this time share the next call. Without
-it, samples that start one by one as others end would each have their own call."""
+it, samples that start one by one as others end would each have their own call, which takes 2 ms of
+the server's HTTP process, and prompts of their own passes of the model."""
 LONGEST_GAP_S = 0.05
 FEW_CALLS = 16
 """Above this the gap grows with the open calls, so that few samples do not make many."""

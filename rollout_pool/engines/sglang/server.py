@@ -108,6 +108,7 @@ def _fork_children() -> None:
     # Where the experts of tokens are kept: it would be registered with CUDA.
     pools.ALLOC_MEMORY_FUNCS["cpu"] = lambda shape, *, dtype, **_: torch.empty(shape, dtype=dtype)
     _sleep_when_idle(Scheduler)
+    _compute_for_inference(Scheduler)
     multiprocessing.set_start_method("fork", force=True)
     # SGLang sets spawn when it starts.
     multiprocessing.set_start_method = lambda *_args, **_kwargs: None
@@ -132,6 +133,12 @@ def _sleep_when_idle(of: Any) -> None:
     # Called in each turn of a paused scheduler, which would otherwise keep a core busy looking for
     # the pause's end.
     of._record_scheduler_state_for_paused_engine = record_and_sleep
+
+
+def _compute_for_inference(of: Any) -> None:
+    """`of`: SGLang's class of schedulers. Its own switch is a variable that its import reads, and
+    fork servers import it before a run's variables are known."""
+    of.event_loop_normal = torch.inference_mode()(of.event_loop_normal)
 
 
 def _begin_child(_: object) -> None:

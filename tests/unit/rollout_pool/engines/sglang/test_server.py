@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rollout_pool.engines.sglang import cpu_stubs
 
@@ -45,6 +46,18 @@ def test_paused_scheduler_records_its_state_and_sleeps_unless_it_is_asked_for_so
     scheduler._record_scheduler_state_for_paused_engine()
     scheduler.maybe_sleep_on_idle()
     assert scheduler.done[3:] == ["recorded"]
+
+
+def test_loop_of_a_scheduler_computes_for_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_stubs, "install", lambda: None)
+    from rollout_pool.engines.sglang.server import _compute_for_inference
+
+    class Own:
+        def event_loop_normal(self) -> bool:
+            return torch.is_inference_mode_enabled()
+
+    _compute_for_inference(Own)
+    assert Own().event_loop_normal()
 
 
 def test_child_that_died_before_any_look_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,5 +95,6 @@ def test_sglang_calls_what_is_replaced_in_each_turn_of_a_paused_scheduler() -> N
     methods = {node.name: ast.unparse(node) for node in found.body if hasattr(node, "name")}
     record = "_record_scheduler_state_for_paused_engine"
     assert {record, "maybe_sleep_on_idle"} <= methods.keys()
+    assert "scheduler.event_loop_normal()" in source
     for loop in ("event_loop_normal", "event_loop_overlap"):
         assert f"self.{record}()" in methods[loop] and "_engine_paused" in methods[loop]
