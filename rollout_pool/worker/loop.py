@@ -366,16 +366,19 @@ class RolloutWorker:
 
     async def _take(self, admission: Admission) -> _Taken | None:
         """The prompt of an admitted group; None if the group lost its credit."""
-        group_id, ref, new = admission.group_id, admission.prompt, self._in_hand[0]
+        group_id, ref = admission.group_id, admission.prompt
         if ref is None:
             return None
-        if ref != new.ref:
+        new = next((taken for taken in self._in_hand if taken.ref == ref), None)
+        if new is None:  # it runs again
             if self.prompt_filter.accepts(prompt := self.task.example(ref.index)):
                 return _Taken(ref, prompt, kept=await self._find_kept(group_id, ref))
             self.counters.add("prompts_skipped")
+            new = self._in_hand[0]
             if not await self.buffer.begin(group_id, new.ref, self.index, new.position):
                 return None
-        return self._in_hand.popleft()
+        self._in_hand.remove(new)
+        return new
 
     def _note_epoch(self, index: int) -> None:
         name, epoch = epoch_of(self.task, index)

@@ -10,6 +10,7 @@ import pytest
 
 from buffer.errors import BufferFullError
 from buffer.redis.connection import connect
+from buffer.replay_buffer import ReplayBuffer
 from buffer.results import NewGroup
 from buffer.run_state import RunState
 from buffer.types import PromptRef, Rerun
@@ -597,6 +598,25 @@ async def test_groups_that_have_room_and_places_get_their_credits_in_one_call(
     lease = await consume(buffer, 0, num_groups=4)
     orders = {int(group.group_id.split("-")[1]): group.prompt.index for group in lease.groups}
     assert orders == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+async def test_group_that_got_no_prompt_leaves_the_others_their_own(make_worker, monkeypatch):
+    make_worker.room = room_for(3)
+    worker, buffer = await make_worker(max_staleness=2)
+    admit, calls = ReplayBuffer.admit_groups, []
+
+    async def without_the_first(self, groups, *others):
+        calls.append(groups)
+        first, *rest = await admit(self, groups, *others)
+        return [first._replace(prompt=None), *rest] if len(calls) == 1 else [first, *rest]
+
+    monkeypatch.setattr(ReplayBuffer, "admit_groups", without_the_first)
+    running = await make_worker.start(worker)
+    await until(ready(buffer, 5))
+    worker.stop()
+    await running
+    lease = await consume(buffer, 0, num_groups=5)
+    assert sorted(group.prompt.index for group in lease.groups) == [0, 1, 2, 3, 4]
 
 
 async def test_prompt_that_runs_again_and_is_refused_leaves_its_credit_to_the_next(
