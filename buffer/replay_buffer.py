@@ -216,6 +216,7 @@ class ReplayBuffer(Leasing):
                     "consumed none"
                 )
             await self._wake.wait([credits.seen for credits in refused], deadline.left_s)
+            groups = groups[:1]  # meanwhile the others may have lost their room at the engines
 
     def _places(
         self, groups: Sequence[NewGroup]

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -271,11 +272,20 @@ class Run:
         return cluster, pools
 
     def _draw_examples(self) -> Future[list[SupervisedExample]] | None:
-        """Those of the warm start, meanwhile: the start of Ray mostly waits."""
+        """Examples of the warm start, meanwhile: the start of Ray mostly waits."""
         if self.resumption is not None or not self.config.trainer.warm_start.num_steps:
             return None
-        drawer = ThreadPoolExecutor(1, thread_name_prefix="examples")
-        return drawer.submit(supervised_examples, self.config, self._model_path)
+        examples = Future[list[SupervisedExample]]()
+
+        def draw() -> None:
+            try:
+                examples.set_result(supervised_examples(self.config, self._model_path))
+            except BaseException as error:
+                examples.set_exception(error)
+
+        # A daemon: a start that fails does not wait for it.
+        threading.Thread(target=draw, name="examples", daemon=True).start()
+        return examples
 
     def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
         """Ray takes the longest and comes last, unless only Ray knows our address."""
@@ -583,6 +593,8 @@ class Run:
             def on_ready(name: str) -> None:
                 ready[name] = f"{name} {time.monotonic() - began:.1f} s"
                 say(", ".join(ready.values()))
+                if examples and examples.done():
+                    examples.result()  # raises its error, before the last part is there
                 if examples and ranks and ranks.keys() <= ready.keys() and not warming:
                     warming.update(pools.trainer.warm_start(examples.result()))
 

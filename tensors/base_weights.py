@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 _SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
@@ -87,10 +87,10 @@ class BaseWeights:
                     opened = self._open.enter_context(safe_open(path, framework="pt"))
                 else:
                     opened = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (OSError, RuntimeError, SafetensorError) as error:
+            except Exception as error:  # also that of an object which no tensor is
                 raise ValueError(
                     f"model.path={self._model_path!r}: {name} cannot be read ({error}); copy it "
-                    "again"
+                    "again, or save the model again with save_pretrained, as safetensors"
                 ) from error
             self._files[name] = opened
         return self._files[name]

@@ -43,7 +43,18 @@ _UNKNOWN = TaskProgress(positions={}, untrained=())
 
 class Recovery:
     """One rank's part in checkpoints and copies. All ranks make the same calls,
-    but only rank 0 calls `reconcile`, `note_version` and `add_consumed`."""
+    but only rank 0 calls `reconcile`, `note_version` and `add_consumed`.
+
+    Example:
+
+        recovery = Recovery(spec, policy, None, ranks, ...)   # restores, if resumed
+        recovery.reconcile()
+        ...                                             # step 13 makes version 12
+        recovery.note_version(12)
+        recovery.add_consumed(13, ("g1", "g2"))
+        recovery.checkpoint(step=13, version=12)
+        recovery.writer.finish()                        # durable; g1 and g2 are acknowledged
+    """
 
     def __init__(
         self,

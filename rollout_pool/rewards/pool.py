@@ -56,7 +56,15 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """`num_processes` scoring processes of this host behind one queue. Used in one event loop."""
+    """`num_processes` scoring processes of this host behind one queue. Used in one event loop.
+
+    Example:
+
+        await pool.start()
+        request = encode_request("short", prompt, episode, with_messages=True)
+        score = await pool.score(request)  # PartScore(value=0.5, ...)
+        await pool.close()
+    """
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ IDLE_CHECK_INTERVAL_S = 0.5
 MIN_WAIT_S = 0.005
 """Shorter waits for a credit are just the round trip."""
 MOST_AT_ONCE = 8
-"""Groups that are admitted together; other workers want credits, too."""
+"""Groups that all workers admit together: each its part, or one would take those of the others."""
 STOP_AGAIN_S = 10.0
 """Time that the episodes of a cancelled group have to clean up before they are cancelled again."""
 _LIVE = live_names(RolloutConfig)
@@ -294,10 +294,11 @@ class RolloutWorker:
         # the line: where environments are slow, more credits are taken.
         room = await self.wait_room(size := self._live.group_size)
         places = self._live.max_groups_in_flight - len(self._runs)
-        number = max(1, min(room, places, MOST_AT_ONCE))
+        number = max(1, min(room, places, MOST_AT_ONCE // self.spec.config.num_workers))
         began = time.monotonic()
         while len(self._in_hand) < number:
             self._in_hand.append(await self._next_of_stream())
+            await asyncio.sleep(0)  # a prompt may take milliseconds
         took_s = time.monotonic() - began
         groups = [
             NewGroup(f"{self.index}-{order}-{secrets.token_hex(4)}", taken.ref, taken.position)
@@ -339,7 +340,6 @@ class RolloutWorker:
             tokens=GroupTokens(group_id, taken.kept) if keeps else None,
         )
         self._next_order += 1
-        self._note_epoch(taken.ref.index)
         run.samples.keeper = run.tokens
         self._runs[run.samples] = run
         self._is_idle.clear()
@@ -378,6 +378,7 @@ class RolloutWorker:
             if not await self.buffer.begin(group_id, new.ref, self.index, new.position):
                 return None
         self._in_hand.remove(new)
+        self._note_epoch(new.ref.index)
         return new
 
     def _note_epoch(self, index: int) -> None:

@@ -93,6 +93,7 @@ def main(runs: str) -> None:
         (logs / "planted").symlink_to("/etc/passwd")
     finally:
         cluster.stop(run_dir.logs)
+        others.shutdown(wait=False, cancel_futures=True)
     kept = {path.name: path for path in (run_dir.logs / "ray").rglob("*")}
     seen["kept"] = sorted(kept)
     seen["messages"] = messages.read_text()

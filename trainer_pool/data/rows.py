@@ -152,10 +152,7 @@ def _rows(
     mask = np.concatenate(masks)
     logprobs = np.concatenate([t.rollout_logprobs for t in trajectories])
     logprobs = np.where(mask, logprobs, np.float32(0))
-    versions, parts = (
-        np.concatenate([t.token_versions() for t in trajectories]),
-        _parts(trajectories),
-    )
+    versions = np.concatenate([t.token_versions() for t in trajectories])
     staleness = np.where(mask, np.maximum(version - versions, 0), 0)
     usual = np.full(len(mask), group.sampling.temperature, np.float32)
     parts = _parts(trajectories)

@@ -86,7 +86,15 @@ class Best:
 
 class CheckpointStore:
     """A run's checkpoints. Rank 0 calls `begin` and `commit` or `discard`; in between all ranks
-    write to `writing_folder`."""
+    write to `writing_folder`.
+
+    Example:
+
+        store.begin(50)
+        ...                               # each rank writes to store.writing_folder(50)
+        store.commit(state)               # durable, as checkpoints/step-000050
+        folder, state = store.latest()
+    """
 
     def __init__(self, folder: Path, *, num_kept: int = 2, keep_every: int | None = None) -> None:
         """Keeps the newest `num_kept`, and those of every `keep_every` steps for ever."""

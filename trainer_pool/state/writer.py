@@ -52,7 +52,15 @@ until it was durable."""
 
 
 class CheckpointWriter:
-    """One rank's part in a run's checkpoints. All ranks make the same calls but `protect_copy`."""
+    """One rank's part in a run's checkpoints. All ranks make the same calls but `protect_copy`.
+
+    Example:
+
+        writer = CheckpointWriter(store, policy.state.layout(), ranks, ..., on_end=acknowledge)
+        writer.save(state, policy.state.shards())   # returns when they are copied
+        ...                                         # steps; call `protect_copy` before updates
+        writer.finish()                             # durable, or reported to `on_end`
+    """
 
     def __init__(
         self,

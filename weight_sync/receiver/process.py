@@ -30,7 +30,7 @@ class ReceiverProcess:
 
     @property
     def pid(self) -> int:
-        """The process that was started last."""
+        """Another one after every start, too."""
         assert self._child is not None, "start() comes first"
         return self._child.pid
 

@@ -72,7 +72,7 @@ CALL_GAP_S = 0.02
 it, samples that start one by one as others end would each have their own call, which takes 2 ms of
 the server's HTTP process, and prompts of their own passes of the model."""
 LONGEST_GAP_S = 0.05
-FEW_CALLS = 16
+FEW_CALLS = 64
 """Above this the gap grows with the open calls, so that few samples do not make many."""
 LONG_PREFIX = 128
 """Fewest tokens of a prompt for which one sample of a group goes ahead. Sent together, the engine

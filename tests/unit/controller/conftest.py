@@ -54,7 +54,7 @@ def quickstart_settings() -> str:
 def run_dir(runs: Path, run_name: str, quickstart_settings: str) -> RunDir:
     """A run of this very process that has recorded nothing yet and has no Redis."""
     run_dir = RunDir.create(str(runs), run_name, "quickstart")
-    (run_dir.path / "config.yaml").write_text(quickstart_settings)
+    run_dir._write("config.yaml", quickstart_settings)
     return run_dir
 
 
