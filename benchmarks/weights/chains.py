@@ -101,7 +101,7 @@ def _play(hosts: list[Host], weights: SharedWeights, rounds: int) -> dict[int, l
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(KEY + "\n")
             process.stdin.flush()
-            urls[host.name] = json.loads(process.stdout.readline())["url"]
+            urls[host.name] = process.stdout.readline().strip()
         for rank in reversed(range(NUM_RANKS)):
             spec = json.dumps([rank, rounds, str(weights.path), hosts[0].address, urls])
             command = f"{sys.executable} -m benchmarks.weights.chains '{spec}'"
