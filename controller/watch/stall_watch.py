@@ -32,7 +32,7 @@ from controller.watch.remarks import REWARDS, TRAINER
 from controller.watch.run_view import RunView
 from controller.watch.stalls import ENGINES, WORKERS, Stall, find_stall
 from controller.watch.supervise import RunFailed
-from processes.child import Child, kill_group
+from processes.child import Child
 from processes.pending import Pending, in_thread, value
 from processes.stacks import collect, write_stacks
 from rollout_pool.cancelling import end_tasks
@@ -181,7 +181,7 @@ class StallWatch:
             child = Child(["/bin/sh", "-c", command], log, secret=line)
             begun.append(child)  # before the look at `over`: one of both ends sees the other
             if over.is_set():
-                kill_group(child.pid)
+                child.stop(0.0)
             return child
 
         try:
@@ -190,7 +190,7 @@ class StallWatch:
         except asyncio.CancelledError:  # the run ends
             over.set()
             for child in begun:
-                kill_group(child.pid)
+                child.stop(0.0)  # closes its input, too
             raise
         except OSError as error:
             self.say(f"run.stall.command did not run: {error}")
