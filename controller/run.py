@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,7 +70,7 @@ from controller.watch.fleet import SETTING
 from controller.watch.run_view import RunView
 from controller.watch.supervise import POLL_S, error_of, failure
 from controller.watch.verdict import parts_at_fault
-from processes.pending import Pending, T
+from processes.pending import Pending, T, in_background
 from processes.runs import end_processes, run_processes
 from processes.tree import SHARED_MEMORY, shared_memory_files
 from rollout_pool.pool import RolloutPool, clear_other_hosts, place_teacher
@@ -275,17 +274,7 @@ class Run:
         """Examples of the warm start, meanwhile: the start of Ray mostly waits."""
         if self.resumption is not None or not self.config.trainer.warm_start.num_steps:
             return None
-        examples = Future[list[SupervisedExample]]()
-
-        def draw() -> None:
-            try:
-                examples.set_result(supervised_examples(self.config, self._model_path))
-            except BaseException as error:
-                examples.set_exception(error)
-
-        # A daemon: a start that fails does not wait for it.
-        threading.Thread(target=draw, name="examples", daemon=True).start()
-        return examples
+        return in_background(supervised_examples, self.config, self._model_path)
 
     def _start_servers(self, cleanup: contextlib.ExitStack) -> RayCluster:
         """Ray takes the longest and comes last, unless only Ray knows our address."""

@@ -26,6 +26,11 @@ async def value(pending: Pending[T]) -> T:
 
 
 def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """`in_background` for an event loop."""
+    return asyncio.wrap_future(in_background(call, *args))
+
+
+def in_background(call: Callable[..., T], *args: Any) -> Future[T]:
     """The result of a call that may block, in a thread for which the end of a run does not wait."""
     done = Future[T]()
     done.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
@@ -37,4 +42,4 @@ def in_thread(call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
             done.set_exception(error)
 
     threading.Thread(target=work, daemon=True).start()
-    return asyncio.wrap_future(done)
+    return done

@@ -223,8 +223,8 @@ class Captured:
 
 
 class VersionBoard(Protocol):
-    """The run's shared record of its weights; `buffer.run_state`, which tells of each method,
-    satisfies it."""
+    """The run's shared record of its weights; `buffer.run_state` satisfies it, and documents each
+    method."""
 
     async def receivers(self) -> dict[str, str]: ...
 

@@ -8,7 +8,7 @@ A URL that ends in /v1 is that of an OpenAI-compatible server which returns prom
     teacher_logprobs   0   -1.2  -0.3  -2.0             position t: of token t, given those before
 
 They are the teacher's at temperature 1. It must have the student's vocabulary: tokens are sent as
-ids. `probe` finds out before a run starts, as far as the server tells.
+ids. `probe` finds out before a run starts, as far as the server shows it.
 """
 
 from __future__ import annotations
