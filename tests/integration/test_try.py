@@ -40,9 +40,9 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
 def server_of(tmp_path: Path) -> tuple[psutil.Process, Path]:
     """The server that was started for this test, and its folder."""
     pids = [int(line.split()[0]) for line in processes_of(tmp_path)]
-    programs = {pid: " ".join(psutil.Process(pid).cmdline()) for pid in pids}
-    [pid] = [pid for pid in pids if " -m rollout_pool.engines.sglang.server " in programs[pid]]
-    server = psutil.Process(pid)
+    found = [p for p in psutil.process_iter(["cmdline"]) if p.pid in pids]  # less those that ended
+    program = " -m rollout_pool.engines.sglang.server "
+    [server] = [p for p in found if program in " ".join(p.info["cmdline"] or [])]
     [log] = {file.path for file in server.open_files() if file.path.endswith("engine.log")}
     return server, Path(log).parent
 

@@ -174,11 +174,12 @@ async def test_cancelled_episode_is_cancelled_in_the_process_and_a_hanging_one_i
         async with asyncio.timeout(120):
             while "the hang that was asked for" not in log.read_text():
                 await asyncio.sleep(0.05)
+        assert before is not None
+        hung = psutil.Process(before)
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-        assert before is not None
-        await asyncio.to_thread(psutil.wait_procs, [psutil.Process(before)], timeout=60)
+        await asyncio.to_thread(psutil.wait_procs, [hung], timeout=60)
         model.says = ["oak"]
         assert (await run(task, model))[1]["turns"] == 3.0
         assert task._process.pid != before

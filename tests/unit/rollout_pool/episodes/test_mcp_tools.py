@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -47,8 +46,9 @@ async def test_server_that_died_is_started_again_by_the_next_call():
     first = int(await place.run({}))
     server = place.run.func.__self__
     lost = await server._connected()
-    os.kill(first, signal.SIGKILL)
-    psutil.Process(first).wait(60)
+    process = psutil.Process(first)  # asked for before: the event loop may reap it at once
+    process.kill()
+    await asyncio.to_thread(process.wait, 60)
     async with asyncio.timeout(60):
         while True:
             try:
