@@ -8,6 +8,8 @@ import os
 import re
 import shlex
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -132,6 +134,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid if Path(file).name in APART else SHARED.get(Path(file).name, file)
 
     return Scheduling(config, log)
+
+
+@pytest.fixture
+def put_ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Puts the monotonic clock of this thread ahead by some seconds, and so asyncio's loop in it:
+    tests of limits of a minute take none, and no machine stands still for as long as that."""
+    real, ours, ahead = time.monotonic, threading.get_ident(), list[float]()
+    monkeypatch.setattr(
+        time, "monotonic", lambda: real() + (sum(ahead) if threading.get_ident() == ours else 0.0)
+    )
+    return ahead.append
 
 
 @pytest.fixture(scope="session")

@@ -61,7 +61,7 @@ def test_stop_leaves_no_call_waiting_at_whatever_moment_it_comes() -> None:
         loop.run(asyncio.sleep(0.001))
         loop.stop()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

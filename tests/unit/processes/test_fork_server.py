@@ -77,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, scripts: Path) -> Iterator[
     yield folder
     os.close(gate)
     os.close(kept)
-    assert servers.wait(20) == 0
+    assert servers.wait(60) == 0
     assert not folder.exists()
 
 
@@ -208,7 +208,7 @@ def test_child_of_a_fork_server_speaks_hears_and_ends_as_another(
         secret="none",
         environment={FORK_SERVERS_VARIABLE: str(folder)},
     )
-    assert child.wait(20) == 0
+    assert child.wait(60) == 0
     child.stop(1)
     assert "Linux" in (tmp_path / "log").read_text()
 
@@ -282,7 +282,7 @@ def test_forked_program_outlives_its_server_and_ends_with_an_unknown_code(
     servers, kept = fork_server.start(folder, kinds, tmp_path / "log", is_eager=False)
     process, writing = waiting(folder, scripts)
     os.close(kept)
-    assert servers.wait(20) == 0
+    assert servers.wait(60) == 0
     assert psutil.pid_exists(process.pid)
     os.close(writing)
     assert process.wait() == UNKNOWN_EXIT_CODE
@@ -298,7 +298,7 @@ def test_servers_live_while_any_process_keeps_them(tmp_path: Path) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         servers.wait(0.5)
     os.close(another)
-    assert servers.wait(20) == 0
+    assert servers.wait(60) == 0
 
 
 def test_servers_that_are_told_to_end_leave_no_folder(tmp_path: Path) -> None:

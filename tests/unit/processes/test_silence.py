@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import chain, repeat
 
 from processes import silence
 from processes.silence import wait_silent
@@ -20,7 +21,7 @@ async def test_missing_answers_for_the_whole_time_are_silence():
 
 async def test_limit_may_become_known_later(monkeypatch):
     monkeypatch.setattr(silence, "INTERVAL_S", 0.05)
-    limits = iter([60.0, 0.1, 0.1, 0.1])
+    limits = chain([60.0], repeat(0.1))
     async with asyncio.timeout(60):
         assert await wait_silent(no, lambda: next(limits)) >= 0.1
 

@@ -70,7 +70,7 @@ def test_reader_waits_for_this_ranks_capture() -> None:
     reader = threading.Thread(target=lambda: found.append(snapshots.stream(0, 0, 10.0)))
     reader.start()
     snapshots.capture(0, 0, scene_shards(layout, 0, 0))
-    reader.join(10.0)
+    reader.join(60.0)
     assert len(found) == 1
 
 

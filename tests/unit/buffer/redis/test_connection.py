@@ -392,7 +392,7 @@ async def _ends(reads: list[asyncio.Task[Any]]) -> list[Any]:
 
 async def _until_it_has_no_client(server: EmbeddedServer) -> None:
     with _client(server.url) as probe:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while probe.info("clients")["connected_clients"] > 1:
                 await asyncio.sleep(0.01)
 

@@ -162,11 +162,12 @@ async def test_lease_is_renewed_again_when_the_server_has_memory_again(
 async def test_flush_waits_as_long_as_it_may_for_the_disk(
     server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.redis.durability._SETTLE_S", 2.0)
+    monkeypatch.setattr("buffer.redis.durability._SETTLE_S", 60.0)
     async with _opened(server) as buffer:
         await buffer.push(make_group("a"))
         buffer._durability._can_wait_aof = False  # type: ignore[union-attr]  # as with Redis 7.0
         assert not await buffer.flush(0.2)
+        monkeypatch.setattr("buffer.redis.durability._SETTLE_S", 0.5)
         assert await buffer.flush(60)
         os.kill(server.pid, signal.SIGSTOP)
         try:

@@ -14,7 +14,7 @@ from rollout_pool.episodes.runner import EpisodeRunner
 from rollout_pool.sampling.group_samples import Activity
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
-from tests.support.rollout import EOS, plain_chat, write
+from tests.support.rollout import EOS, plain_chat, until, write
 
 
 class SlowEngine:
@@ -59,13 +59,17 @@ def make_runner(engine: SlowEngine, timeout_s: float) -> EpisodeRunner:
 async def play_all(runner: EpisodeRunner, number: int):
     asks = [EpisodeRequest(session=f"s{i}", sampling=SamplingParams()) for i in range(number)]
     playing = (runner.run(SingleTurn("?"), ask) for ask in asks)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(3600):
         return await asyncio.gather(*playing, return_exceptions=True)
 
 
-async def test_episodes_that_wait_for_the_only_slot_do_not_time_out() -> None:
-    engine = SlowEngine(0.3)
-    episodes = await play_all(make_runner(engine, timeout_s=3.0), 12)
+async def test_episodes_that_wait_for_the_only_slot_do_not_time_out(put_ahead) -> None:
+    engine = SlowEngine(60.0)
+    playing = asyncio.create_task(play_all(make_runner(engine, timeout_s=120.0), 12))
+    for number in range(12):
+        await until(lambda number=number: engine.num_asked > number)
+        put_ahead(60.0)
+    episodes = await playing
     assert [getattr(episode, "end", episode) for episode in episodes] == ["done"] * 12
     assert engine.num_asked == 12
 

@@ -103,15 +103,19 @@ async def test_sample_that_fails_at_last_says_why_and_keeps_its_tokens(fake, oth
     assert sample.finish_reason == "stop" and sample.output_ids[0] == 11
 
 
-async def test_sample_that_lost_its_only_engine_waits_for_it(fake, sampler, router, monkeypatch):
-    monkeypatch.setattr(engine_state, "FIRST_DELAY_S", 2.0)
+async def test_sample_that_lost_its_only_engine_waits_for_it(
+    fake, sampler, router, monkeypatch, put_ahead
+):
+    monkeypatch.setattr(engine_state, "FIRST_DELAY_S", 20.0)
     router.follow({"engine-0": 0}, 0, 0)
     fake.status = 500
     sample = make_sample()
     completing = asyncio.create_task(sampler.complete(sample))
     await until(lambda: fake.calls)
     router.follow({}, 0, 0)  # it has died
-    await asyncio.sleep(2.5)
+    await until(lambda: router.num_waiting)
+    put_ahead(21.0)
+    await asyncio.sleep(0.1)
     assert len(fake.bodies("/generate")) == 1 and not completing.done()
     fake.status = 200
     router.follow({"engine-0": 0}, 0, 0)

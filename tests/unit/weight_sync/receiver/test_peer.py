@@ -170,10 +170,8 @@ def test_peer_that_sends_a_byte_now_and_then_is_left(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         spec = receiver_spec("east", Path(), TIMEOUT_S)
-        started = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"slower than weight_sync\.min_bandwidth"):
             asyncio.run(copy_from_peer(url, 1, LAYOUT, room(), spec))
-        assert time.monotonic() - started < TIMEOUT_S
         server.shutdown()
 
 

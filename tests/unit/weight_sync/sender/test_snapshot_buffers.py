@@ -126,7 +126,7 @@ def test_waits_for_a_buffer_end_when_sending_has_ended() -> None:
         waiter = threading.Thread(target=choose)
         waiter.start()
         buffers.fail(ConnectionError("the board is gone"))
-        waiter.join(10.0)
+        waiter.join(60.0)
     assert [str(error) for error in errors] == ["weights cannot be sent: the board is gone"]
     with pytest.raises(WeightSyncError, match="the board is gone"):
         buffers.choose(0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import threading
 from array import array
 from dataclasses import replace
 
@@ -281,14 +282,22 @@ async def test_one_bad_sample_does_not_fail_those_that_shared_its_call(fake, cli
     assert [samples[i].finish_reason for i in (0, 2, 3)] == ["stop"] * 3
 
 
-async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(fake):
-    client = fake.client("engine-0", request_timeout_s=2.0)
-    fake.says(delay_s=60.0)
-    error = await ask(client, make_sample())
-    assert "engine-0 did not answer /generate: Timeout on reading" in str(error)
-    fake.says(delay_s=lambda rid: 0.4 * (1 + int(rid[2])))  # 3.2 s in all
-    samples = [make_sample(i) for i in range(8)]
-    assert await ask_all(client, samples) == samples
+async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(fake, put_ahead):
+    client = fake.client("engine-0", request_timeout_s=60.0)
+    fake.says(never_ends=True)
+    asking = asyncio.create_task(ask(client, sample := make_sample()))
+    await until(lambda: sample.output_ids)
+    put_ahead(61.0)
+    assert "engine-0 did not answer /generate: Timeout on reading" in str(await asking)
+    samples, may_end = [make_sample(i) for i in range(8)], [threading.Event() for _ in range(8)]
+    fake.says(may_end=lambda rid: may_end[int(rid[2])])
+    asking = asyncio.create_task(ask_all(client, samples))
+    await until(lambda: all(sample.output_ids for sample in samples))
+    for sample, event in zip(samples, may_end, strict=True):
+        put_ahead(20.0)  # 160 s in all
+        event.set()
+        await until(lambda sample=sample: sample.finish_reason)
+    assert await asking == samples
     await client.close()
 
 

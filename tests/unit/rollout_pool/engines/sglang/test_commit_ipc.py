@@ -91,14 +91,14 @@ def meet():
         yield make
         leading.close()
         for engine in engines:
-            engine.thread.join(20)
+            engine.thread.join(60)
 
 
 def test_every_tensor_arrives_through_two_halves_of_one_buffer(meet, staged, tensors):
     leading, buffer, engine = meet()
     synced = []
     send_weights(leading, "a handle", buffer, staged.batches(600), lambda: synced.append(1))
-    engine.thread.join(20)
+    engine.thread.join(60)
     assert len(synced) > 2
     assert engine.ending == [None, None]
     assert engine.loaded.keys() == tensors.keys()
@@ -109,7 +109,7 @@ def test_failed_load_raises_the_engines_own_words_and_frees_it(meet, staged):
     leading, buffer, engine = meet(fails_at=1)
     with pytest.raises(EngineError, match="could not load a batch: no such parameter"):
         send_weights(leading, "a handle", buffer, staged.batches(600), lambda: None)
-    engine.thread.join(20)
+    engine.thread.join(60)
     assert [type(last) for last in engine.ending] == [RuntimeError]
 
 
