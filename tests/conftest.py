@@ -139,7 +139,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture
 def put_ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Puts the monotonic clock of this thread ahead by some seconds, and so asyncio's loop in it:
-    tests of limits of a minute take none, and no machine stands still for as long as that."""
+    tests of limits of a minute take none, and no machine stands still for as long as that. A test
+    names it before what waits as it closes: the clock is set back last."""
     real, ours, ahead = time.monotonic, threading.get_ident(), list[float]()
     monkeypatch.setattr(
         time, "monotonic", lambda: real() + (sum(ahead) if threading.get_ident() == ours else 0.0)

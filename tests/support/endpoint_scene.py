@@ -97,6 +97,8 @@ class Author:
         """Tokens that arrive together."""
         self.places: asyncio.Semaphore | None = None
         """Slots; other answers wait."""
+        self.num_placed = 0
+        """Answers that have had a slot."""
         self.pause_s = 0.0
         """Time before an answer's first token."""
         self.samples = []
@@ -120,6 +122,7 @@ class Author:
             self._plans[sample] = [*spell(said), END_TOKEN] if isinstance(said, str) else said
         try:
             async with self._place(clock):
+                self.num_placed += 1
                 await asyncio.sleep(self.pause_s)
                 await self._write(sample, self._plans[sample][: sample.max_new_tokens])
         except asyncio.CancelledError:

@@ -157,8 +157,10 @@ async def test_conversation_without_room_ends_by_length(make_scene, play):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(make_scene, play, stream):
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=5.0))
+async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(
+    put_ahead, make_scene, play, stream
+):
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=60.0))
     scene.author.gates, scene.author.silent = {3: asyncio.Event()}, {0}
 
     async def agent(session, prompt):
@@ -174,7 +176,10 @@ async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(make_s
         await asyncio.Event().wait()
 
     group = RecordingSamples()
-    episode = await play(agent, scene, samples=group)
+    playing = asyncio.create_task(play(agent, scene, samples=group))
+    await eventually(lambda: [len(one.output_ids) for one in scene.author.samples] == [0, 3, 3])
+    put_ahead(61.0)
+    episode = await playing
     assert (episode.end, episode.num_turns, episode.answer) == ("episode_timeout", 2, "hel")
     for branch, sample in zip(episode.branches, scene.author.samples[1:], strict=True):
         check_branch(branch, [sample.output_ids])
@@ -182,18 +187,24 @@ async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(make_s
     assert [len(sample.output_ids) for sample in group.ended] == [0, 3, 3]
 
 
-async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(make_scene, play):
-    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=3.0))
-    scene.author.places, scene.author.pause_s = asyncio.Semaphore(1), 0.6
+async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(put_ahead, make_scene, play):
+    scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=90.0))
+    scene.author.places, scene.author.pause_s = asyncio.Semaphore(1), 30.0
 
     async def agent(session, prompt):
         await ask(session, prompt.text)
         return 1.0
 
-    episodes = await asyncio.gather(*(play(agent, scene) for _ in range(6)))
-    assert [episode.end for episode in episodes] == ["done"] * 6
-    scene.author.gates = {3: asyncio.Event()}  # what hangs at its engine is late
-    assert (await play(agent, scene)).end == "episode_timeout"
+    playing = [asyncio.create_task(play(agent, scene)) for _ in range(6)]
+    for number in range(6):
+        await eventually(lambda number=number: scene.author.num_placed > number)
+        put_ahead(30.0)
+    assert [episode.end for episode in await asyncio.gather(*playing)] == ["done"] * 6
+    late = asyncio.create_task(play(agent, scene))  # what hangs at its engine is
+    scene.author.gates, scene.author.pause_s = {3: asyncio.Event()}, 0.0
+    await eventually(lambda: len(scene.author.samples[-1].output_ids) == 3)
+    put_ahead(91.0)
+    assert (await late).end == "episode_timeout"
 
 
 async def test_each_answer_ends_at_the_gate(scene, play):

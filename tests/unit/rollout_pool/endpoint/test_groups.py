@@ -116,7 +116,7 @@ async def test_reward_may_be_posted_again_but_not_changed(scene):
 
 async def test_idle_session_is_given_up(make_scene):
     scene = await make_scene(
-        rollout=RolloutConfig(group_size=2, openai=OpenAIConfig(session_timeout_s=2.0))
+        rollout=RolloutConfig(group_size=2, openai=OpenAIConfig(session_timeout_s=5.0))
     )
     gate = asyncio.Event()
     scene.author.gates = {2: gate}

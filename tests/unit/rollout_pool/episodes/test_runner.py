@@ -61,6 +61,7 @@ class Talk:
     def __init__(self, first, *lines):
         self.first = first
         self.lines = list(lines)
+        self.hangs = asyncio.Event()
         self.heard = []
         self.num_closed = 0
 
@@ -79,6 +80,7 @@ class Talk:
         if isinstance(line, Exception):
             raise line
         if line == "...":
+            self.hangs.set()
             await asyncio.Event().wait()
         if isinstance(line, str):
             return said(line)
@@ -302,20 +304,34 @@ async def test_environment_that_fails_at_reset_fails_the_episode():
     assert env.num_closed == 1
 
 
-async def test_environment_that_takes_too_long_over_a_step_ends_its_episode():
+@pytest.fixture
+def out_of_time(put_ahead):
+    """Gives an episode whose 60 s are over when that model or environment hangs."""
+
+    async def out_of_time(who, running):
+        playing = asyncio.create_task(running)
+        async with asyncio.timeout(600):
+            await who.hangs.wait()
+            put_ahead(61.0)
+            return await playing
+
+    return out_of_time
+
+
+async def test_environment_that_takes_too_long_over_a_step_ends_its_episode(out_of_time):
     env = Talk("1", "2", "...")
-    episode = await runner(Model("a", "b"), turn_timeout_s=1.0).run(env, ask())
+    episode = await out_of_time(env, runner(Model("a", "b"), turn_timeout_s=60.0).run(env, ask()))
     assert (episode.end, episode.error) == ("turn_timeout", None)
     assert text_of(episode.branches[0]) == "1[a|]2[b|]"
     env = Talk("1", "...")
-    episode = await runner(Model("a"), episode_timeout_s=1.0).run(env, ask())
+    episode = await out_of_time(env, runner(Model("a"), episode_timeout_s=60.0).run(env, ask()))
     assert (episode.end, env.num_closed) == ("episode_timeout", 1)
 
 
-async def test_episode_without_time_keeps_what_was_sampled_to_the_last_token():
+async def test_episode_without_time_keeps_what_was_sampled_to_the_last_token(out_of_time):
     model = Model("a", "bc...")
     env = Talk("1", "2")
-    episode = await runner(model, episode_timeout_s=1.0).run(env, ask())
+    episode = await out_of_time(model, runner(model, episode_timeout_s=60.0).run(env, ask()))
     assert (episode.end, episode.num_turns) == ("episode_timeout", 2)
     assert text_of(episode.branches[0]) == "1[a|]2[bc]"
     assert episode.branches[0].finish_reason == "length"
@@ -323,19 +339,20 @@ async def test_episode_without_time_keeps_what_was_sampled_to_the_last_token():
     assert model.asked[1].finish_reason is not None
 
 
-async def test_episode_whose_time_ends_before_a_turns_first_token_ends_without_it():
-    episode = await runner(Model("a", "..."), episode_timeout_s=1.0).run(Talk("1", "2"), ask())
+async def test_episode_whose_time_ends_before_a_turns_first_token_ends_without_it(out_of_time):
+    model = Model("a", "...")
+    playing = runner(model, episode_timeout_s=60.0).run(Talk("1", "2"), ask())
+    episode = await out_of_time(model, playing)
     assert text_of(episode.branches[0]) == "1[a|]" and episode.num_turns == 1
     with pytest.raises(EpisodeFailed, match="before a token was sampled: episode_timeout"):
         await runner(Model("..."), episode_timeout_s=0.1).run(Talk("1"), ask())
 
 
-async def test_sample_that_ignores_its_interruption_is_cancelled_and_lost():
+async def test_sample_that_ignores_its_interruption_is_cancelled_and_lost(out_of_time):
     model = Model("a", "bc...")
     model.is_deaf = True
-    playing = runner(model, heeds_interrupt_s=0.1, episode_timeout_s=1.0).run(Talk("1", "2"), ask())
-    async with asyncio.timeout(60):
-        episode = await playing
+    late = runner(model, heeds_interrupt_s=0.1, episode_timeout_s=60.0)
+    episode = await out_of_time(model, late.run(Talk("1", "2"), ask()))
     assert text_of(episode.branches[0]) == "1[a|]" and episode.end == "episode_timeout"
     assert all(sample.finish_reason for sample in model.asked)
 
@@ -357,17 +374,19 @@ async def test_interrupted_sample_waits_and_continues_with_its_tokens():
     assert (episode.end, episode.num_turns) == ("done", 3)
 
 
-async def test_clock_is_paused_while_a_sample_may_not_continue():
+async def test_clock_is_paused_while_a_sample_may_not_continue(put_ahead):
     model = Model("a...", "b")
     model.delay_s = 0.05
     group = GroupSamples()
-    group.hold(3.0)
+    group.hold(120.0)
     playing = asyncio.create_task(
-        runner(model, episode_timeout_s=2.0).run(Talk("1"), ask(samples=group))
+        runner(model, episode_timeout_s=60.0).run(Talk("1"), ask(samples=group))
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         await model.hangs.wait()
         model.interrupt(model.asked[0])
+        await until(lambda: group.running and not group.to_stop)
+        put_ahead(121.0)
         episode = await playing
     assert episode.end == "done" and text_of(episode.branches[0]) == "1[ab|]"
 

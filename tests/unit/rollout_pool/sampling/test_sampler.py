@@ -104,7 +104,7 @@ async def test_sample_that_fails_at_last_says_why_and_keeps_its_tokens(fake, oth
 
 
 async def test_sample_that_lost_its_only_engine_waits_for_it(
-    fake, sampler, router, monkeypatch, put_ahead
+    put_ahead, fake, sampler, router, monkeypatch
 ):
     monkeypatch.setattr(engine_state, "FIRST_DELAY_S", 20.0)
     router.follow({"engine-0": 0}, 0, 0)

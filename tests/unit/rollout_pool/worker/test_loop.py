@@ -27,7 +27,7 @@ from rollout_pool.tasks.registry import build_task, epoch_of
 from rollout_pool.tasks.source import EpisodeSource
 from rollout_pool.tasks.task import Prompt, TaskStream
 from rollout_pool.tasks.verifiers.process import EnvironmentDied
-from rollout_pool.worker import loop
+from rollout_pool.worker import loop, stragglers
 from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.group_run import MAX_FAILURES_IN_A_ROW, GroupFailed
 from rollout_pool.worker.loop import RolloutWorker
@@ -919,8 +919,9 @@ async def test_interrupted_groups_end_with_tokens_of_the_next_version_and_keep_e
 
 @pytest.mark.parametrize(("keep_partial", "num_wasted"), [(True, None), (False, 2)])
 async def test_postponed_group_is_finished_with_its_earlier_tokens_or_from_its_prompt(
-    make_worker, completer, state, keep_partial, num_wasted
+    make_worker, completer, state, monkeypatch, keep_partial, num_wasted
 ):
+    monkeypatch.setattr(stragglers, "SLOW_FACTOR", 15.0)  # so slow only the held one becomes
     completer.held = lambda sample: sample.prompt == [ord("0")]
     completer.pause_s = 0.2
     worker, buffer = await make_worker(

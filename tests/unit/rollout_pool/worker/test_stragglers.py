@@ -225,13 +225,13 @@ async def _keep_one_young(scene: Scene) -> None:
 
 async def test_last_group_is_never_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
-    scene.start(10)
+    scene.start(10, started=time.monotonic() - 1000.0)
     await _postpones_nothing(scene, is_alone=True)
 
 
 async def _postpones_nothing(scene: Scene, is_alone: bool = False) -> None:
     """Though a batch is ready and others were far quicker."""
-    scene.durations.extend([0.02] * MIN_RECENT)
+    scene.durations.extend([100.0] * MIN_RECENT)
     async with scene.running():
         others = [] if is_alone else [asyncio.create_task(_keep_one_young(scene))]
         scene.is_full = True
@@ -262,7 +262,7 @@ async def test_new_turn_of_a_postponed_group_is_stopped_too() -> None:
 
 async def test_group_without_running_samples_is_not_postponed() -> None:
     scene = Scene(TailPolicy.postpone)
-    scored = scene.start(10)
+    scored = scene.start(10, started=time.monotonic() - 1000.0)
     for sample in scored.in_progress:
         sample.finish_reason = "stop"
     await _postpones_nothing(scene)

@@ -282,7 +282,7 @@ async def test_one_bad_sample_does_not_fail_those_that_shared_its_call(fake, cli
     assert [samples[i].finish_reason for i in (0, 2, 3)] == ["stop"] * 3
 
 
-async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(fake, put_ahead):
+async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(put_ahead, fake):
     client = fake.client("engine-0", request_timeout_s=60.0)
     fake.says(never_ends=True)
     asking = asyncio.create_task(ask(client, sample := make_sample()))
