@@ -236,7 +236,7 @@ async def _scenario(buffer: Buffer, other: Buffer) -> None:
     assert await find_violations(other) == []
     told = [event.event for event in await other.events(second[0])]
     assert told[:3] == ["admitted", "pushed", "leased"] and told[-1] == "acked"
-    assert await other.flush(timeout_s=15)
+    assert await other.flush(timeout_s=60)
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -128,8 +128,9 @@ async def life(tmp_path, spec, state, keeper, models):
 
 def part(pid, name):
     """The "scheduler" or "detokenizer" of an SGLang server."""
-    children = psutil.Process(pid).children(recursive=True)
-    (found,) = [child for child in children if name in " ".join(child.cmdline())]
+    family = {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    children = [p for p in psutil.process_iter(["cmdline"]) if p.pid in family]
+    (found,) = [child for child in children if name in " ".join(child.info["cmdline"] or [])]
     return found
 
 
@@ -185,15 +186,15 @@ async def test_dead_receiver_returns_with_its_staged_versions_and_leaves_nothing
     assert leftovers.read_text() == f"{stage}\n" and stage.stat().st_mode & 0o077 == 0
     await publish(1)
     client = await receiver_of(state)
-    os.kill((await client.status(timeout_s=10)).pid, signal.SIGKILL)
+    os.kill((await client.status(timeout_s=60)).pid, signal.SIGKILL)
     await client.close()
     async with asyncio.timeout(60):
         while (await state.receivers()).get("receiver-0") in (None, client.url):
             await asyncio.sleep(0.05)
     client = await receiver_of(state)
-    newest = await client.newest(-1, timeout_s=20)
+    newest = await client.newest(-1, timeout_s=60)
     assert newest.version == 1 and Path(newest.path).is_relative_to(stage)
-    pid = (await client.status(timeout_s=10)).pid
+    pid = (await client.status(timeout_s=60)).pid
     await client.close()
     assert [(e["event"], e["who"]) for e in await records(state, "weights_event")] == [
         ("receiver_restarted", "receiver-0")

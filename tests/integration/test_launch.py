@@ -601,7 +601,7 @@ def test_stop_cleans_up_after_a_controller_killed_at_a_line_of_the_log(
     wait_for_line(process, line)
     run = tmp_path / RUN
     kill_controller(run, with_guard=True)  # which would clear up by itself
-    finish(process, timeout_s=30)
+    finish(process, timeout_s=60)
     command_on(tmp_path, "stop")
     assert json.loads((run / "run.json").read_text())["state"] == "stopped"
     assert not (run / "redis.url").exists()
@@ -642,7 +642,7 @@ def test_run_whose_controllers_are_killed_goes_on_and_the_next_ones_attach_to_it
 
     command_on(tmp_path, "tune", "buffer.paused=true")
     kill_controller(run, with_guard=True)
-    finish(process, timeout_s=30)
+    finish(process, timeout_s=60)
     version = served_version(run)
     process = attach(tmp_path)
     output = wait_for_line(process, "✓ attached")
@@ -714,7 +714,7 @@ def test_run_that_nobody_attaches_to_ends_in_time_and_leaves_nothing(tmp_path: P
     process = start(tmp_path, RUN, "run.attach_timeout_s=1")
     wait_for_line(process, "✓ placement")
     kill_controller(run, with_guard=True)
-    finish(process, timeout_s=30)
+    finish(process, timeout_s=60)
     deadline = time.monotonic() + 300
     while processes_of(tmp_path):
         assert time.monotonic() < deadline, processes_of(tmp_path)

@@ -222,14 +222,14 @@ async def test_each_role_can_do_its_work(
     await states["trainer"].leave_probes(probes)
     assert await states["rollout"].probes(1) == probes
     await states["rollout"].forget_engine("engine-1")
-    assert await states["trainer"].wait_engines_at(1, 5) == {"engine-0": 1}
+    assert await states["trainer"].wait_engines_at(1, 60) == {"engine-0": 1}
     await states["trainer"].append_metrics({"loss": 1.0}, "step")
     await states["trainer"].set_phase("training")
     assert await trainer.ack(2, "lineage") == 4
     assert await states["rollout"].wait_version_above(0, 5) == 1
 
     kept = await _push(rollout, "kept", 1)
-    assert await rollout.flush(timeout_s=10)
+    assert await rollout.flush(timeout_s=60)
     await controller.change_settings({"max_staleness": "3", "tail": "postpone"})
     names, before = ("max_staleness", "tail"), dict[str, str]()
     changed = await states["rollout"].wait_settings_changed(names, before, 5)
@@ -307,7 +307,7 @@ async def test_role_that_may_load_no_scripts_waits_for_the_controller(
     urls: dict[str, str],
 ) -> None:
     controller = ReplayBuffer(await connect(urls["controller"]), RUN, BufferConfig())
-    watcher = ReplayBuffer(await connect(urls["watcher"], try_for_s=20), RUN, BufferConfig())
+    watcher = ReplayBuffer(await connect(urls["watcher"], try_for_s=60), RUN, BufferConfig())
     await controller.open(BufferConfig(), 4)
     assert (await watcher.stats()).ready == 0
     with BlockingRedis.from_url(urls["admin"]) as admin:

@@ -201,7 +201,7 @@ async def test_settings_that_the_service_does_not_allow_are_refused(url: str) ->
 
 async def _running_program(server: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes of the program that the server runs, once it does."""
-    for _ in range(600):
+    for _ in range(1200):
         if len(found := psutil.Process(server.pid).children(recursive=True)) > 1:
             return found
         await asyncio.sleep(0.05)

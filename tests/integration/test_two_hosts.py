@@ -30,8 +30,8 @@ CUT_S = 8.0
 LISTENERS = """
 import json, psutil
 found = [c for c in psutil.net_connections("tcp") if c.status == "LISTEN"]
-who = {c.pid: " ".join(psutil.Process(c.pid).cmdline()) for c in found}
-print(json.dumps([(c.laddr.ip, c.laddr.port, who[c.pid]) for c in found]))
+who = {p.pid: " ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])}
+print(json.dumps([(c.laddr.ip, c.laddr.port, who[c.pid]) for c in found if c.pid in who]))
 """
 REMAINS = """
 import contextlib, glob, psutil, time

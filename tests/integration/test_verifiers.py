@@ -83,7 +83,7 @@ async def test_tool_environment_runs_the_tools_that_the_model_calls() -> None:
             {"type": "text", "text": "blue"}
         ]
         tool_server = psutil.Process(task._process.pid).children()[0]
-    psutil.wait_procs([tool_server], timeout=30)
+    psutil.wait_procs([tool_server], timeout=60)
     assert not tool_server.is_running()
 
 

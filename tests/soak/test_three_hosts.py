@@ -50,7 +50,7 @@ SETTINGS = (
 )
 ACTORS = """
 import json, psutil
-found = [" ".join(process.cmdline()) for process in psutil.process_iter()]
+found = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
 print(json.dumps([words.strip() for words in found if words.startswith("ray::")]))
 """
 LAW = """

@@ -212,17 +212,20 @@ class Machine:
         assert processes_of(runs) == []
         assert [name for name in os.listdir("/dev/shm") if name.startswith(f"leash-{RUN}")] == []
         assert list(runs.glob("**/*.sock")) == []
-        assert orphans_listening() <= self.listeners
-        # A folder of another run that is only just starting is in no command line yet.
+        # Others on this machine come and go: a folder of a run that is only just starting is in no
+        # command line yet, and a file of it not mapped.
         deadline = time.monotonic() + 60
-        while not (folders := abandoned_folders()) <= self.folders:
-            assert time.monotonic() < deadline, folders - self.folders
+        while left := self._left():
+            assert time.monotonic() < deadline, left
             time.sleep(0.2)
+
+    def _left(self) -> set[str]:
         new = [e for e in os.scandir("/dev/shm") if e.name not in self.shared_memory]
-        # None of this run is alive any more: what is mapped belongs to others on this machine.
+        # None of this run is alive any more: what is mapped belongs to others.
         mapped = mapped_inodes()
-        files = [e for e in new if e.is_file() and e.inode() not in mapped]
-        assert [file.name for file in files if os.path.exists(file)] == []
+        files = {e.name for e in new if os.path.isfile(e) and e.inode() not in mapped}
+        others = abandoned_folders() - self.folders | orphans_listening() - self.listeners
+        return others | {name for name in files if os.path.exists(f"/dev/shm/{name}")}
 
 
 def orphans_listening() -> set[str]:
