@@ -98,7 +98,7 @@ with tempfile.TemporaryDirectory(dir=sys.argv[1]):
     time.sleep(600)
 """
     run([sys.executable, "-c", program, str(tmp_path)], limit_s=5.0)
-    assert [*tmp_path.iterdir()] == [tmp_path / "begun"]
+    assert {*tmp_path.iterdir()} <= {tmp_path / "begun"}  # none where it had no time to begin
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
