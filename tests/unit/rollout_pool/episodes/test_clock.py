@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from buffer.types import SamplingParams
 from configs.rollout_schema import RolloutConfig, TaskConfig
 from rollout_pool.episodes.environment import SingleTurn
@@ -80,22 +78,25 @@ async def test_sample_that_takes_too_long_at_its_engine_times_out_after_a_wait()
         assert isinstance(episode, EpisodeFailed) and "episode_timeout" in str(episode)
 
 
-@pytest.mark.machine
-async def test_clock_rings_once_its_own_time_is_over() -> None:
-    clock, loop = EpisodeClock(0.2), asyncio.get_running_loop()
-    rung: list[float] = []
-    started = loop.time()
-    with clock.alarm(lambda: rung.append(loop.time() - started)):
+async def test_clock_rings_once_its_own_time_is_over(put_ahead) -> None:
+    clock, rung = EpisodeClock(100.0), []
+    with clock.alarm(lambda: rung.append(1)):
         with clock.paused():
             with clock.paused():  # two wait at once
-                await asyncio.sleep(0.3)
-            assert clock.left_s == pytest.approx(0.2, abs=0.05)
-            await asyncio.sleep(0.1)
-        await asyncio.sleep(0.1)
-        assert not rung and clock.left_s < 0.12
-        await asyncio.sleep(0.3)
-    assert len(rung) == 1 and 0.55 < rung[0] < 0.9
-    assert clock.left_s == 0
+                put_ahead(300.0)
+                await asyncio.sleep(0.01)
+            put_ahead(100.0)
+            await asyncio.sleep(0.01)
+            assert 40.0 < clock.left_s <= 100.0
+        put_ahead(40.0)
+        await asyncio.sleep(0.01)
+        assert not rung and 0.0 < clock.left_s <= 60.0
+        put_ahead(60.0)
+        await asyncio.sleep(0.01)
+        assert rung == [1]
+        put_ahead(100.0)
+        await asyncio.sleep(0.01)
+    assert rung == [1] and clock.left_s == 0
 
 
 async def test_clock_without_an_alarm_does_not_ring() -> None:

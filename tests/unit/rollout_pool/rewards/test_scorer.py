@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -277,6 +276,7 @@ class Host:
         self.is_lost = False
         self.is_back = asyncio.Event()
         self.slow: set[bytes] = set()
+        self.slow_may_end = asyncio.Event()
         self.leaves_out = 0
         self.error: Exception | None = None
 
@@ -290,7 +290,7 @@ class Host:
         quick = [(i, r) for i, r in enumerate(requests) if r not in self.slow]
         yield [(i, PartScore(value=self.value)) for i, _ in quick[self.leaves_out :]]
         if self.slow & set(requests):
-            await asyncio.sleep(0.3)
+            await self.slow_may_end.wait()
             yield [
                 (i, PartScore(value=self.value)) for i, r in enumerate(requests) if r in self.slow
             ]
@@ -336,15 +336,15 @@ async def test_host_with_the_fewest_open_requests_is_chosen(spread):
     assert (await first).value == 1.0
 
 
-@pytest.mark.machine
 async def test_slow_answer_does_not_delay_the_others_of_its_call(spread):
     host = Host(1.0)
     host.slow = {b"slow"}
     pool = await spread(host)
     slow = asyncio.create_task(pool.score(b"slow"))
-    started = time.monotonic()
-    await pool.score(b"quick")
-    assert time.monotonic() - started < 0.2 and not slow.done()
+    async with asyncio.timeout(60):
+        await pool.score(b"quick")
+    assert not slow.done()
+    host.slow_may_end.set()
     assert (await slow).value == 1.0
     assert len(host.batches) == 1
 
@@ -472,21 +472,6 @@ async def test_actors_score_and_survive_the_kill_of_one(actors, spread, tmp_path
     async with asyncio.timeout(180):
         await RayScorer(handles[0]).wait_ready(180)  # Ray has started it anew
     assert (await pool.score(line("abc"))).value == 3.0
-
-
-@pytest.mark.machine
-async def test_two_actors_score_200_answers_a_second(actors, spread):
-    pool = await spread(*(RayScorer(handle) for handle in actors(2)))
-    await asyncio.gather(*(pool.score(line("x")) for _ in range(32)))  # both have started
-    started = time.perf_counter()
-
-    async def episodes() -> None:
-        for _ in range(20):
-            await pool.score(line("xyz"))
-
-    await asyncio.gather(*(episodes() for _ in range(32)))
-    rate = 32 * 20 / (time.perf_counter() - started)
-    assert rate > 200, f"{rate:.0f} scores/s"
 
 
 async def test_actor_whose_task_refuses_its_config_is_bad_input(actors):
