@@ -461,6 +461,6 @@ def _age_s(pid: int) -> float:
 
 def redis_pid(run: Path) -> int:
     """Returns the pid of the server that was started for the run."""
-    servers = [p for p in psutil.process_iter(["name"]) if p.info["name"] in SERVERS]
-    (pid,) = (p.pid for p in servers if p.cwd() == str((run / "redis").resolve()))
+    here, found = str((run / "redis").resolve()), psutil.process_iter(["name", "cwd"])
+    (pid,) = (p.pid for p in found if p.info["name"] in SERVERS and p.info["cwd"] == here)
     return int(pid)
