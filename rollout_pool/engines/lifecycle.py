@@ -127,16 +127,16 @@ class EngineLife:
         so router and admission ignore it. False if no such version is reached, or if it is the only
         engine; it is released when the other engines are gone.
         """
-        if not self._pin.is_pinned:
+        if not self._pin.pinned.is_set():
             await self._end_guard()  # of a hold that was lost with the server
         if not await self._pin.want(version, wait_s):
             return False
         name, is_held = self.engine.spec.name, False
         try:
             others = {*await self.state.engine_versions()} - {name}
-            if others and self._pin.is_pinned:
+            if others and self._pin.pinned.is_set():
                 await self.state.forget_engine(name)
-                is_held = self._pin.is_pinned
+                is_held = self._pin.pinned.is_set()
         finally:
             if not is_held:
                 self._pin.release()
