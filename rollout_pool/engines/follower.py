@@ -204,8 +204,7 @@ class WeightFollower:
         if other := await self.state.other_weights(version, self.engine, digest):
             what = f"holds other weights than {other} at version {version}"
             log.warning("%s %s", self.engine, what)
-            event = {"event": "engines_differ", "who": self.engine, "detail": what}
-            await self.state.append_metrics(event, "weights_event")
+            await self.state.append_event("engines_differ", self.engine, what)
 
     async def _compare(self) -> None:
         """Compare with the trainer, if it has left probes of this version: now, since no other can

@@ -220,7 +220,7 @@ class EngineLife:
                     self._pin.note_lost()
                     # First of all, so that requests go elsewhere and admission ignores it.
                     await self.state.forget_engine(name)
-                    await self._note("engine_lost", why)
+                    await self.state.append_event("engine_lost", name, why)
             if self._has_untaken:
                 return why
             is_up = False
@@ -229,7 +229,7 @@ class EngineLife:
                     return f"{why}, after {limit} restarts (rollout.engine.max_restarts={limit})"
                 self._num_restarts += 1
                 log.warning("%s %s: restarting it", name, why)
-                await self._note("engine_restarted", why)
+                await self.state.append_event("engine_restarted", name, why)
                 try:
                     info = await self.engine.restart()
                 except (EngineError, OSError) as error:
@@ -241,10 +241,6 @@ class EngineLife:
                     await self.state.register_engine(name, info.url)
                     is_up = True
             why = None
-
-    async def _note(self, event: str, why: str) -> None:
-        record = {"event": event, "who": self.engine.spec.name, "detail": why}
-        await self.state.append_metrics(record, "weights_event")
 
     async def _serve(self, closing: contextlib.AsyncExitStack) -> str:
         """Follows the receiver until the server has died, is silent or torn; returns which.
