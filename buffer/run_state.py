@@ -388,6 +388,11 @@ class RunState:
             length=METRICS_LENGTH,
         )
 
+    async def append_event(self, event: str, who: str, detail: str) -> None:
+        """Appends a `weights_event`: what has become of an engine or a receiver."""
+        record = {"event": event, "who": who, "detail": detail}
+        await self.append_metrics(record, "weights_event")
+
     async def read_metrics(self, after_id: str, block_s: float) -> list[MetricsEntry]:
         """Entries after `after_id` (STREAM_START for all), waiting up to `block_s` for the first.
 

@@ -28,7 +28,6 @@ from pathlib import Path
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
 
 from buffer.dump.load import restore_buffer
 from buffer.redis.scripts import RunNotOpenError
@@ -222,7 +221,7 @@ class Run:
         if found.server is not None:
             cleanup.callback(found.server.stop, self._stop_timeout_s)
         cleanup.callback(found.cluster.stop, self.dir.logs)
-        pools = self._pools(found.rollout, found.trainer, found.trainer_spec, found.ranks)
+        pools = Pools(rollout=found.rollout, trainer=found.trainer)
         cleanup.callback(self._stop_pools, pools)
         self.stop.listen()  # Ray has installed its own handler for SIGTERM
         self._start_prometheus(cleanup)
@@ -231,16 +230,6 @@ class Run:
         with self._progress("attached") as say:
             say("engines, workers and trainer ranks have gone on")
         return pools
-
-    @staticmethod
-    def _pools(
-        rollout: RolloutPool, trainer: TrainerPool, spec: TrainerSpec, ranks: PlacementGroup
-    ) -> Pools:
-        def new_trainer(folder: Path) -> TrainerPool:
-            again = replace(spec, resume_from=str(folder), may_use_copies=True)
-            return TrainerPool.create(again, ranks)
-
-        return Pools(rollout=rollout, trainer=trainer, new_trainer=new_trainer)
 
     @property
     def _address(self) -> BufferAddress:
@@ -477,9 +466,10 @@ class Run:
                 (url,) = self._wait({teacher.name: ready}, "starting").values()
                 say("served by the run")
             spec = replace(spec, task=with_url(spec.task, url))
-        rollout = RolloutPool.create(spec, reserved["engines"], workers, teacher)
-        trainer = self._trainer_spec(plan)
-        pools = self._pools(rollout, TrainerPool.create(trainer, ranks), trainer, ranks)
+        pools = Pools(
+            rollout=RolloutPool.create(spec, reserved["engines"], workers, teacher),
+            trainer=TrainerPool.create(self._trainer_spec(plan), ranks),
+        )
         cleanup.callback(self._stop_pools, pools)
         return pools
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -73,8 +72,7 @@ DEATH_GRACE_S = 3.0
 class Pools:
     rollout: RolloutPool
     trainer: TrainerPool
-    new_trainer: Callable[[Path], TrainerPool]
-    """Ranks that go on from a checkpoint, in the place of those of `trainer`, which are gone."""
+    """Another one after each restart of the ranks."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -306,7 +304,7 @@ class Training:
         folder, _ = found
         self.panel.say(f"{str(lost).partition(';')[0]}: the ranks start again")
         began = time.monotonic()
-        pool = self.pools.trainer = self.pools.new_trainer(folder)
+        pool = self.pools.trainer = self.pools.trainer.again(folder)
         self._trainer_deaths = self._watch(pool.deaths())
         limit_s = self.config.cluster.start_timeout_s
         try:

@@ -42,15 +42,12 @@ from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class _Member:
-    """One actor. Ray gives handles no useful static type."""
+class _Kept:
+    """An actor that keeps something: a receiver."""
 
     name: str
     handle: Any
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class _Kept(_Member):
+    """Ray gives handles no useful static type."""
     keeping: Pending[str]
     """Ray does not repeat a call whose result is not referenced."""
 
@@ -84,8 +81,8 @@ class RolloutPool:
         self,
         spec: RolloutSpec,
         engine_groups: Sequence[PlacementGroup],
-        workers: Sequence[_Member],
-        scorers: Sequence[_Member],
+        workers: Mapping[str, Any],
+        scorers: Mapping[str, Any],
         teacher: _Placed | None = None,
     ) -> None:
         """Use `create` or `adopt`."""
@@ -95,8 +92,8 @@ class RolloutPool:
         self._engines: dict[str, _Placed] = {}
         self._receivers: dict[str, _Kept] = {}
         """By the node's id."""
-        self._workers = list(workers)
-        self._scorers = list(scorers)
+        self._workers = workers
+        self._scorers = scorers
         self._teachers = [] if teacher is None else [teacher]
 
     @classmethod
@@ -144,7 +141,7 @@ class RolloutPool:
             )
             for index, name in enumerate(scorer_names(spec))
         }
-        return cls(spec, engine_groups, _members(workers), _members(scorers), teacher)
+        return cls(spec, engine_groups, workers, scorers, teacher)
 
     @classmethod
     def adopt(
@@ -155,60 +152,60 @@ class RolloutPool:
         Raises LookupError if one is gone, and Ray's errors if one does not reply.
         """
         spec: RolloutSpec = ray.get(actors["worker-0"].spec.remote(), timeout=timeout_s)
-        workers = _members({name: actors[name] for name in worker_names(spec)})
-        scorers = _members({name: actors[name] for name in scorer_names(spec)})
+        workers = {name: actors[name] for name in worker_names(spec)}
+        scorers = {name: actors[name] for name in scorer_names(spec)}
         engines, receivers = (
-            _members({name: actors[name] for name in sorted(actors) if name.startswith(kind)})
+            {name: actors[name] for name in sorted(actors) if name.startswith(kind)}
             for kind in ("engine-", "receiver-")
         )
-        groups = ray.get([e.handle.group.remote() for e in engines], timeout=timeout_s)
-        nodes = ray.get([r.handle.node.remote() for r in receivers], timeout=timeout_s)
+        groups = ray.get([e.group.remote() for e in engines.values()], timeout=timeout_s)
+        nodes = ray.get([r.node.remote() for r in receivers.values()], timeout=timeout_s)
         if not engines or not receivers:
             raise LookupError("no engine, or no receiver")
-        ray.get([w.handle.pid.remote() for w in workers], timeout=timeout_s)
+        ray.get([worker.pid.remote() for worker in workers.values()], timeout=timeout_s)
         teacher = None
         if has_teacher:
             handle = actors[TEACHER]
             place = ray.get(handle.group.remote(), timeout=timeout_s)
             teacher = _placed(TEACHER, handle, place)
         pool = cls(spec, groups, workers, scorers, teacher)
-        for engine, group in zip(engines, groups, strict=True):
-            pool._engines[engine.name] = _placed(engine.name, engine.handle, group)
-        for receiver, node in zip(receivers, nodes, strict=True):
-            keeping = receiver.handle.keep.remote(engines[0].handle.gpu_ids.remote())
-            pool._receivers[node] = _Kept(
-                name=receiver.name, handle=receiver.handle, keeping=keeping
-            )
+        for (name, handle), group in zip(engines.items(), groups, strict=True):
+            pool._engines[name] = _placed(name, handle, group)
+        first = next(iter(engines.values()))
+        for (name, handle), node in zip(receivers.items(), nodes, strict=True):
+            keeping = handle.keep.remote(first.gpu_ids.remote())
+            pool._receivers[node] = _Kept(name=name, handle=handle, keeping=keeping)
         return pool
 
     def worker_group(self, timeout_s: float) -> PlacementGroup:
-        group: PlacementGroup = ray.get(self._workers[0].handle.group.remote(), timeout=timeout_s)
+        first = next(iter(self._workers.values()))
+        group: PlacementGroup = ray.get(first.group.remote(), timeout=timeout_s)
         return group
 
     def start(self) -> dict[str, Pending[Any]]:
         """Engines load while workers prepare and receivers start."""
         engines = dict(self._add_engine(group) for group in self._groups)
-        workers = {w.name: w.handle.start.remote() for w in self._workers}
-        scorers = {s.name: s.handle.start.remote() for s in self._scorers}
+        others = {**self._scorers, **self._workers}
+        started = {name: actor.start.remote() for name, actor in others.items()}
         receivers: dict[str, Pending[None]] = {}
         for name, engine in self._engines.items():
             (node,) = placement_group_table(engine.group)["bundles_to_node_id"].values()
             receivers |= self.receiver_for(name, node)
-        return {**engines, **receivers, **scorers, **workers}
+        return {**engines, **receivers, **started}
 
     def run(self) -> dict[str, Pending[WorkerReport]]:
         """Reports come after `stop`."""
-        return {worker.name: worker.handle.run.remote() for worker in self._workers}
+        return {name: worker.run.remote() for name, worker in self._workers.items()}
 
     def evaluate(self, version: int, engine: str | None = None) -> tuple[str, Pending[EvalReport]]:
         """The evaluating worker's name and its report on `version` or later; if an engine is held
         at `version`, pass it as `engine`."""
-        worker = self._workers[0]
-        return worker.name, worker.handle.evaluate.remote(version, engine)
+        name, worker = next(iter(self._workers.items()))
+        return name, worker.evaluate.remote(version, engine)
 
     def stop(self) -> dict[str, Pending[None]]:
         """Let the workers end `run`."""
-        return {worker.name: worker.handle.stop.remote() for worker in self._workers}
+        return {name: worker.stop.remote() for name, worker in self._workers.items()}
 
     def compare(self) -> dict[str, Pending[Agreement]]:
         """How the engines agree with the trainer at its first version, before any step."""
@@ -217,7 +214,7 @@ class RolloutPool:
     def deaths(self) -> dict[str, Pending[str]]:
         """Resolve, or raise RayActorError, when a process is gone for good without which the run
         cannot go on: a worker's, or the teacher's."""
-        ends = {worker.name: worker.handle.wait_dead.remote() for worker in self._workers}
+        ends = {name: worker.wait_dead.remote() for name, worker in self._workers.items()}
         return ends | {teacher.name: teacher.keeping for teacher in self._teachers}
 
     def lost(self, name: str) -> Pending[None]:
@@ -241,9 +238,10 @@ class RolloutPool:
         return cast("Pending[str]", self._handle(name).node.remote())
 
     def _handle(self, name: str) -> Any:
-        for member in (*self._engines.values(), *self._workers):
-            if member.name == name:
-                return member.handle
+        if name in self._engines:
+            return self._engines[name].handle
+        if name in self._workers:
+            return self._workers[name]
         raise HasLeft(f"{name} has left the run")
 
     def drain_worker(self, name: str, limit_s: float) -> Pending[None]:
@@ -258,7 +256,7 @@ class RolloutPool:
 
     @property
     def worker_names(self) -> list[str]:
-        return [worker.name for worker in self._workers]
+        return list(self._workers)
 
     @property
     def engine_names(self) -> list[str]:
@@ -347,14 +345,14 @@ class RolloutPool:
 
     def close(self, timeout_s: float) -> None:
         """Stop everything; actors that do not stop within `timeout_s` are killed."""
-        ends = [worker.handle.close.remote() for worker in self._workers]
         placed = [*self._engines.values(), *self._teachers]
-        others = [*placed, *self._receivers.values()]
-        ends += [member.handle.stop.remote(timeout_s / 2) for member in others]
-        ends += [scorer.handle.close.remote() for scorer in self._scorers]
+        stopped = [kept.handle for kept in (*placed, *self._receivers.values())]
+        closed = [*self._workers.values(), *self._scorers.values()]
+        ends = [actor.close.remote() for actor in closed]
+        ends += [actor.stop.remote(timeout_s / 2) for actor in stopped]
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
-        for member in [*self._workers, *others, *self._scorers]:
-            ray.kill(member.handle)
+        for actor in (*closed, *stopped):
+            ray.kill(actor)
         for member in placed:
             remove_placement_group(member.group)
 
@@ -398,10 +396,6 @@ def clear_other_hosts(run_dir: Path, timeout_s: float) -> None:
 
 def _placed(name: str, handle: Any, group: PlacementGroup) -> _Placed:
     return _Placed(name=name, handle=handle, keeping=handle.keep.remote(), group=group)
-
-
-def _members(handles: Mapping[str, Any]) -> list[_Member]:
-    return [_Member(name=name, handle=handle) for name, handle in handles.items()]
 
 
 def _inside(group: PlacementGroup, bundle: int) -> dict[str, Any]:

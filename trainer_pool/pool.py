@@ -10,6 +10,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING, Any
 
@@ -161,36 +163,35 @@ class TrainerPool:
     process ends or `trainer.timeout_s` passes, so close the pool when one reference raises.
     """
 
-    def __init__(self, actors: Mapping[str, Any]) -> None:
+    def __init__(self, spec: TrainerSpec, place: PlacementGroup, actors: Mapping[str, Any]) -> None:
+        """Use `create` or `adopt`."""
+        self._spec = spec
+        self.place = place
         # Ray gives actor handles no useful static type.
         self._actors = dict(actors)
 
     @classmethod
-    def create(cls, spec: TrainerSpec, placement_group: PlacementGroup) -> TrainerPool:
+    def create(cls, spec: TrainerSpec, place: PlacementGroup) -> TrainerPool:
         """One actor in each of the group's first `trainer.num_ranks` bundles."""
-        return cls(
-            {
-                name: _place(spec, rank, name, placement_group)
-                for rank, name in enumerate(_names(spec))
-            }
-        )
+        names = enumerate(_names(spec))
+        return cls(spec, place, {name: _place(spec, rank, name, place) for rank, name in names})
 
     @classmethod
-    def adopt(cls, actors: Mapping[str, Any], timeout_s: float) -> tuple[TrainerPool, TrainerSpec]:
-        """The ranks among `actors` that a controller which died has created, and their spec.
+    def adopt(cls, actors: Mapping[str, Any], timeout_s: float) -> TrainerPool:
+        """The ranks among `actors` that a controller which died has created.
 
         Raises LookupError if one is gone, and Ray's errors if one does not answer.
         """
-        spec: TrainerSpec = ray.get(actors["trainer-0"].spec.remote(), timeout=timeout_s)
-        pool = cls({name: actors[name] for name in _names(spec)})
+        lead = actors["trainer-0"]
+        spec, place = ray.get([lead.spec.remote(), lead.group.remote()], timeout=timeout_s)
+        pool = cls(spec, place, {name: actors[name] for name in _names(spec)})
         ray.get(list(pool.pids().values()), timeout=timeout_s)
-        return pool, spec
+        return pool
 
-    def group(self, timeout_s: float) -> PlacementGroup:
-        """The place of the ranks."""
-        lead = next(iter(self._actors.values()))
-        group: PlacementGroup = ray.get(lead.group.remote(), timeout=timeout_s)
-        return group
+    def again(self, checkpoint: Path) -> TrainerPool:
+        """Ranks that go on from a checkpoint, in the place of these, which are gone."""
+        spec = replace(self._spec, resume_from=str(checkpoint), may_use_copies=True)
+        return TrainerPool.create(spec, self.place)
 
     def open_rendezvous(self) -> dict[str, Pending[tuple[str, int]]]:
         """Host and port of the ranks' rendezvous, from rank 0."""

@@ -80,7 +80,6 @@ class CheckpointEngine:
         `key`. `open_board` is called on rank 0 only, in the event loop that uses the board.
         `control_timeout_s` bounds the silence of a rank. Raises WeightSyncError.
         """
-        self._rank = rank
         self._timeouts = Timeouts(config=config, layout=layout, control_s=control_timeout_s)
         backend = resolve_backend(config.backend, uses_gpu=uses_gpu)
         self._snapshots = Snapshots(layout, rank, NUM_SNAPSHOTS, should_pin=uses_gpu)

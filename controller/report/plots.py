@@ -42,11 +42,6 @@ TIME_PARTS = (
 """The fields of a step record that add up to its time."""
 
 
-def write_plots(folder: Path, records: Sequence[Record]) -> None:
-    for name, figure in figures(records).items():
-        figure.savefig(folder / name)
-
-
 def figures(records: Sequence[Record]) -> dict[str, Figure]:
     """Each plot that the records have data for, by its name in `PLOTS`."""
     drawn = {}

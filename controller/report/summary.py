@@ -29,11 +29,12 @@ _QUIET_EVENTS = {"epoch", "joined"}
 def draw_plots(run_dir: RunDir) -> list[Record]:
     """Write the plots of what the run has recorded so far, which this returns."""
     # matplotlib takes a second of a core to import, which a launch has better use for.
-    from controller.report.plots import write_plots
+    from controller.report.plots import figures
     from controller.report.timeline import LAST_TIMELINE, find_timeline, write_timeline
 
     records = read_metrics(run_dir.metrics)
-    write_plots(run_dir.path, records)
+    for name, figure in figures(records).items():
+        figure.savefig(run_dir.path / name)
     if (timeline := find_timeline(records)) is not None:
         write_timeline(timeline, run_dir.path / LAST_TIMELINE)
     return records

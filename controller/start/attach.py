@@ -7,7 +7,6 @@ import os
 from dataclasses import dataclass
 
 import ray
-from ray.util.placement_group import PlacementGroup
 
 from buffer.redis.server import EmbeddedServer
 from configs.environment import RUN_VARIABLE
@@ -18,7 +17,6 @@ from controller.start.placement import RayCluster, rejoin_ray
 from controller.start.ray_keeper import RayKeeper
 from rollout_pool.pool import RolloutPool
 from trainer_pool.pool import TrainerPool
-from trainer_pool.types import TrainerSpec
 
 TRAINING, EVALUATING_RESULT = "training", "evaluating the result"
 ATTACHABLE = (TRAINING, EVALUATING_RESULT)
@@ -40,8 +38,6 @@ class Attachment:
     """The Redis that was started for the run."""
     cluster: RayCluster
     trainer: TrainerPool
-    trainer_spec: TrainerSpec
-    ranks: PlacementGroup
     rollout: RolloutPool
 
 
@@ -72,19 +68,12 @@ def _find(run_dir: RunDir, config: Config) -> Attachment:
         raise LookupError(f"its controller died while {phase or 'starting'}")
     cluster = rejoin_ray(config, run_dir, keeper)
     actors = {name: ray.get_actor(name) for name in ray.util.list_named_actors()}
-    trainer, spec = TrainerPool.adopt(actors, ANSWER_S)
+    trainer = TrainerPool.adopt(actors, ANSWER_S)
     has_teacher = config.task.served_teacher is not None
     rollout = RolloutPool.adopt(actors, ANSWER_S, has_teacher=has_teacher)
-    ranks = trainer.group(ANSWER_S)
-    cluster.groups += [ranks, rollout.worker_group(ANSWER_S)]
+    cluster.groups += [trainer.place, rollout.worker_group(ANSWER_S)]
     return Attachment(
-        redis_url=url,
-        server=server,
-        cluster=cluster,
-        trainer=trainer,
-        trainer_spec=spec,
-        ranks=ranks,
-        rollout=rollout,
+        redis_url=url, server=server, cluster=cluster, trainer=trainer, rollout=rollout
     )
 
 

@@ -132,7 +132,7 @@ class Fleet:
         while True:
             why = await self._loss_of(engine)
             await self.state.forget_engine(engine)
-            await self._note("engine_lost", engine, why)
+            await self.state.append_event("engine_lost", engine, why)
             try:
                 await self._settle(engine)
             except RayActorError:
@@ -250,7 +250,7 @@ class Fleet:
                 await value(starting)
             except (RayActorError, RayTaskError, HasLeft):
                 return  # `_keep` learns why
-            await self._note(ENGINE_JOINED, engine, "")
+            await self.state.append_event(ENGINE_JOINED, engine, "")
 
         self.say(f"{engine} joins the run")
         self._keeping[engine] = self._spawn(self._keep(engine))
@@ -274,11 +274,7 @@ class Fleet:
     async def _remove(self, engine: str, why: str) -> None:
         await self.state.remove_engine(engine)
         self.pool.remove_engine(engine)
-        await self._note(ENGINE_LEFT, engine, why)
-
-    async def _note(self, event: str, who: str, why: str) -> None:
-        record = {"event": event, "who": who, "detail": why}
-        await self.state.append_metrics(record, "weights_event")
+        await self.state.append_event(ENGINE_LEFT, engine, why)
 
     # Receivers ------------------------------------------------------------------------------------
 
@@ -294,7 +290,7 @@ class Fleet:
             # Its node is gone, and its engines with it. Ray may say that it could not start it
             # again anywhere else.
             await self.state.forget_receiver(name)
-            await self._note(RECEIVER_LEFT, name, "its node is gone")
+            await self.state.append_event(RECEIVER_LEFT, name, "its node is gone")
             return
         if not self._end.done():
             self._end.set_result(failure(name, what, self.log_of(name)))

@@ -35,7 +35,7 @@ from controller.watch.supervise import RunFailed
 from processes.child import Child
 from processes.pending import Pending, in_thread, value
 from processes.stacks import collect, write_stacks
-from rollout_pool.cancelling import end_tasks
+from rollout_pool.cancelling import BackgroundTasks
 
 RESTARTING = "restarting the trainer"
 """A phase of the run."""
@@ -71,7 +71,7 @@ class StallWatch:
     say: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self._telling: set[asyncio.Task[None]] = set()
+        self._telling = BackgroundTasks()
 
     async def run(self) -> Stalled:
         """Returns what ends the run, if that is the policy."""
@@ -84,11 +84,10 @@ class StallWatch:
                     log_once("the watch for stalls")
                     continue
                 if failed is not None:
-                    if self._telling:
-                        await asyncio.wait(self._telling, timeout=WEBHOOK_S)
+                    await self._telling.wait(WEBHOOK_S)
                     return failed
         finally:
-            await end_tasks(self._telling)
+            await self._telling.end()
 
     async def _look(self) -> Stalled | None:
         """Sees a stall through, if there is one; returns what ends the run."""
@@ -167,9 +166,7 @@ class StallWatch:
             "stacks": stacks,
         }
         for work in (self._run_command(what), self._call_webhook(what)):
-            task = asyncio.create_task(work)
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._telling.spawn(work)
 
     async def _run_command(self, what: Mapping[str, Scalar]) -> None:
         if (command := self.config.command) is None:

@@ -129,19 +129,13 @@ class RequestLimits:
     some MiB takes seconds, and must not block the event loop, which also drives the engines."""
 
     def __init__(self, serving: Serving) -> None:
-        self._max_values = BASE_VALUES + serving.max_tokens
+        self.max_values = BASE_VALUES + serving.max_tokens
         bytes_per_token = CHARACTERS_PER_TOKEN * BYTES_PER_CHARACTER
         self.max_body_bytes = min(
             MAX_BODY_BYTES, BASE_BODY_BYTES + bytes_per_token * serving.max_tokens
         )
         self.bodies = BodyRoom(MAX_OPEN_BYTES)
         self._large = asyncio.Semaphore(MAX_LARGE_AT_ONCE)
-
-    def check_values(self, body: bytes) -> None:
-        """Raises ApiError for JSON with more values than a request can need."""
-        if has_more_values(body, self._max_values):
-            problem = f"holds more than {self._max_values} values"
-            raise refuse("body", problem, code="too_many_values")
 
     async def read(self, body: bytes, work: Callable[[], T]) -> T:
         """The result of `work`, run in a thread if `body` is large."""
@@ -212,7 +206,8 @@ class _Api:
             return hashlib.sha256(f"{role} {page}\n".encode() + body).digest()
 
         def read() -> tuple[Turn, bytes]:
-            self._limits.check_values(body)
+            if has_more_values(body, most := self._limits.max_values):
+                raise refuse("body", f"holds more than {most} values", code="too_many_values")
             turn = make_turn()
             turn.role = role
             return turn, fingerprint_of()

@@ -77,7 +77,7 @@ class WeightFollower:
             # An evaluation may have had it while its last commit was being recorded.
             offered = None if self.pin.is_away else await self._newest_unless_pinned()
             if self.pin.is_away:
-                await self.pin.wait_free()
+                await self.pin.free.wait()
                 await self._rejoin()
             elif offered is not None and not await self._try(offered):
                 await asyncio.sleep(LOOK_AGAIN_S)
@@ -103,7 +103,7 @@ class WeightFollower:
     async def _newest_unless_pinned(self) -> StagedVersion | None:
         """The next version; None after a timeout, or at once when the engine is pinned."""
         polling = asyncio.create_task(self._newest(LONG_POLL_S))
-        pinning = asyncio.create_task(self.pin.wait_pinned())
+        pinning = asyncio.create_task(self.pin.pinned.wait())
         try:
             await asyncio.wait({polling, pinning}, return_when=asyncio.FIRST_COMPLETED)
             return polling.result() if polling.done() else None
@@ -204,8 +204,7 @@ class WeightFollower:
         if other := await self.state.other_weights(version, self.engine, digest):
             what = f"holds other weights than {other} at version {version}"
             log.warning("%s %s", self.engine, what)
-            event = {"event": "engines_differ", "who": self.engine, "detail": what}
-            await self.state.append_metrics(event, "weights_event")
+            await self.state.append_event("engines_differ", self.engine, what)
 
     async def _compare(self) -> None:
         """Compare with the trainer, if it has left probes of this version: now, since no other can
@@ -331,14 +330,10 @@ class VersionPin:
         """The version that the engine is committing; between commits, the one that it serves."""
         self._wanted: int | None = None
         self._outcome: Future[bool] | None = None
-        self._is_pinned, self._is_free = asyncio.Event(), asyncio.Event()
-        self._is_free.set()
+        self.pinned, self.free = asyncio.Event(), asyncio.Event()
+        self.free.set()
         self.is_away = False
         """An evaluation has pinned the engine since the follower last set this to False."""
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._is_pinned.is_set()
 
     # The evaluation's side ------------------------------------------------------------------------
 
@@ -363,8 +358,8 @@ class VersionPin:
     def release(self) -> None:
         """Let the engine continue; does nothing if it is free."""
         self._wanted = None
-        self._is_pinned.clear()
-        self._is_free.set()
+        self.pinned.clear()
+        self.free.set()
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(False)
 
@@ -372,7 +367,7 @@ class VersionPin:
 
     def take(self, version: int) -> bool:
         """Returns whether this version may be committed now; if so, `note_served` must follow."""
-        if self.is_pinned:
+        if self.pinned.is_set():
             return False
         self._taken = version
         return True
@@ -387,17 +382,11 @@ class VersionPin:
         self.is_away = False
         self.release()
 
-    async def wait_pinned(self) -> None:
-        await self._is_pinned.wait()
-
-    async def wait_free(self) -> None:
-        await self._is_free.wait()
-
     def _look(self) -> None:
         if self._wanted is None or not self._served == self._taken >= self._wanted:
             return
         self.is_away = True
-        self._is_pinned.set()
-        self._is_free.clear()
+        self.pinned.set()
+        self.free.clear()
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(True)

@@ -127,16 +127,16 @@ class EngineLife:
         so router and admission ignore it. False if no such version is reached, or if it is the only
         engine; it is released when the other engines are gone.
         """
-        if not self._pin.is_pinned:
+        if not self._pin.pinned.is_set():
             await self._end_guard()  # of a hold that was lost with the server
         if not await self._pin.want(version, wait_s):
             return False
         name, is_held = self.engine.spec.name, False
         try:
             others = {*await self.state.engine_versions()} - {name}
-            if others and self._pin.is_pinned:
+            if others and self._pin.pinned.is_set():
                 await self.state.forget_engine(name)
-                is_held = self._pin.is_pinned
+                is_held = self._pin.pinned.is_set()
         finally:
             if not is_held:
                 self._pin.release()
@@ -220,7 +220,7 @@ class EngineLife:
                     self._pin.note_lost()
                     # First of all, so that requests go elsewhere and admission ignores it.
                     await self.state.forget_engine(name)
-                    await self._note("engine_lost", why)
+                    await self.state.append_event("engine_lost", name, why)
             if self._has_untaken:
                 return why
             is_up = False
@@ -229,7 +229,7 @@ class EngineLife:
                     return f"{why}, after {limit} restarts (rollout.engine.max_restarts={limit})"
                 self._num_restarts += 1
                 log.warning("%s %s: restarting it", name, why)
-                await self._note("engine_restarted", why)
+                await self.state.append_event("engine_restarted", name, why)
                 try:
                     info = await self.engine.restart()
                 except (EngineError, OSError) as error:
@@ -241,10 +241,6 @@ class EngineLife:
                     await self.state.register_engine(name, info.url)
                     is_up = True
             why = None
-
-    async def _note(self, event: str, why: str) -> None:
-        record = {"event": event, "who": self.engine.spec.name, "detail": why}
-        await self.state.append_metrics(record, "weights_event")
 
     async def _serve(self, closing: contextlib.AsyncExitStack) -> str:
         """Follows the receiver until the server has died, is silent or torn; returns which.

@@ -126,8 +126,7 @@ class ReceiverKeeper:
 
     async def _note_restart(self, why: str) -> None:
         await self._state.forget_receiver(self._name)
-        event = {"event": "receiver_restarted", "who": self._name, "detail": why}
-        await self._state.append_metrics(event, "weights_event")
+        await self._state.append_event("receiver_restarted", self._name, why)
 
     async def _live_once(self) -> str:
         """Runs the process once; returns how it ended. WeightSyncError: it did not start."""

@@ -202,15 +202,15 @@ class Branch:
     All lists but the spans have the same length T; positions count from the first prompt token.
     """
 
-    tokens: list[int]
-    loss_mask: list[int]
+    tokens: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
     """1 where the model wrote the token."""
-    logprobs: list[float]
+    logprobs: list[float] = field(default_factory=list)
     """0 elsewhere."""
-    candidates: list[Sequence[int]]
+    candidates: list[Sequence[int]] = field(default_factory=list)
     """`Sample.candidates` of the model's tokens; empty elsewhere, and without truncated sampling.
     """
-    version_spans: list[VersionSpan]
+    version_spans: list[VersionSpan] = field(default_factory=list)
     prompt_length: int
     finish_reason: str
     """Why its last turn ended."""
@@ -262,6 +262,12 @@ class Episode:
                 )
 
     @property
+    def lacks_rewards(self) -> bool:
+        """It was broken off before its environment gave one of its roles a reward."""
+        is_broken_off = self.end != "done" and not self.rewards
+        return is_broken_off and any(branch.role for branch in self.branches)
+
+    @property
     def answer(self) -> str:
         """The model's last message."""
         mine = [message for message in self.messages if message.role == "assistant"]
@@ -297,14 +303,7 @@ def add_turn(branches: list[Branch], sample: Sample) -> None:
     branch = _extended(branches, prompt, sample.pictures, sample.role)
     if branch is None:
         branch = Branch(
-            tokens=[],
-            loss_mask=[],
-            logprobs=[],
-            candidates=[],
-            version_spans=[],
-            prompt_length=len(prompt),
-            finish_reason=sample.finish_reason,
-            role=sample.role,
+            prompt_length=len(prompt), finish_reason=sample.finish_reason, role=sample.role
         )
         branches.append(branch)
     given = prompt[len(branch.tokens) :]

@@ -36,16 +36,10 @@ class EnvReward(Reward):
                 by_role=judged,
             )
         if episode.env_reward is None:
-            if episode.advantages or lacks_rewards(episode):
+            if episode.advantages or episode.lacks_rewards:
                 return PartScore(value=0.0)
             return PartScore(failure="the environment gave no reward")
         return PartScore(value=episode.env_reward)
-
-
-def lacks_rewards(episode: Episode) -> bool:
-    """Returns whether it was broken off before its environment gave one of its roles a reward."""
-    is_broken_off = episode.end != "done" and not episode.rewards
-    return is_broken_off and any(branch.role for branch in episode.branches)
 
 
 KIND = EnvReward

@@ -17,7 +17,6 @@ from dataclasses import replace
 from configs.choices import RewardScope
 from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.episode import Episode
-from rollout_pool.rewards.env import lacks_rewards
 from rollout_pool.rewards.reward import Reward, class_of, parts_of
 from rollout_pool.rewards.service import RemoteFailure
 from rollout_pool.rewards.types import Columns, PartScore, Score, ScoringPool, encode_request
@@ -91,7 +90,7 @@ class _MemberScorer:
         the episode is unscored; if one cannot judge the completion, it is left open."""
         rewards = self._rewards
         if self._chooses:
-            is_own = episode.env_reward is not None or episode.rewards or lacks_rewards(episode)
+            is_own = episode.env_reward is not None or episode.rewards or episode.lacks_rewards
             name = "env" if is_own else "task"
             rewards = {name: rewards[name]}
         works = [self._part(name, reward, prompt, episode) for name, reward in rewards.items()]

@@ -185,13 +185,14 @@ class ScorerActor:
     async def score(self, requests: list[bytes]) -> AsyncIterator[Results]:
         """Yields results as they come. Open requests are scored even if their caller is gone."""
         await self.start()
-        pending = {
-            asyncio.create_task(self._one(place, request)) for place, request in enumerate(requests)
+        places = {
+            asyncio.create_task(self._pool.score(request)): place
+            for place, request in enumerate(requests)
         }
-        done, pending = await asyncio.wait(pending, timeout=LINGER_S)
+        done, pending = await asyncio.wait(places, timeout=LINGER_S)
         while done or pending:
             if done:
-                yield [task.result() for task in done]
+                yield [(places[task], task.result()) for task in done]
             if not pending:
                 return
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -201,9 +202,6 @@ class ScorerActor:
 
     async def pid(self) -> int:
         return os.getpid()
-
-    async def _one(self, place: int, request: bytes) -> tuple[int, PartScore]:
-        return place, await self._pool.score(request)
 
 
 class RayScorer:

@@ -11,11 +11,12 @@ import copy
 import hashlib
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -31,30 +32,24 @@ from rollout_pool.tasks.task import Prompt, PromptCut, SingleTurnTask, check_par
 log = logging.getLogger(__name__)
 
 
-class Problem(Protocol):
-    @property
-    def question(self) -> str: ...
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Problem(ABC):
+    question: str
+    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The record that it was read from; empty where nothing asks for it (`keeping_rows`)."""
+    weight: float = 1.0
+    """How often it comes in an epoch."""
 
     @property
+    @abstractmethod
     def right(self) -> Hashable:
         """Decides which completions are right. Two problems with the same question and the same
         `right` are the same problem, however their solutions are put."""
-        ...
 
     @property
+    @abstractmethod
     def solution(self) -> str | None:
         """A right completion, for the warm start."""
-        ...
-
-    @property
-    def row(self) -> Mapping[str, Any]:
-        """The record that it was read from; empty where nothing asks for it (`keeping_rows`)."""
-        ...
-
-    @property
-    def weight(self) -> float:
-        """How often it comes in an epoch."""
-        ...
 
 
 P = TypeVar("P", bound=Problem)
@@ -191,7 +186,7 @@ def keeping_rows(config: TaskConfig, read: Read[P]) -> Read[P]:
     functions = (one.kind is RewardKind.function for one in config.rewards.values())
     if config.env is None and not any(functions):
         return read
-    return lambda record, place: replace(cast(Any, read(record, place)), row=record)
+    return lambda record, place: replace(read(record, place), row=record)
 
 
 def weighing(config: TaskConfig, read: Read[P]) -> Read[P]:
@@ -209,7 +204,7 @@ def weighing(config: TaskConfig, read: Read[P]) -> Read[P]:
                 f'{place}: "{column}" must be a weight from 0.01 to {MAX_WEIGHT}, or 0 for a row '
                 f"that never comes, not {given!r:.100}; correct it, or leave the row out"
             )
-        return cast(P, replace(cast(Any, read(record, place)), weight=round(weight, 2)))
+        return replace(read(record, place), weight=round(weight, 2))
 
     return weighed
 
@@ -250,8 +245,7 @@ answers (null) the rewards are the user's."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Question:
-    question: str
+class Question(Problem):
     answers: tuple[str, ...]
     """All that are right; none if the data have no answers."""
     pictures: tuple[str, ...] = ()
@@ -260,8 +254,6 @@ class Question:
     """See `Prompt.conversation`; the last message of the user is the question."""
     episode: tuple[Message, ...] = ()
     """A model's part of the conversation, if the row has the whole of it."""
-    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    weight: float = 1.0
 
     @property
     def right(self) -> Hashable:

@@ -8,13 +8,12 @@ One line of a file of task.kind=gsm8k, and one of task.kind=math:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.data.files import text_of
-from rollout_pool.tasks.datasets import ORDER, SOURCE, ProblemTask, load_problems
+from rollout_pool.tasks.datasets import ORDER, SOURCE, Problem, ProblemTask, load_problems
 from rollout_pool.tasks.math_results import FINAL, is_equal, is_same_number, last_box
 from rollout_pool.tasks.task import Prompt, check_params
 
@@ -23,13 +22,10 @@ MATH_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class MathProblem:
-    question: str
-    solution: str
-    right: str
+class MathProblem(Problem):
+    solution: str = field()  # without it, the base's property would be its default
+    right: str = field()
     """The final result."""
-    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    weight: float = 1.0
 
 
 class Gsm8kTask(ProblemTask[MathProblem]):

@@ -12,13 +12,13 @@ or with statements that run after it, and with a program that passes, for the wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from configs.rollout_schema import TaskConfig
 from rollout_pool.tasks.data.files import text_of
-from rollout_pool.tasks.datasets import ORDER, ProblemTask, load_problems
+from rollout_pool.tasks.datasets import ORDER, Problem, ProblemTask, load_problems
 from rollout_pool.tasks.task import Prompt, check_params
 
 LINE_FORM = (
@@ -40,12 +40,9 @@ class ProgramTest:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Exercise:
-    question: str
+class Exercise(Problem):
     tests: tuple[ProgramTest, ...]
-    solution: str | None
-    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    weight: float = 1.0
+    solution: str | None = field()  # without it, the base's property would be its default
 
     @property
     def right(self) -> tuple[ProgramTest, ...]:

@@ -16,7 +16,7 @@ import re
 import shlex
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -29,7 +29,7 @@ from rollout_pool.episodes.tools import ToolEnv, function_tool
 from rollout_pool.sandbox.containers import MAX_OUTPUT_BYTES, Container, ContainerError, Ran
 from rollout_pool.sandbox.remote_container import make_container
 from rollout_pool.tasks.data.files import text_of
-from rollout_pool.tasks.datasets import ORDER, ProblemTask, load_problems
+from rollout_pool.tasks.datasets import ORDER, Problem, ProblemTask, load_problems
 from rollout_pool.tasks.task import Prompt, check_params
 
 LINE_FORM = (
@@ -40,8 +40,7 @@ IMAGE = re.compile(r"\w[\w.:/@+-]*")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Repository:
-    question: str
+class Repository(Problem):
     files: Mapping[str, str]
     """Added to those that the image has."""
     image: str
@@ -50,8 +49,6 @@ class Repository:
     """Put over the others before the commands run: the model does not see them before."""
     edits: tuple[Mapping[str, str], ...]
     """A solution: arguments of `edit_file`."""
-    row: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    weight: float = 1.0
 
     @property
     def right(self) -> str:

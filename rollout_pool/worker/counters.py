@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Collection, Iterable
 
+from buffer.run_state import RunState
 from rollout_pool.sampling.group_samples import Answer
 
 SEND_EVERY_S = 1.0
@@ -31,17 +31,11 @@ def _episode_of(session: str) -> str:
     return group + dot + place.partition("-")[0]
 
 
-class CounterStore(Protocol):
-    """The part of RunState used here."""
-
-    async def count_all(self, amounts: Mapping[str, float]) -> None: ...
-
-
 class Counters:
     """Counts that have not been sent yet. Used in one event loop."""
 
-    def __init__(self, store: CounterStore) -> None:
-        self._store = store
+    def __init__(self, state: RunState) -> None:
+        self._state = state
         self._unsent: Counter[str] = Counter()
         self._sending: asyncio.Task[None] | None = None
 
@@ -87,7 +81,7 @@ class Counters:
     async def _send(self) -> None:
         sent, self._unsent = self._unsent, Counter()
         try:
-            await self._store.count_all(sent)
+            await self._state.count_all(sent)
         except BaseException:
             self._unsent.update(sent)
             raise

@@ -44,7 +44,7 @@ from buffer.types import (
 )
 from configs.rollout_schema import RolloutConfig
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.episodes.conversation import Conversations, Message
+from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.episode import Branch, Episode, EpisodeFailed, EpisodeRequest
 from rollout_pool.rewards.types import Score, Scorer
 from rollout_pool.sampling.group_samples import GroupSamples
@@ -55,6 +55,7 @@ from rollout_pool.tasks.source import EpisodeSource, GroupEnd
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.tasks.verifiers.process import EnvironmentDied
 from rollout_pool.worker.counters import Counters, length_bucket
+from rollout_pool.worker.record import RolloutLog
 from rollout_pool.worker.variance import Curriculum, VarianceFilter, Verdict
 
 log = logging.getLogger(__name__)
@@ -132,14 +133,6 @@ class ExternalGroups(Protocol):
         ...
 
 
-class GroupLog(Protocol):
-    """Records groups for inspection. Implementation: RolloutLog (record.py)."""
-
-    async def write(
-        self, group: TrajectoryGroup, prompt_text: str, messages: Conversations
-    ) -> None: ...
-
-
 @dataclass(kw_only=True, eq=False)
 class GroupRunner:
     """Generates the groups of one worker, pushes them, and settles the credits and prompts of those
@@ -155,7 +148,7 @@ class GroupRunner:
     buffer: ReplayBuffer
     state: RunState
     counters: Counters
-    group_log: GroupLog | None
+    group_log: RolloutLog | None
     curriculum: Curriculum | None = None
     num_groups: int = field(default=0, init=False)
     """Groups pushed."""

@@ -57,8 +57,9 @@ from rollout_pool.tasks.task import Prompt, Task, TaskStream
 from rollout_pool.types import RolloutSpec, WorkerReport
 from rollout_pool.worker.counters import Counters
 from rollout_pool.worker.evaluate import Evaluator
-from rollout_pool.worker.group_run import ExternalGroups, GroupLog, GroupRun, GroupRunner
+from rollout_pool.worker.group_run import ExternalGroups, GroupRun, GroupRunner
 from rollout_pool.worker.prompt_filter import PromptFilter
+from rollout_pool.worker.record import RolloutLog
 from rollout_pool.worker.stragglers import RECENT, TAILS, Tail
 from rollout_pool.worker.variance import curriculum_of
 
@@ -127,7 +128,7 @@ class RolloutWorker:
     wait_room: Callable[[int], Awaitable[int]]
     """Returns once fewer samples than so many wait for slots at the engines: the number of groups
     of so many that may start."""
-    group_log: GroupLog | None = None
+    group_log: RolloutLog | None = None
     counters: Counters
     """May be shared; the worker sends them."""
     stop_again_s: float = STOP_AGAIN_S

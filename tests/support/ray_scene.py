@@ -123,12 +123,13 @@ def restarts(config: Any, run_dir: RunDir, cluster: Any) -> tuple[Any, dict[str,
     engine, worker = cluster.reserve([[{"CPU": 1.0}]] * 2, 60.0, StopRequest())
     pool = RolloutPool.create(spec, [engine], worker)
     pool.start()  # engine and receiver find no Redis, which they survive
-    owners = [*pool._engines.values(), *pool._receivers.values()]
-    members = [*pool._workers, *owners, *pool._scorers]
-    first = ray.get([member.handle.pid.remote() for member in members], timeout=180)
+    owners = {one.name: one.handle for one in (*pool._engines.values(), *pool._receivers.values())}
+    members = {**pool._workers, **owners, **pool._scorers}
+    first = ray.get([handle.pid.remote() for handle in members.values()], timeout=180)
     for pid in first:
         os.kill(pid, signal.SIGKILL)
-    return pool, {m.name: new_pid(m.handle) != pid for m, pid in zip(members, first, strict=True)}
+    pids = zip(members.items(), first, strict=True)
+    return pool, {name: new_pid(handle) != pid for (name, handle), pid in pids}
 
 
 def notices(pool: Any) -> dict[str, list[bool]]:

@@ -234,7 +234,8 @@ class Broadcaster:
         names = tuple(client.name for client in clients)
         spec = replace(self._group, epoch=self._group.epoch + 1, receivers=names)
         self._group = spec
-        await self._fleet.report("epoch", names, f"epoch {spec.epoch} of the weight group")
+        detail = f"epoch {spec.epoch} of the weight group"
+        await self._fleet.report("epoch", ", ".join(sorted(names)), detail)
         timeout_s = self._timeouts.join_s
         joins = {client: client.join(spec, timeout_s=timeout_s) for client in clients}
         command = self._ranks.command({"do": "join", "group": asdict(spec)}, timeout_s)

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
@@ -219,10 +219,9 @@ class Fleet:
     def mark_healthy(self, client: ReceiverClient) -> None:
         self._reported_failures.pop(client, None)
 
-    async def report(self, event: str, who: str | Collection[str], detail: str) -> None:
+    async def report(self, event: str, who: str, detail: str) -> None:
         """Write a `weights_event` record."""
-        name = who if isinstance(who, str) else ", ".join(sorted(who))
-        record = {"event": event, "who": name, "detail": detail}
+        record = {"event": event, "who": who, "detail": detail}
         await self._board.append_metrics(record, "weights_event")
 
     async def close(self) -> None:

@@ -20,7 +20,7 @@ from configs.rollout_schema import TaskConfig
 from rollout_pool.episodes.conversation import Message
 from rollout_pool.episodes.environment import Env
 from rollout_pool.tasks.agent import SessionHandle
-from rollout_pool.tasks.datasets import ProblemTask
+from rollout_pool.tasks.datasets import Problem, ProblemTask
 from rollout_pool.tasks.task import Prompt
 from rollout_pool.tasks.verifiers.process import EnvironmentProcess, Program, load_rows
 
@@ -28,27 +28,20 @@ _IGNORED = ("prompt_pattern", "instruction", "system_prompt", "eval_path", "tool
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class Row:
-    question: str
-    """The initial conversation, as text."""
+class Row(Problem):
+    """Asks the initial conversation, as text; its `row` is the library's task."""
+
     opening: tuple[Message, ...]
-    content: Mapping[str, Any]
-    """The library's task."""
-    weight: float = 1.0
 
     @property
     def right(self) -> str:
         """All of the task but its number: what is right only its environment knows."""
-        content = {name: value for name, value in self.content.items() if name != "idx"}
+        content = {name: value for name, value in self.row.items() if name != "idx"}
         return json.dumps(content, sort_keys=True)
 
     @property
-    def row(self) -> Mapping[str, Any]:
-        return self.content
-
-    @property
     def solution(self) -> str:
-        return str(self.content.get("answer", ""))
+        return str(self.row.get("answer", ""))
 
 
 class VerifiersTask(ProblemTask[Row]):
@@ -93,8 +86,8 @@ class VerifiersTask(ProblemTask[Row]):
         Raises RuntimeError if the environment could not finish it, and EpisodeFailed if its process
         ended.
         """
-        content = self.problem(prompt).content
-        outcome = await self._process.run(content, session.keyed_url, session.model)
+        row = self.problem(prompt).row
+        outcome = await self._process.run(row, session.keyed_url, session.model)
         return float(outcome["reward"]), outcome["metrics"]
 
     async def start(self) -> None:
@@ -142,7 +135,7 @@ def _row(found: Mapping[str, Any]) -> Row:
     )
     # Where a simulated user opens the conversation, there is no text yet.
     question = "\n".join(message.content for message in opening) or json.dumps(found["task"])
-    return Row(question=question, opening=opening, content=found["task"])
+    return Row(question=question, opening=opening, row=found["task"])
 
 
 def _text(content: object) -> str:

@@ -67,6 +67,7 @@ class Ranks:
         self.death = Result() if result else done(RayActorError())
         self.opened, self.exported = done(("127.0.0.1", 1)), done(None)
         self.while_closing: Callable[[], None] = lambda: None
+        self.again: Callable[[Path], Ranks]
 
     def deaths(self) -> dict[str, Result]:
         return {"trainer-0": self.death}
@@ -132,9 +133,10 @@ def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
             resumed_from.append(folder)
             return ranks[len(resumed_from)]
 
+        for one in ranks:
+            one.again = new_trainer
         pools = Pools(
             trainer=cast("TrainerPool", ranks[0]),
-            new_trainer=cast("Callable[[Path], TrainerPool]", new_trainer),
             rollout=cast("RolloutPool", IdleEngine()),
         )
         said = StringIO()

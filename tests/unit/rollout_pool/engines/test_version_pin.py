@@ -20,7 +20,7 @@ def pin() -> VersionPin:
 async def test_version_is_pinned_once_it_is_served(pin: VersionPin) -> None:
     wanting = asyncio.create_task(pin.want(5, 60.0))
     await asyncio.sleep(0)
-    assert not pin.is_pinned and pin.take(5)
+    assert not pin.pinned.is_set() and pin.take(5)
     pin.note_served(5)
     assert await wanting and not pin.take(6)
 
@@ -30,7 +30,7 @@ async def test_pin_waits_for_the_end_of_a_commit(pin: VersionPin) -> None:
     assert pin.take(5)
     wanting = asyncio.create_task(pin.want(4, 60.0))
     await asyncio.sleep(0)
-    assert not pin.is_pinned
+    assert not pin.pinned.is_set()
     pin.note_served(5)
     assert await wanting and not pin.take(6)
 
@@ -78,7 +78,7 @@ async def test_cancelled_want_leaves_the_engine_free(pin: VersionPin) -> None:
         await wanting
     assert pin.take(5)
     pin.note_served(5)
-    assert not pin.is_pinned
+    assert not pin.pinned.is_set()
 
 
 async def test_lost_engine_is_not_pinned(pin: VersionPin) -> None:
@@ -87,4 +87,4 @@ async def test_lost_engine_is_not_pinned(pin: VersionPin) -> None:
     pin.note_lost()
     assert not await wanting
     async with asyncio.timeout(60):
-        await pin.wait_free()
+        await pin.free.wait()
