@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from buffer.staleness import is_fresh
 from rollout_pool.sampling.engine_client import EngineClient, EngineError, EngineLoad
-from rollout_pool.sampling.engine_state import EngineState, Slot, StickySessions
+from rollout_pool.sampling.engine_state import BreakerState, EngineState, Slot, StickySessions
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
 OVERLOAD_FACTOR = 1.5
@@ -217,9 +217,13 @@ class Router:
             await self._line.has_shrunk.wait()
         if num_waiting:
             return 1
-        able = self._that_may_serve(Needs(None, 0))
-        free = _with_slot(able, Priority.rollout, time.monotonic())
-        return 1 + math.ceil(sum(one.limit - one.num_in_flight for one in free) / num_samples)
+        free = sum(
+            one.limit - one.num_in_flight
+            for one in self._that_may_serve(Needs(None, 0))
+            # Of one that has failed a single sample tries whether it works again.
+            if one.has_slot[Priority.rollout] and one.breaker.state is BreakerState.closed
+        )
+        return 1 + math.ceil(free / num_samples)
 
     def _num_rollouts_waiting(self) -> int:
         return sum(map(len, self._line.queues(Priority.rollout).values()))
