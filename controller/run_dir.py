@@ -145,11 +145,16 @@ class RunDir:
 
     @classmethod
     def create(
-        cls, root: str, name: str | None, experiment: str, group: str | None = None
+        cls,
+        root: str,
+        name: str | None,
+        experiment: str,
+        group: str | None = None,
+        data: Mapping[str, str] | None = None,
     ) -> RunDir:
-        """A new folder below `root`, readable by its owner and `group`.
+        """A new folder below `root`, readable by its owner and `group`, with the task's `data`.
 
-        Raises RunDirError if it exists or cannot be created.
+        Raises RunDirError, and leaves none, if it exists or cannot be created.
         """
         name = name or f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -162,19 +167,21 @@ class RunDir:
             _open_to_group(path, group)
             (path / "logs").mkdir()
             (path / "logs").chmod(stat.S_IMODE(path.stat().st_mode))
+            run_dir = cls(path=path)
+            run_dir.write_data(data or {})
+            record = RunRecord(name=name, started=time.time(), state="running", **_this_process())
+            run_dir.write_record(record)
+            return run_dir
         except FileExistsError as error:
             raise RunDirError(
                 f"run.name={name!r}: {path} is in use; choose another run.name or remove the folder"
             ) from error
         except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
             raise RunDirError(
                 f"run.dir={root!r}: cannot make {path} ({error.strerror}); choose a folder that "
                 "can be written with run.dir=..."
             ) from error
-        run_dir = cls(path=path)
-        record = RunRecord(name=name, started=time.time(), state="running", **_this_process())
-        run_dir.write_record(record)
-        return run_dir
 
     def reopen(self, look: Callable[[], T]) -> T:
         """Make this process the controller of a run that has ended, or that its guard has adopted.
