@@ -460,7 +460,7 @@ async def test_group_that_a_worker_pushes_before_it_ends_is_in_the_final_numbers
     monkeypatch.setattr(training, "FINAL_SAMPLE_S", 60.0)
 
     async def push() -> None:
-        await asyncio.sleep(0.5)  # the model is saved by then
+        await asyncio.sleep(0.5)
         await open_run[1].push(make_group("last"))
 
     class Busy(IdleEngine):
