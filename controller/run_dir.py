@@ -96,6 +96,12 @@ class RunRecord:
             return False
 
     @property
+    def stands_still(self) -> bool:
+        """True if a signal has stopped the controller, on this machine."""
+        is_here = self.is_here and self.is_alive
+        return is_here and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    @property
     def is_of_parent(self) -> bool:
         """True if this process's guard has adopted the run."""
         return self.is_alive and self.is_here and self.pid == os.getppid()
