@@ -435,6 +435,8 @@ class Training:
     async def _save_model(self) -> None:
         """Ask the ranks to finish their step, save a checkpoint and export the model, and then the
         workers to end: until then a rank may wait for their groups."""
+        if self.is_attached and not self._training:  # another controller has begun it
+            self._training = self.pools.trainer.train()
         if not self._training or self._is_redis_lost:
             return
         limit_s = self.config.cluster.stop_timeout_s

@@ -127,7 +127,10 @@ def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
     and what was said."""
 
     async def run(
-        *ranks: Ranks, config: Config = config, engine: IdleEngine | None = None
+        *ranks: Ranks,
+        config: Config = config,
+        engine: IdleEngine | None = None,
+        is_attached: bool = False,
     ) -> tuple[list[Path], str]:
         resumed_from = list[Path]()
 
@@ -150,8 +153,11 @@ def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
             ray_processes={},
             panel=Panel(enabled=False, console=Console(file=said, width=200)),
             stop=StopRequest(),
-            resumed_step=6,
+            resumed_step=None if is_attached else 6,
+            is_attached=is_attached,
         )
+        if is_attached:
+            phase.stop.set()
         await phase.run()
         return resumed_from, said.getvalue()
 
@@ -452,6 +458,17 @@ async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_
     ended_run.note_error("engine-0 died")  # that one was killed while it ended a run that failed
     with pytest.raises(RuntimeError, match="engine-0 died"):
         await train(Ranks(replace(REPORT, was_stopped=True)))
+
+
+async def test_run_that_is_stopped_while_a_controller_attaches_saves_its_model(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, asked = Ranks(REPORT), list[str]()
+    monkeypatch.setattr(ranks, "stop", lambda: asked.append("stop"))
+    monkeypatch.setattr(ranks, "export", lambda: asked.append("export") or {})
+    with pytest.raises(Stopped):
+        await train(ranks, is_attached=True)
+    assert asked == ["stop", "export"]
 
 
 async def test_group_that_a_worker_pushes_before_it_ends_is_in_the_final_numbers(
