@@ -156,9 +156,9 @@ class RunDir:
         name: str | None,
         experiment: str,
         group: str | None = None,
-        data: Mapping[str, str] | None = None,
+        fill: Callable[[RunDir], None] = lambda run_dir: None,
     ) -> RunDir:
-        """A new folder below `root`, readable by its owner and `group`, with the task's `data`.
+        """A new folder below `root`, readable by its owner and `group`, with what `fill` writes.
 
         Raises RunDirError, and leaves none, if it exists or cannot be created.
         """
@@ -174,7 +174,7 @@ class RunDir:
             (path / "logs").mkdir()
             (path / "logs").chmod(stat.S_IMODE(path.stat().st_mode))
             run_dir = cls(path=path)
-            run_dir.write_data(data or {})
+            fill(run_dir)
             record = RunRecord(name=name, started=time.time(), state="running", **_this_process())
             run_dir.write_record(record)
             return run_dir
@@ -427,10 +427,13 @@ class RunDir:
     def _write(self, name: str, text: str, mode: int | None = None) -> None:
         """Replace the file atomically; without `mode` it is as private as the folder."""
         part = self.path / f".{name}.part"
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            os.fchmod(file.fileno(), 0o666 & ~self.umask if mode is None else mode)
-            file.write(text)
-        part.replace(self.path / name)
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                os.fchmod(file.fileno(), 0o666 & ~self.umask if mode is None else mode)
+                file.write(text)
+            part.replace(self.path / name)
+        except OSError as error:  # that of a full disk does not say where
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from error
 
 
 def _this_process() -> dict[str, Any]:
