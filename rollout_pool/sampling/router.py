@@ -217,13 +217,11 @@ class Router:
             await self._line.has_shrunk.wait()
         if num_waiting:
             return 1
-        free = sum(
-            one.limit - one.num_in_flight
-            for one in self._that_may_serve(Needs(None, 0))
-            # Of one that has failed a single sample tries whether it works again.
-            if one.has_slot[Priority.rollout] and one.breaker.state is BreakerState.closed
-        )
-        return 1 + math.ceil(free / num_samples)
+        able = self._that_may_serve(Needs(None, 0))
+        # One that has failed takes a single sample, which tries it.
+        able = [one for one in able if one.breaker.state is BreakerState.closed]
+        free = _with_slot(able, Priority.rollout, time.monotonic())
+        return 1 + math.ceil(sum(one.limit - one.num_in_flight for one in free) / num_samples)
 
     def _num_rollouts_waiting(self) -> int:
         return sum(map(len, self._line.queues(Priority.rollout).values()))
