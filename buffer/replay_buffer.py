@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, cast
@@ -128,6 +129,8 @@ class ReplayBuffer(Leasing):
         self._durability = durability
         self._wait_timeout_s = settings.wait_timeout_s
         self._compress = settings.compress
+        self._caller, self._num_calls = secrets.token_hex(8), 0
+        self._admitting = asyncio.Lock()
 
     async def open(
         self,
@@ -225,22 +228,30 @@ class ReplayBuffer(Leasing):
         return [(self, groups)]
 
     async def try_admit(self, groups: Sequence[NewGroup], worker: int) -> Credits:
-        """Credits for those groups that have room now; a repeated call renews the credits."""
+        """Credits for those groups that have room now."""
         try:
-            return await self._scripts.run(
-                "rollout/admit_groups",
-                Credits,
-                groups=[
-                    {**one._asdict(), "prompt": one.prompt and write_prompt(one.prompt)}
-                    for one in groups
-                ],
-                worker=worker,
-                credit_ms=self._lease_ms,
-            )
+            async with self._admitting:  # copies of a call are known by their number
+                self._num_calls += 1
+                return await self._scripts.run(
+                    "rollout/admit_groups",
+                    Credits,
+                    groups=[
+                        {**one._asdict(), "prompt": one.prompt and write_prompt(one.prompt)}
+                        for one in groups
+                    ],
+                    worker=worker,
+                    caller=self._caller,
+                    call=self._num_calls,
+                    credit_ms=self._lease_ms,
+                )
         except asyncio.CancelledError:  # the caller does not know which have a credit
-            stopped = (self.abandon(one.group_id, "stopped", Rerun.always) for one in groups)
-            await asyncio.shield(asyncio.gather(*stopped))
+            await asyncio.shield(self._call_off(groups, worker))
             raise
+
+    async def _call_off(self, groups: Sequence[NewGroup], worker: int) -> None:
+        await self.try_admit([], worker)  # a copy that is still under way comes too late now
+        for one in groups:
+            await self.abandon(one.group_id, "stopped", Rerun.always)
 
     @Route(at_group, only)
     async def begin(self, group_id: str, prompt: PromptRef, worker: int, position: int) -> bool:
@@ -281,6 +292,7 @@ class ReplayBuffer(Leasing):
         """Ends all groups that a restarted worker ran before; their prompts run again.
 
         These are the groups whose ids begin with "<worker>-": call it before the worker admits any.
+        From then on only this object admits groups for it.
         `counts_as_death`: False if the whole run had ended, which is no fault of a prompt. Returns
         the number of groups.
         """
@@ -289,7 +301,8 @@ class ReplayBuffer(Leasing):
             cursor, num_ended = await self._scripts.run(
                 "rollout/reclaim_worker",
                 tuple[str, int],
-                prefix=f"{worker}-",
+                worker=worker,
+                caller=self._caller,
                 cursor=cursor,
                 bound=_MAX_IDS,
                 credit_ms=self._lease_ms,

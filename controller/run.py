@@ -94,9 +94,14 @@ def launch(config: Config, stop: StopRequest, announce_folder: Callable[[str], N
     with panel.progress("task and model"), stop.interrupting():
         task = check_inputs(config)
         data, text = data_of(task), probe_text(config, task)
-    run_dir = RunDir.create(config.run.dir, config.run.name, config.experiment, config.run.group)
-    run_dir.write_data(data)
-    run_dir.write_experiment(config)
+
+    def fill(run_dir: RunDir) -> None:
+        run_dir.write_data(data)
+        run_dir.write_config(config)
+        run_dir.write_experiment(config)
+
+    name, group = config.run.name, config.run.group
+    run_dir = RunDir.create(config.run.dir, name, config.experiment, group, fill)
     _see_through(Run(config, run_dir, panel, stop, probe_text=text), announce_folder)
 
 
@@ -189,8 +194,6 @@ class Run:
     def execute(self) -> None:
         """Run from the first server to the last evaluation; ends all that it started."""
         os.environ[RUN_VARIABLE] = self.dir.run_id
-        if self.resumption is None and self.attachment is None:
-            self.dir.write_config(self.config)
         with contextlib.ExitStack() as cleanup, self.panel:
             cleanup.callback(self._leave_nothing)
             if self.attachment is None:

@@ -96,6 +96,12 @@ class RunRecord:
             return False
 
     @property
+    def stands_still(self) -> bool:
+        """True if a signal has stopped the controller, on this machine."""
+        is_here = self.is_here and self.is_alive
+        return is_here and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    @property
     def is_of_parent(self) -> bool:
         """True if this process's guard has adopted the run."""
         return self.is_alive and self.is_here and self.pid == os.getppid()
@@ -145,11 +151,16 @@ class RunDir:
 
     @classmethod
     def create(
-        cls, root: str, name: str | None, experiment: str, group: str | None = None
+        cls,
+        root: str,
+        name: str | None,
+        experiment: str,
+        group: str | None = None,
+        fill: Callable[[RunDir], None] = lambda run_dir: None,
     ) -> RunDir:
-        """A new folder below `root`, readable by its owner and `group`.
+        """A new folder below `root`, readable by its owner and `group`, with what `fill` writes.
 
-        Raises RunDirError if it exists or cannot be created.
+        Raises RunDirError, and leaves none, if it exists or cannot be created.
         """
         name = name or f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -162,19 +173,21 @@ class RunDir:
             _open_to_group(path, group)
             (path / "logs").mkdir()
             (path / "logs").chmod(stat.S_IMODE(path.stat().st_mode))
+            run_dir = cls(path=path)
+            fill(run_dir)
+            record = RunRecord(name=name, started=time.time(), state="running", **_this_process())
+            run_dir.write_record(record)
+            return run_dir
         except FileExistsError as error:
             raise RunDirError(
                 f"run.name={name!r}: {path} is in use; choose another run.name or remove the folder"
             ) from error
         except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
             raise RunDirError(
                 f"run.dir={root!r}: cannot make {path} ({error.strerror}); choose a folder that "
                 "can be written with run.dir=..."
             ) from error
-        run_dir = cls(path=path)
-        record = RunRecord(name=name, started=time.time(), state="running", **_this_process())
-        run_dir.write_record(record)
-        return run_dir
 
     def reopen(self, look: Callable[[], T]) -> T:
         """Make this process the controller of a run that has ended, or that its guard has adopted.
@@ -414,10 +427,13 @@ class RunDir:
     def _write(self, name: str, text: str, mode: int | None = None) -> None:
         """Replace the file atomically; without `mode` it is as private as the folder."""
         part = self.path / f".{name}.part"
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            os.fchmod(file.fileno(), 0o666 & ~self.umask if mode is None else mode)
-            file.write(text)
-        part.replace(self.path / name)
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                os.fchmod(file.fileno(), 0o666 & ~self.umask if mode is None else mode)
+                file.write(text)
+            part.replace(self.path / name)
+        except OSError as error:  # that of a full disk does not say where
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from error
 
 
 def _this_process() -> dict[str, Any]:

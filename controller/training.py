@@ -431,7 +431,10 @@ class Training:
         raise Stopped
 
     async def _save_model(self) -> None:
-        """Ask the ranks to finish their step, save a checkpoint and export the model."""
+        """Ask the ranks to finish their step, save a checkpoint and export the model, and then the
+        workers to end: until then a rank may wait for their groups."""
+        if self.is_attached and not self._training:  # another controller has begun it
+            self._training = self.pools.trainer.train()
         if not self._training or self._is_redis_lost:
             return
         limit_s = self.config.cluster.stop_timeout_s
@@ -447,6 +450,9 @@ class Training:
             )
         except (RayTaskError, RayActorError) as error:
             self._say_no_model(f"a trainer rank {cause_of(error)}")
+        ends = [value(ref) for ref in self.pools.rollout.stop().values()]
+        workers = asyncio.gather(*ends, return_exceptions=True)
+        await asyncio.wait([workers], timeout=FINAL_SAMPLE_S)  # what they push still counts
 
     async def _export(self) -> None:
         await asyncio.gather(*(value(ref) for ref in self.pools.trainer.export().values()))

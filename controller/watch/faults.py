@@ -32,6 +32,15 @@ class Room:
     disk_free: int | None = None
 
 
+def stopped_controller(pid: int) -> Finding:
+    return alarm(
+        "controller",
+        f"the controller, process {pid}, stands still: a signal has stopped it",
+        f"`kill -CONT {pid}` lets it go on; until then no step is recorded, and nothing that dies "
+        "starts again",
+    )
+
+
 def full_memory(room: Room) -> Finding | None:
     used, limit = room.memory_used, room.memory_limit
     if not limit or used < FULL_MEMORY * limit:

@@ -26,6 +26,7 @@ CONNECT_TIMEOUT_S = 10.0
 def observe(view: RunView, run_dir: RunDir, run: RunRecord, url: str) -> None:
     """Add a sample of the run's Redis to the view. Raises ConnectionError or TimeoutError."""
     view.note_resumed(run.resumed or 0.0)
+    view.stopped_controller = run.pid if run.stands_still else None
     address = BufferAddress(url=url, run=run_dir.name, settings=view.config.buffer)
     try:
         asyncio.run(_look(view, address, run_dir.path))

@@ -98,6 +98,8 @@ class RunView:
     """Recent looks at engines that only train, and those at which one had as many requests as it
     takes."""
     room: Room = field(default_factory=Room)
+    stopped_controller: int | None = None
+    """Its process, if a signal has stopped that."""
     stats: BufferStats | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
     """Counters of the rollout workers."""

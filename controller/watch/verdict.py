@@ -26,6 +26,7 @@ from controller.watch.faults import (
     full_disk,
     full_memory,
     low_admission,
+    stopped_controller,
 )
 from controller.watch.finding import Finding, Level, log_once
 from controller.watch.learning import learning_alarms
@@ -82,6 +83,8 @@ def _in_order(view: RunView) -> Iterator[Finding | None]:
     grown, elapsed_s = view.counted.growth(), view.counted.elapsed_s
     if stats is not None and stats.paused:
         yield paused(stats, view.changes, view.now)
+    if view.stopped_controller is not None:
+        yield stopped_controller(view.stopped_controller)
     yield full_memory(view.room)
     yield full_disk(view.room, view.checkpoint)
     if view.checkpoint_failure is not None:

@@ -122,6 +122,8 @@ class GroupSamples:
     """Samples in progress. Of an ended one only the sums are kept, because prompts are long."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of its episodes by what they did beside their requests."""
+    have_begun: bool = False
+    """One of them has been requested."""
     num_resumed: int = 0
     """Interrupted samples that went on."""
     _ended: Spent = field(default_factory=Spent)
@@ -133,6 +135,7 @@ class GroupSamples:
     def begin(self, sample: Sample) -> None:
         """Call before the sample is requested; may give it tokens of a worker before this one."""
         sample.order = self.order
+        self.have_begun = True
         self.in_progress.add(sample)
         if self.keeper is not None:
             self.keeper.begin(sample)

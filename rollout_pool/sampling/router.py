@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from buffer.staleness import is_fresh
 from rollout_pool.sampling.engine_client import EngineClient, EngineError, EngineLoad
-from rollout_pool.sampling.engine_state import EngineState, Slot, StickySessions
+from rollout_pool.sampling.engine_state import BreakerState, EngineState, Slot, StickySessions
 from rollout_pool.sampling.sample import Interrupted, Priority, Sample
 
 OVERLOAD_FACTOR = 1.5
@@ -218,6 +218,8 @@ class Router:
         if num_waiting:
             return 1
         able = self._that_may_serve(Needs(None, 0))
+        # One that has failed takes a single sample, which tries it.
+        able = [one for one in able if one.breaker.state is BreakerState.closed]
         free = _with_slot(able, Priority.rollout, time.monotonic())
         return 1 + math.ceil(sum(one.limit - one.num_in_flight for one in free) / num_samples)
 

@@ -292,8 +292,9 @@ class RolloutWorker:
         """Waits for room at the engines and for credits, and starts groups."""
         # A group's age counts from its credit: if it aged in a line, the trainer would have to wait
         # for its longest answer with on_stale=wait. Episodes that start, or run a tool, are not in
-        # the line: where environments are slow, more credits are taken.
+        # the line: where environments are slow, more credits are taken, but then one at a time.
         room = await self.wait_room(size := self._live.group_size)
+        room -= sum(not samples.have_begun for samples in self._runs)
         places = self._live.max_groups_in_flight - len(self._runs)
         number = max(1, min(room, places, MOST_AT_ONCE // self.spec.config.num_workers))
         began = time.monotonic()

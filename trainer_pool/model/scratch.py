@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -58,7 +59,10 @@ def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> 
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model.save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # of a full disk
+        raise OSError(f"cannot write {folder} ({error}); free space on its disk") from error
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

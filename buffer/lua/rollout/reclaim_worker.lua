@@ -1,8 +1,10 @@
 -- Ends the groups that a restarted worker ran before; their prompts run again.
--- Request: prefix (of the ids of its groups, not a pattern), cursor, bound (about how many to scan),
+-- Request: worker, caller (the only one that admits groups for it from now on), cursor, bound (about how many to scan),
 --          credit_ms, counts_as_death (whether the worker's death counts against the prompts).
 -- Reply: Reclaimed: next cursor ('0': done), number of groups ended
-local reply = redis.call('ZSCAN', RUNNING, request.cursor, 'MATCH', request.prefix .. '*',
+local worker = request.worker
+redis.call('HSET', key('calls'), worker, request.caller)
+local reply = redis.call('ZSCAN', RUNNING, request.cursor, 'MATCH', worker .. '-*',
   'COUNT', bound_of(request.bound))
 local ids, seen, lost_before = {}, {}, lost_with_server(request.credit_ms)
 if not request.counts_as_death then lost_before = LARGEST end

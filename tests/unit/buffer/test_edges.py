@@ -12,12 +12,13 @@ from buffer.errors import NotOwnerError
 from buffer.lease import Formed, LeaseRequest
 from buffer.push import PushedGroup, PushReply
 from buffer.redis.connection import connect
-from buffer.redis.scripts import BOUND, RunNotOpenError
+from buffer.redis.scripts import BOUND, RunNotOpenError, Scripts
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease, NewGroup, PushResult
 from buffer.types import PromptRef, Rerun
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
+from tests.support.buffer.copies import Copies
 from tests.support.buffer.groups import lease_batch, make_group, next_retry, train_batch
 from tests.support.invariants import find_violations
 
@@ -51,25 +52,68 @@ async def test_running_groups_are_ordered_by_the_oldest_version_they_can_hold(
 
 
 @pytest.mark.parametrize("is_again", [False, True])
-async def test_admission_that_is_repeated_or_late_gives_no_credit_and_no_prompt_twice(
-    checked_buffer: Any, is_again: bool
+@pytest.mark.parametrize("end", ["pushed", "filtered", "expired", "replaced"])
+async def test_copy_of_an_admission_gives_no_credit_and_no_prompt_twice(
+    checked_buffer: Any, monkeypatch: pytest.MonkeyPatch, end: str, is_again: bool
 ) -> None:
+    copies = Copies(monkeypatch, are_twice=True)
     buffer = await checked_buffer()
+    await buffer.reclaim(3)
     again = PromptRef(task="sums", index=9)
     if is_again:
-        await buffer.admit("before", 0)
-        await buffer.abandon("before", "stopped", Rerun.always, again)
-    groups = [NewGroup(name, PromptRef(task="sums", index=n), n) for n, name in enumerate("ab", 1)]
-    first = await buffer.admit_groups(groups, 0, worker=3)
-    own = [(group.group_id, group.prompt) for group in groups]
-    assert [one[:2] for one in first] == ([("a", again)] if is_again else own)
-    assert await buffer.admit_groups(groups, 0, worker=3) == first
-    for admission in first:
-        await buffer.push(make_group(admission.group_id))
-    late = await buffer.admit_groups(groups, 0, worker=3)
-    assert [one[:2] for one in late] == ([("a", None)] if is_again else own)
+        await buffer.admit("3-before", 0)
+        await buffer.abandon("3-before", "stopped", Rerun.always, again)
+    own = [PromptRef(task="sums", index=n) for n in (1, 2)]
+    groups = [NewGroup(f"3-{n}", prompt, n) for n, prompt in enumerate(own, 1)]
+    admissions = await buffer.admit_groups(groups, 0, worker=3)
+    given = [(one.group_id, one.prompt) for one in admissions]
+    assert given == ([("3-1", again)] if is_again else [("3-1", own[0]), ("3-2", own[1])])
+    for group_id, _ in given:
+        if end == "pushed":
+            await buffer.push(make_group(group_id))
+        if end == "filtered":
+            await buffer.abandon(group_id, "zero_variance")
+        if end == "expired":
+            await buffer._redis.zadd(buffer.keys("credits"), {group_id: 1}, xx=True)
+    await buffer.sweep()
+    if end == "replaced":
+        await (await checked_buffer()).reclaim(3)
+    before = await buffer.stats()
+    for send in copies.calls:
+        await send()
+    after = await buffer.stats()
+    assert replace(after, oldest_ready_age_s=before.oldest_ready_age_s) == before
+    assert (before.running, before.pushed) == (0, len(given) if end == "pushed" else 0)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+async def test_admission_that_arrives_after_it_was_called_off_or_its_worker_died_gives_nothing(
+    checked_buffer: Any, monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    buffer = await checked_buffer()
+    await buffer.reclaim(3)
+    copies, arrived = Copies(monkeypatch), asyncio.Event()
+    send, network = Scripts._run, asyncio.Event()
+
+    async def slow(scripts: Scripts, name: str, kind: Any, command: bytes) -> Any:
+        if name == "rollout/admit_groups" and not arrived.is_set():
+            copies.calls.append(lambda: send(scripts, name, kind, command))
+            arrived.set()
+            await network.wait()  # for ever
+        return await send(scripts, name, kind, command)
+
+    monkeypatch.setattr(Scripts, "_run", slow)
+    group = NewGroup("3-1", PromptRef(task="sums", index=1), 1)
+    admitting = asyncio.create_task(buffer.admit_groups([group], 60, worker=3))
+    await arrived.wait()
+    if is_dead:
+        await (await checked_buffer()).reclaim(3)
+        await copies.calls[0]()
+    admitting.cancel()
+    await asyncio.wait([admitting])
+    await copies.calls[0]()
     stats = await buffer.stats()
-    assert (stats.running, stats.ready, stats.retries_waiting) == (0, len(first), 0)
+    assert (stats.running, stats.rerun, stats.retries_waiting) == (0, 0, 0)
 
 
 async def test_group_is_kept_in_a_small_hash(checked_buffer: Any) -> None:

@@ -41,6 +41,7 @@ from buffer.wire.codec import encode_group
 from configs.checks import live_text
 from configs.choices import OnFull, OnStale, Selector
 from configs.schema import BufferConfig
+from tests.support.buffer.copies import Copies
 from tests.support.buffer.groups import make_group, next_retry
 from tests.support.buffer.plain_buffer import Batch, PlainBuffer
 from tests.support.invariants import find_violations
@@ -81,9 +82,10 @@ class Client:
 
 
 class BufferMachine(RuleBasedStateMachine):
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, copies: Copies) -> None:
         super().__init__()
-        self.client = client
+        self.client, self.copies = client, copies
+        copies.calls.clear()
         self.run = client.run
         self.name = f"model-{uuid4().hex[:12]}"
         self.leases: list[tuple[Lease, Batch]] = []
@@ -105,6 +107,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.keys = [Keys(self.name, shard) for shard in range(self.config.shards)]
         self.state = RunState(self.client.redis, self.name, shards=self.config.shards)
         self.buffer, self.lineage = self.new_buffer(), ""
+        self.rollout = self.buffer  # of the workers, which outlive trainers
         self.run(self.buffer.open(self.config, GROUPS_PER_STEP, oversampling))
         self.run(self.buffer.announce_version(FIRST_VERSION))
         self.model.announce(FIRST_VERSION)
@@ -149,11 +152,15 @@ class BufferMachine(RuleBasedStateMachine):
             prompt = PromptRef(task="sums", index=self.num_groups)
             groups.append(NewGroup(name, prompt, self.num_groups) if has_prompt else NewGroup(name))
         with may_refuse():
-            reply = self.agree(
-                self.buffer.admit_groups(groups, 0, worker),
+            self.agree(
+                self.rollout.admit_groups(groups, 0, worker),
                 lambda: self.model.admit(groups, worker),
             )
-            assert self.run(self.buffer.admit_groups(groups, 0, worker)) == reply
+
+    @precondition(lambda self: self.copies.calls)
+    @rule(data=st.data())
+    def deliver_an_admission_once_more(self, data: st.DataObject) -> None:
+        self.run(data.draw(st.sampled_from(self.copies.calls))())
 
     @precondition(lambda self: self.model.ids("running"))
     @rule(data=st.data(), rerun=st.sampled_from(Rerun))
@@ -258,7 +265,7 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 1))
     def reclaim(self, worker: int) -> None:
         for _ in range(2):
-            self.agree(self.buffer.reclaim(worker), lambda: self.model.reclaim(worker))
+            self.agree(self.rollout.reclaim(worker), lambda: self.model.reclaim(worker))
 
     @precondition(lambda self: self.model.poisonous)
     @rule(data=st.data(), run_again=st.booleans())
@@ -533,10 +540,13 @@ def client(tmp_path: Path) -> Iterator[Client]:
 @pytest.mark.parametrize(
     "number", [FEW_SEQUENCES, pytest.param(NUM_SEQUENCES, marks=pytest.mark.long)]
 )
-def test_verbs_in_any_sequence_agree_with_the_model(client: Client, number: int) -> None:
+def test_verbs_in_any_sequence_agree_with_the_model(
+    client: Client, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Copies(monkeypatch, are_twice=True)
     for done in range(0, number, SEQUENCES_A_ROUND):
         run_state_machine_as_test(
-            lambda: BufferMachine(client),
+            lambda: BufferMachine(client, copies),
             settings=settings(
                 max_examples=min(SEQUENCES_A_ROUND, number - done),
                 stateful_step_count=40,

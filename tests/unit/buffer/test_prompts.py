@@ -43,7 +43,6 @@ async def test_prompt_of_dead_workers_becomes_a_suspect_and_is_then_quarantined(
         again, prompt, _ = await buffer.admit(f"3-{number}-b", 60)
         assert prompt == PromptRef(task="long words", index=7, reruns=number)
         assert prompt.is_suspect == (number == 2)
-        assert (await buffer.admit(again, 60)).prompt == prompt  # a lost reply costs nothing
         assert await buffer.reclaim(3) == 1
     assert await next_retry(buffer) is None
     (poisonous,) = await buffer.quarantined_prompts()

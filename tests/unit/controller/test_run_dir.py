@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import socket
@@ -53,6 +54,18 @@ def test_folder_in_use_or_that_cannot_be_created_is_refused_with_the_fix(tmp_pat
     with pytest.raises(RunDirError, match=r"run\.group='no-such-group': cannot open .*id -Gn"):
         new_run(tmp_path, group="no-such-group")
     assert not (tmp_path / "a").exists()
+
+
+def test_folder_that_has_no_room_for_its_record_is_refused_and_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RunDir, "write_record", refuse)
+    with pytest.raises(RunDirError, match=r"run\.dir='.*': cannot make .* \(No space left"):
+        new_run(tmp_path, "full")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_run_whose_process_is_gone_is_not_alive_even_if_its_pid_is_reused(tmp_path: Path) -> None:

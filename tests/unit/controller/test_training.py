@@ -33,6 +33,7 @@ from controller.watch.stalls import Stall
 from controller.watch.supervise import RunFailed
 from rollout_pool.pool import RolloutPool
 from rollout_pool.types import EvalReport
+from tests.support.buffer.groups import make_group
 from tests.support.controller.records import step_record, write_checkpoint
 from trainer_pool.pool import TrainerPool
 from trainer_pool.state.checkpoint import Best, CheckpointStore
@@ -126,7 +127,12 @@ def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
     """Trains with these ranks, one after the other: the checkpoints from which later ones went on,
     and what was said."""
 
-    async def run(*ranks: Ranks, config: Config = config) -> tuple[list[Path], str]:
+    async def run(
+        *ranks: Ranks,
+        config: Config = config,
+        engine: IdleEngine | None = None,
+        is_attached: bool = False,
+    ) -> tuple[list[Path], str]:
         resumed_from = list[Path]()
 
         def new_trainer(folder: Path) -> Ranks:
@@ -137,7 +143,7 @@ def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
             one.again = new_trainer
         pools = Pools(
             trainer=cast("TrainerPool", ranks[0]),
-            rollout=cast("RolloutPool", IdleEngine()),
+            rollout=cast("RolloutPool", engine or IdleEngine()),
         )
         said = StringIO()
         phase = Training(
@@ -149,8 +155,11 @@ def train(ended_run: RunDir, config: Config, open_run: OpenRun) -> Train:
             ray_processes={},
             panel=Panel(enabled=False, console=Console(file=said, width=200)),
             stop=StopRequest(),
-            resumed_step=6,
+            resumed_step=None if is_attached else 6,
+            is_attached=is_attached,
         )
+        if is_attached:
+            phase.stop.set()
         await phase.run()
         return resumed_from, said.getvalue()
 
@@ -451,6 +460,38 @@ async def test_ranks_that_an_earlier_controller_had_asked_to_stop_do_not_finish_
     ended_run.note_error("engine-0 died")  # that one was killed while it ended a run that failed
     with pytest.raises(RuntimeError, match="engine-0 died"):
         await train(Ranks(replace(REPORT, was_stopped=True)))
+
+
+async def test_run_that_is_stopped_while_a_controller_attaches_saves_its_model(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, asked = Ranks(REPORT), list[str]()
+    monkeypatch.setattr(ranks, "stop", lambda: asked.append("stop"))
+    monkeypatch.setattr(ranks, "export", lambda: asked.append("export") or {})
+    with pytest.raises(Stopped):
+        await train(ranks, is_attached=True)
+    assert asked == ["stop", "export"]
+
+
+async def test_group_that_a_worker_pushes_before_it_ends_is_in_the_final_numbers(
+    ended_run: RunDir, train: Train, open_run: OpenRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "FINAL_SAMPLE_S", 60.0)
+
+    async def push() -> None:
+        await asyncio.sleep(0.5)
+        await open_run[1].push(make_group("last"))
+
+    class Busy(IdleEngine):
+        def stop(self) -> dict[str, Result]:
+            pushing, ended = asyncio.create_task(push()), Result()
+            pushing.add_done_callback(lambda _: ended.set_result(None))
+            return {"worker-0": ended}
+
+    ended_run.note_error(None)
+    with pytest.raises(Stopped):
+        await train(Ranks(replace(REPORT, was_stopped=True)), engine=Busy())
+    assert read_metrics(ended_run.metrics, "buffer")[-1].count("ready") == 1
 
 
 async def test_run_ends_when_an_engine_computes_another_policy(

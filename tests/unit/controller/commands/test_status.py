@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +25,7 @@ from controller.metrics.history import Record, read_metrics
 from controller.report.summary import write_summary
 from controller.run_dir import RunDir
 from controller.signals import EXIT_FAILED
+from processes.child import started_at
 from tests.support.controller.buffers import Command, opened
 from tests.support.controller.records import buffer_record, eval_record, record_all, step_record
 
@@ -84,6 +88,23 @@ def test_running_run_is_shown_live(going_run: RunDir, redis_url: str) -> None:
     assert text.count("make scale ROLLOUT=2") == 2, "the panel says it too"
     assert " ".join(text.split()).count(f"RUN={going_run.name}") >= 3
     assert redis_url not in text, "the password stays in its file"
+
+
+def test_controller_that_a_signal_has_stopped_is_named(going_run: RunDir) -> None:
+    controller = subprocess.Popen(["sleep", "3600"])
+    try:
+        started = started_at(controller.pid)
+        record = replace(going_run.read_record(), pid=controller.pid, process_started=started)
+        going_run.write_record(record)
+        for number, is_named in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
+            controller.send_signal(number)
+            os.waitpid(controller.pid, os.WUNTRACED | os.WCONTINUED)
+            first = status_of(going_run).splitlines()[0]
+            words = f"The controller, process {controller.pid}, stands still: a signal has stopped"
+            assert first.startswith(words) is is_named
+    finally:
+        controller.kill()
+        controller.wait()
 
 
 def test_status_as_json_has_the_verdict_and_its_command(going_run: RunDir, leash: Command) -> None:

@@ -535,6 +535,17 @@ async def test_there_is_room_for_as_many_groups_as_would_leave_fewer_waiting_tha
     assert await many.wait_room(2) == 3
 
 
+async def test_engine_that_one_sample_may_try_again_is_no_room():
+    many = router(2, max_running_requests=4)
+    breaker = many.engines["engine-1"].breaker
+    for moment in (1.0, 2.0, 3.0):  # long ago: now it may be tried
+        breaker.fail(moment, moment)
+    assert breaker.admits(time.monotonic())
+    assert await many.wait_room(2) == 3  # as without it
+    breaker.succeed(time.monotonic())
+    assert await many.wait_room(2) == 5
+
+
 async def test_sample_that_waits_for_its_engine_blocks_no_other():
     """Both failed at the only engine, one before it got tokens again and one after."""
     one = router(1)

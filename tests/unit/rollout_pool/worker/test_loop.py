@@ -600,6 +600,29 @@ async def test_groups_that_have_room_and_places_get_their_credits_in_one_call(
     assert orders == {0: 0, 1: 1, 2: 2, 3: 3}
 
 
+async def test_groups_that_start_slowly_take_the_room_that_they_will_need(make_worker, monkeypatch):
+    make_worker.room = room_for(3)
+    worker, buffer = await make_worker(max_staleness=5)
+    admit, calls, environment = ReplayBuffer.admit_groups, [], asyncio.Event()
+    episodes = worker.episode_source.run
+
+    async def noted(self, groups, *others):
+        calls.append(len(groups))
+        return await admit(self, groups, *others)
+
+    async def slow(*request):
+        await environment.wait()
+        return await episodes(*request)
+
+    monkeypatch.setattr(ReplayBuffer, "admit_groups", noted)
+    monkeypatch.setattr(worker.episode_source, "run", slow)
+    await make_worker.start(worker)
+    await until(lambda: len(calls) > 3)
+    assert calls[:4] == [3, 1, 1, 1]
+    environment.set()
+    await until(ready(buffer, 12))
+
+
 async def test_group_that_got_no_prompt_leaves_the_others_their_own(make_worker, monkeypatch):
     make_worker.room = room_for(3)
     worker, buffer = await make_worker(max_staleness=2)

@@ -8,7 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    Qwen3ForCausalLM,
+)
 
 from configs.schema import ScratchModelConfig
 from trainer_pool.model.scratch import VOCAB_SIZE, build_scratch_model, byte_tokenizer
@@ -79,3 +85,14 @@ def test_chat_template_writes_tools_turns_and_calls(folder: Path) -> None:
         "tool: 2\n"
         "assistant: "
     )
+
+
+def test_full_disk_is_an_error_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "save_pretrained", refuse)
+    with pytest.raises(OSError, match=f"cannot write {tmp_path} .*No space left.*; free space"):
+        build_scratch_model(ScratchModelConfig(), tmp_path, seed=0)
