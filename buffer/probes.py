@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from configs.run_files import Scalar
+
 COMPARED_TOKENS = 256
 """At the end of each. All of them would cost an engine the logits of whole texts at once."""
 SHORTEST = 8
@@ -118,9 +120,9 @@ class Agreement:
             f"{self.most:g} on average. {fix}"
         )
 
-    def record(self) -> dict[str, float | int | str]:
+    def record(self) -> dict[str, Scalar]:
         """Flat, for the metrics."""
-        values: dict[str, float | int | str] = {
+        values: dict[str, Scalar] = {
             "engine": self.engine,
             "version": self.version,
             "mean": self.mean,

@@ -18,12 +18,10 @@ from buffer.redis.keys import Keys
 from buffer.redis.replies import Reply, is_number, readable, setting_number
 from buffer.redis.scripts import Scripts
 from buffer.redis.wakeups import Wake, WakeStreams
+from configs.run_files import Scalar
 from configs.schema import BufferConfig
 
 T = TypeVar("T")
-
-Record = Mapping[str, float | int | str]
-"""Flat JSON: one metrics record."""
 
 METRICS_LENGTH = 10_000
 STREAM_START = "0-0"
@@ -36,7 +34,7 @@ class MetricsEntry(NamedTuple):
 
     id: str
     kind: str
-    record: dict[str, float | int | str]
+    record: dict[str, Scalar]
 
 
 class EngineRoutes(NamedTuple):
@@ -377,7 +375,7 @@ class RunState:
 
     # Metrics ---------------------------------------------------------------------------------
 
-    async def append_metrics(self, record: Record, kind: str) -> None:
+    async def append_metrics(self, record: Mapping[str, Scalar], kind: str) -> None:
         """Appends a record to the stream, which keeps about the last METRICS_LENGTH entries."""
         await self._scripts.run(
             "run_state/append_metrics",
@@ -462,7 +460,7 @@ def _finite(found: Mapping[str, str]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def _read_record(text: str) -> dict[str, float | int | str]:
+def _read_record(text: str) -> dict[str, Scalar]:
     """Parses a record. Raises ValueError for anything else."""
     try:
         record = json.loads(text)

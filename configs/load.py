@@ -538,6 +538,7 @@ def _anchor_paths(config: Config) -> None:
     run, buffer, model, algorithm = config.run, config.buffer, config.model, config.algorithm
     run.dir = _absolute(run.dir)
     buffer.password_file = buffer.password_file and _absolute(buffer.password_file)
+    buffer.tls_ca_file = buffer.tls_ca_file and _absolute(buffer.tls_ca_file)
     task = config.task
     task.agent = task.agent and _absolute_code(task.agent)
     for one in (task, *task.tasks.values(), *task.eval_sets.values()):

@@ -13,6 +13,8 @@ from typing import Any, BinaryIO, TypeVar, cast
 import msgspec
 
 T = TypeVar("T")
+Scalar = float | int | str
+"""A value of a record of `metrics.jsonl`, which is flat."""
 
 
 def read_bytes(path: Path) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from buffer.connect import Buffer
 from buffer.run_state import STREAM_START, RunState
+from configs.run_files import Scalar
 from controller.metrics.history import (
     ATTACHED,
     EVAL_FAILED,
@@ -20,7 +21,6 @@ from controller.metrics.history import (
     STALL_ENDED,
     MetricsLog,
     Record,
-    Scalar,
 )
 from controller.watch.look import take_sample
 from controller.watch.run_view import RunView

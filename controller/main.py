@@ -295,7 +295,7 @@ def _dispatch(arguments: argparse.Namespace, words: Sequence[str]) -> int:
         given["config"] = config = load_config(given.pop("overrides"), given.pop("experiment"))
         if config.cluster.ray_address is not None:
             prepare_environment(config.cluster)
-    if verb == "try":
+    if verb in ("try", "export"):
         _prepare_deepspeed()
     module, _, name = function.partition(":")
     getattr(import_module(f"controller.{module}"), name)(**given)

@@ -22,7 +22,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from buffer.redis.server import EmbeddedServer, ServerStartError
-from configs.checks import with_live
+from configs.run_files import Scalar
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state
 from controller.commands.tune import Autotuner
@@ -33,7 +33,6 @@ from controller.metrics.history import (
     EVAL_FAILED,
     MetricsLog,
     Record,
-    Scalar,
     of_kind,
     read_metrics,
 )
@@ -43,7 +42,7 @@ from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
-from controller.watch.fleet import LOOK_AGAIN_S, Fleet
+from controller.watch.fleet import Fleet
 from controller.watch.remarks import TRAINER, checkpoint_failed, eval_failed
 from controller.watch.run_view import RunView
 from controller.watch.stall_watch import ANSWER_S, RESTARTING, Stalled, StallWatch, silent_of
@@ -109,7 +108,6 @@ class Training:
         self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
-        self._eval_every = self.config.rollout.eval_every
         self._steps = dict[int, int]()
         """The step after which each version was the policy."""
         self._unwritten = list[Best]()
@@ -142,7 +140,6 @@ class Training:
                     background = [
                         tasks.create_task(self._history.follow_metrics()),
                         tasks.create_task(self._history.sample_buffer()),
-                        tasks.create_task(self._follow_eval_every()),
                         tasks.create_task(self._raise_first_death()),
                         tasks.create_task(self._raise_when_stopped()),
                     ]
@@ -164,8 +161,12 @@ class Training:
         self._state = await cleanup.enter_async_context(opened_state(self.address))
         settings, append = self.config.rollout.eval, self._state.append_metrics
         self._by_command = CommandEvaluations(settings, self.run_dir, append, self.panel.say)
-        started = self.run_dir.read_record().started
-        view = RunView(self.run_dir.name, self.config, started, self.run_dir.named)
+        view = RunView(
+            run=self.run_dir.name,
+            config=self.config,
+            started=self.run_dir.read_record().started,
+            named=self.run_dir.named,
+        )
         history = read_metrics(self.run_dir.metrics)
         last = max((record.count("step") for record in of_kind(history, "step")), default=0)
         hand_on = [
@@ -360,15 +361,9 @@ class Training:
 
     # Evaluation ----------------------------------------------------------------------------------
 
-    async def _follow_eval_every(self) -> None:
-        seen = dict[str, str]()
-        while True:
-            seen = await self._state.wait_settings_changed(["eval_every"], seen, LOOK_AGAIN_S)
-            self._eval_every = with_live(self.config.rollout, seen).eval_every
-
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: while a slow one runs, the next due version is skipped."""
-        every, number = self._eval_every, step.count("step")
+        every, number = self._history.view.config.rollout.eval_every, step.count("step")
         version = step.count("version") + 1
         is_last = number >= self.config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()

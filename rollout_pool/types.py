@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from configs.rollout_schema import RolloutConfig, TaskConfig
+from configs.run_files import Scalar
 from configs.schema import BufferConfig, WeightSyncConfig
 from weight_sync.types import MergeSpec
 
@@ -107,7 +108,7 @@ class EvalReport:
     failed_sets: Mapping[str, str] = field(default_factory=dict)
     """Why there is none of the others, by name."""
 
-    def record(self) -> dict[str, float | int | str]:
+    def record(self) -> dict[str, Scalar]:
         """Flat, for a metrics log: mean_at_<k> and pass_at_<k> for each k, accuracy/<task>; of a
         further set the same names with /<set>, or failed/<set>."""
         flat = self._flat()
@@ -120,7 +121,7 @@ class EvalReport:
         failed = {f"failed/{place}": why for place, why in self.failed_sets.items()}
         return flat | of_sets | failed
 
-    def _flat(self) -> dict[str, float | int | str]:
+    def _flat(self) -> dict[str, Scalar]:
         flat = asdict(self)
         del flat["of_sets"], flat["failed_sets"]
         by_name = {"mean_at": flat.pop("mean_at_k"), "pass_at": flat.pop("pass_at_k")}

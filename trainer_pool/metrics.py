@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from buffer.types import TrajectoryGroup
+from configs.run_files import Scalar
 from trainer_pool.algorithms.load_balancing import RouterSums
 from trainer_pool.algorithms.registry import Objective
 from trainer_pool.algorithms.types import LossInputs
@@ -22,10 +23,6 @@ from trainer_pool.data.packing import MicroBatch
 from trainer_pool.guard import EffectiveSampleSize, SkipReason, Update
 from trainer_pool.model.checkpoint_names import name_patterns
 from trainer_pool.speed import StepSpeed
-
-StepRecord = dict[str, float | int | str]
-"""One step over all ranks, flat, as in `metrics.jsonl`; docs/metrics.md says what each is. NaN if
-not measured. Means are over trained tokens unless noted; mappings and lists are JSON."""
 
 STALENESS_BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16+")
 _BUCKET_STARTS = (1, 2, 4, 8, 16)
@@ -164,11 +161,12 @@ class StepAccumulator:
         learning_rate: float,
         speed: StepSpeed,
         peak_tflops: float | None = None,
-    ) -> StepRecord:
-        """Statistics of the whole batch, equal on every rank but for its speed; collective. A name
-        that a user's loss chooses never replaces one of ours.
+    ) -> dict[str, Scalar]:
+        """Statistics of the whole batch, equal on every rank but for its speed; collective.
 
-        `groups` is this rank's part of the batch, `group_ids` names all of it.
+        They are flat, as in `metrics.jsonl`; docs/metrics.md says what each is. NaN if not
+        measured. Means are over trained tokens unless noted; mappings and lists are JSON. A name
+        that a user's loss chooses never replaces one of ours.
         """
         reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]

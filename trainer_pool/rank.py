@@ -30,6 +30,7 @@ from buffer.replay_buffer import ReplayBuffer
 from buffer.results import Lease
 from buffer.run_state import RunState
 from configs.checks import live_names, with_live
+from configs.run_files import Scalar
 from configs.schema import TrainerConfig
 from host.loop_thread import LoopThread
 from trainer_pool.algorithms.registry import Algorithm
@@ -39,7 +40,7 @@ from trainer_pool.data.rows import StepBatch
 from trainer_pool.data.trained import TrainedLog
 from trainer_pool.guard import UpdateGuard
 from trainer_pool.learning_rate import learning_rate
-from trainer_pool.metrics import StepRecord, check_engines_agree
+from trainer_pool.metrics import check_engines_agree
 from trainer_pool.model.routers import check_gates
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.recovery import Recovery
@@ -348,7 +349,7 @@ class TrainerRank:
             times.memory_copy_error = self._recovery.copy_to_memory(**here)
             times.memory_copy_s = clock.lap()
 
-    def _record(self, version: int, stats: StepRecord, times: StepTimes) -> None:
+    def _record(self, version: int, stats: dict[str, Scalar], times: StepTimes) -> None:
         """Add the completed step, which trained `version`, to `metrics.jsonl`; on rank 0."""
         parts = {part: float(stats.get(f"step_{part}_s", 0.0)) for part in ("passes", "update")}
         waited_s, self._waited_s = RankWaits.seconds - self._waited_s, RankWaits.seconds
@@ -371,7 +372,7 @@ class TrainerRank:
         }
         for waited_on, seconds in waits.items():
             self._loop.run(self._run_state.add_wait("trainer", waited_on, seconds))
-        record: dict[str, float | int | str] = {
+        record: dict[str, Scalar] = {
             "step": self._step,
             "version": version,
             **stats,
@@ -393,7 +394,7 @@ class TrainerRank:
         waits = [lane["ranks"] for lane in lanes]
         shown = shown_ranks(waits)
         of_parts = {part: [lanes[rank][part] for rank in shown] for part in lanes[0]}
-        record: dict[str, float | int | str] = {
+        record: dict[str, Scalar] = {
             "step": self._step,
             "slowest": waits.index(min(waits)),
             "waited_s": max(waits),
@@ -474,7 +475,9 @@ class TrainerRank:
         fresh = (i for i, flag in zip(ids, flags[1:], strict=True) if flag == "1")
         return tuple(fresh), lease is None
 
-    def _train_batch(self, lease: Lease, kept_ids: tuple[str, ...], is_update: bool) -> StepRecord:
+    def _train_batch(
+        self, lease: Lease, kept_ids: tuple[str, ...], is_update: bool
+    ) -> dict[str, Scalar]:
         config = self._spec.config
         if self._accumulation is not None:
             self._accumulation.is_complete = is_update

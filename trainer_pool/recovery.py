@@ -19,6 +19,7 @@ from buffer.redis.connection import connect
 from buffer.replay_buffer import ReplayBuffer
 from buffer.results import TaskProgress
 from buffer.run_state import RunState
+from configs.run_files import Scalar
 from host.loop_thread import LoopThread
 from processes.leftovers import list_path, write_list
 from trainer_pool.collectives import Collectives
@@ -33,7 +34,7 @@ from trainer_pool.state.checkpoint import (
 )
 from trainer_pool.state.peer_copies import Copy, PeerCopies
 from trainer_pool.state.shards import ShardReader, restore_rng
-from trainer_pool.state.writer import CheckpointWriter, Record
+from trainer_pool.state.writer import CheckpointWriter
 from trainer_pool.types import Restored, TrainerSpec
 
 log = logging.getLogger(__name__)
@@ -247,7 +248,7 @@ class Recovery:
 
         asyncio.run(dump())
 
-    def _end_checkpoint(self, state: TrainState, record: Record) -> None:
+    def _end_checkpoint(self, state: TrainState, record: dict[str, Scalar]) -> None:
         """Acknowledge the groups that a durable checkpoint contains; on rank 0, in the checkpoint's
         thread."""
         if "error" not in record:

@@ -27,6 +27,7 @@ from torch import Tensor
 from buffer.probes import beginnings
 from configs.algorithm_schema import POLICY
 from configs.choices import Proximal
+from configs.run_files import Scalar
 from configs.schema import TrainerConfig
 from trainer_pool.algorithms.load_balancing import RouterSums
 from trainer_pool.algorithms.registry import Algorithm
@@ -37,7 +38,7 @@ from trainer_pool.data.packing import MicroBatch, Row, fill_up, pack
 from trainer_pool.data.rows import StepBatch, rows_by_group, weighted
 from trainer_pool.data.trained import TrainedLog
 from trainer_pool.guard import SkipReason, Update, UpdateGuard
-from trainer_pool.metrics import StepAccumulator, StepRecord
+from trainer_pool.metrics import StepAccumulator
 from trainer_pool.model.routers import watching
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.speed import StepSpeed, peak_tflops
@@ -94,7 +95,7 @@ def train_step(
     accumulation: Accumulation | None = None,
     critic: CriticStep | None = None,
     trained: TrainedLog | None = None,
-) -> StepRecord:
+) -> dict[str, Scalar]:
     """Update the weights on `batch`; every rank calls it with its own part of the same batch.
 
     `before_update` is called before each change of the weights. `guard` may skip updates.

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 
 from msgspec import Meta, convert
 
+from configs.run_files import Scalar
 from tensors.layout import Count, Layout
 
 NUM_SNAPSHOTS = 2
@@ -19,9 +20,6 @@ MANIFEST_NAME = "manifest.json"
 
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 """A timeout that one end accepts from the other."""
-
-Record = Mapping[str, float | int | str]
-"""Flat JSON: one record of metrics.jsonl."""
 
 
 class WeightSyncError(RuntimeError):
@@ -236,7 +234,7 @@ class VersionBoard(Protocol):
 
     async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]: ...
 
-    async def append_metrics(self, record: Record, kind: str) -> None: ...
+    async def append_metrics(self, record: Mapping[str, Scalar], kind: str) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from benchmarks.engines import make_engine
 from benchmarks.gpu.device import require_gpu, require_packages
 from benchmarks.report import Report
 from benchmarks.weights.load import FleetSize, Load
-from benchmarks.weights.model import SHAPES, ModelShape
+from benchmarks.weights.model import SHAPES, ModelShape, folder_in_memory
 from benchmarks.weights.sglang_broadcast import SGLangBroadcast
 from configs.choices import CommitStrategy
 from configs.schema import WeightSyncConfig
@@ -50,9 +49,9 @@ def main() -> None:
     require_packages("benchmarks.gpu.weights_commit", "sglang")
     report = Report("staged commit on a GPU")
     for name in arguments.shapes:
-        with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:
+        with folder_in_memory() as folder:
             try:
-                asyncio.run(measure(report, name, Path(folder), arguments.strategies))
+                asyncio.run(measure(report, name, folder, arguments.strategies))
             except (EngineError, OSError, RuntimeError) as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 report.row(name, "failed")

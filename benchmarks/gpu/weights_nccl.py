@@ -17,7 +17,6 @@ import asyncio
 import os
 import random
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from torch import Tensor
 from benchmarks import KEY
 from benchmarks.gpu.device import require_gpu
 from benchmarks.report import Report
-from benchmarks.weights.model import SHAPES
+from benchmarks.weights.model import SHAPES, folder_in_memory
 from benchmarks.weights.ours import MemoryBoard, checkpoint_engine, receiver_in
 from configs.choices import Backend
 from configs.schema import WeightSyncConfig
@@ -54,9 +53,9 @@ def main() -> None:
     report = Report("checkpoint engine over NCCL")
     layout = Layout.of(SHAPES[arguments.shape].tensors("bfloat16"), 1)
     report.say(f"{layout.num_bytes / 1e9:.2f} GB to {arguments.receivers} receivers")
-    with asyncio.Runner() as runner, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with asyncio.Runner() as runner, folder_in_memory() as folder:
         config = WeightSyncConfig(backend=Backend.nccl, full_every=3, timeout_s=20.0)
-        with receivers(runner, Path(folder), arguments.receivers, config, num_gpus) as processes:
+        with receivers(runner, folder, arguments.receivers, config, num_gpus) as processes:
             play(report, runner, layout, config, processes, arguments.publishes)
     report.close()
 

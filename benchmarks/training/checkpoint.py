@@ -24,6 +24,7 @@ import torch
 from benchmarks.ranks import free_port, join
 from benchmarks.report import Report
 from benchmarks.team import Member
+from benchmarks.weights.model import folder_in_memory
 from configs.schema import ScratchModelConfig, TrainerConfig
 from trainer_pool.data.packing import Row, pack
 from trainer_pool.model.scratch import build_scratch_model
@@ -179,9 +180,9 @@ def main() -> None:
     report = Report("checkpoint")
     with (
         tempfile.TemporaryDirectory() as name,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory,
+        folder_in_memory() as memory,
     ):
-        folder, memory = Path(name), Path(in_memory)
+        folder = Path(name)
         build_scratch_model(TINY if is_short else SMALL, folder / "model", 0)
         port = free_port()
         ranks = [Member(partial(Rank, folder, memory, rank, port)) for rank in range(NUM_RANKS)]

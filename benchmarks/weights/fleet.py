@@ -36,7 +36,7 @@ from benchmarks.engines import make_engine, random_qwen3
 from benchmarks.report import Report
 from benchmarks.team import Member
 from benchmarks.weights.load import SHORT, FleetSize, Load, bare_loads, pin, worst_difference
-from benchmarks.weights.model import SharedWeights, views_of
+from benchmarks.weights.model import SharedWeights, folder_in_memory, views_of
 from benchmarks.weights.ours import receiver_in
 from benchmarks.weights.sglang_broadcast import SGLangBroadcast
 from benchmarks.weights.trainer import Moved, TrainerRank
@@ -52,7 +52,6 @@ from rollout_pool.engines.sglang.strategies import make_strategy
 from tensors.layout import Layout, TensorSpec
 from weight_sync.receiver.client import ReceiverClient
 
-_TMPFS = Path("/dev/shm")
 _RUN = "fleet"
 _CALL_S = 30.0
 _NUM_VARIANTS = 3
@@ -66,12 +65,12 @@ def measure(report: Report, *, is_short: bool) -> None:
     torch.set_num_threads(1)  # this process, too, has to share a core
     with (
         tempfile.TemporaryDirectory(prefix="leash-bench-") as folder,
-        tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as shared,
+        folder_in_memory() as shared,
     ):
-        models = Models(size, Path(folder) / "model", Path(shared))
+        models = Models(size, Path(folder) / "model", shared)
         millions = models.num_parameters / 1e6
         report.say(f"{size.num_engines} engines with {millions:.1f}M parameters of float32")
-        asyncio.run(_measure(report, size, models, Path(folder), Path(shared)))
+        asyncio.run(_measure(report, size, models, Path(folder), shared))
 
 
 class Models:

@@ -6,6 +6,12 @@ run needs no more memory than its receivers write.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +22,30 @@ from tensors.layout import Layout, TensorSpec
 from tensors.snapshots import Shard
 
 _CHUNK = 1 << 24
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "leash-benchmark-"
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """An empty folder on tmpfs that is removed at the end; after a kill, by the next call."""
+    for left in SHARED_MEMORY.glob(f"{_PREFIX}*"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    made = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=SHARED_MEMORY)
+    with made as name, _locked(Path(name)):
+        yield Path(name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Held until the process ends, however it does. Raises OSError if another one holds it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

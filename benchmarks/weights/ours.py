@@ -21,11 +21,12 @@ import torch.distributed as dist
 from benchmarks import KEY
 from benchmarks.team import Round, Team
 from benchmarks.weights.bounds import Stage, join_gloo
+from configs.run_files import Scalar
 from configs.schema import WeightSyncConfig
 from tensors.layout import Layout
 from weight_sync.checkpoint_engine import CheckpointEngine, OpenBoard
 from weight_sync.receiver.process import ReceiverProcess
-from weight_sync.types import ReceiverSpec, Record
+from weight_sync.types import ReceiverSpec
 
 _PUBLISH_S = 120.0
 _PARTS = ("encode_s", "wire_s", "verify_s")
@@ -41,8 +42,8 @@ class MemoryBoard:
         self._changed = threading.Condition()
         self.available_at = 0.0
         """The time by `time.perf_counter`."""
-        self.publishes: dict[int, Record] = {}
-        self.events: list[Record] = []
+        self.publishes: dict[int, Mapping[str, Scalar]] = {}
+        self.events: list[Mapping[str, Scalar]] = []
 
     async def receivers(self) -> dict[str, str]:
         return self._receivers
@@ -61,7 +62,7 @@ class MemoryBoard:
     async def wait_engines_at(self, version: int, timeout_s: float) -> Mapping[str, int]:
         raise TimeoutError("no engine takes part")
 
-    async def append_metrics(self, record: Record, kind: str) -> None:
+    async def append_metrics(self, record: Mapping[str, Scalar], kind: str) -> None:
         if kind == "weights_event":
             self.events.append(record)
         elif "wire_s" in record:
@@ -80,7 +81,7 @@ class MemoryBoard:
                     f"version {version} is not available: {self._available}, {self.events}"
                 )
 
-    def record_of(self, version: int) -> Record:
+    def record_of(self, version: int) -> Mapping[str, Scalar]:
         """The record of the publish, which comes some moments later."""
         with self._changed:
             assert self._changed.wait_for(lambda: version in self.publishes, _PUBLISH_S)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,6 +26,7 @@ import torch
 from benchmarks.engines import make_engine, random_qwen3
 from benchmarks.report import Report
 from benchmarks.weights.load import FleetSize, Load, bare_loads, pin
+from benchmarks.weights.model import folder_in_memory
 from benchmarks.weights.sglang_broadcast import SGLangBroadcast
 from configs.choices import PauseMode
 from configs.schema import WeightSyncConfig
@@ -47,8 +47,8 @@ TARGET = 1.3
 def measure(report: Report, *, is_short: bool, size: str = "100M") -> None:
     torch.set_num_threads(1)
     name = "tiny" if is_short else size
-    with tempfile.TemporaryDirectory(prefix="leash-bench-", dir="/dev/shm") as folder:
-        asyncio.run(_measure(report, name, SIZES[name], Path(folder)))
+    with folder_in_memory() as folder:
+        asyncio.run(_measure(report, name, SIZES[name], folder))
 
 
 async def _measure(report: Report, name: str, size: FleetSize, folder: Path) -> None:

@@ -18,11 +18,9 @@ medians over the rounds of what was measured right after each other.
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -31,27 +29,26 @@ from rich.table import Table
 from benchmarks.report import Report
 from benchmarks.team import Round, Team, Worker, local_ray
 from benchmarks.weights.bounds import GlooMember, Memcpy, SocketMember, Stage
-from benchmarks.weights.model import QWEN_HALF_B, SMALL, SharedWeights
+from benchmarks.weights.model import QWEN_HALF_B, SMALL, SharedWeights, folder_in_memory
 from benchmarks.weights.ours import OurTeam, Publish
 from benchmarks.weights.rivals import BucketMember, RayTeam, per_tensor_member
 
 AnyTeam = Team | RayTeam | OurTeam
 Rounds = list[Any]
 """Rounds of one path, in the order in which they were played."""
-_TMPFS = Path("/dev/shm")
 
 
 def measure(report: Report, *, is_short: bool, is_full: bool) -> None:
     shape, rounds, fleets = (SMALL, 1, [2]) if is_short else (QWEN_HALF_B, 3, [1])
     fleets = [1, 2] if is_full else fleets
     ratios: dict[str, list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory(prefix="leash-bench-", dir=_TMPFS) as folder:
-        weights = SharedWeights.write(Path(folder) / "weights", shape, "bfloat16")
+    with folder_in_memory() as folder:
+        weights = SharedWeights.write(folder / "weights", shape, "bfloat16")
         with local_ray(2 * weights.num_bytes + (256 << 20)):
             for num_receivers in fleets:
                 stage = Stage(
                     weights=weights,
-                    folder=Path(folder),
+                    folder=folder,
                     num_receivers=num_receivers,
                     bucket_bytes=min(32 << 20, weights.num_bytes // 8),
                 )

@@ -21,7 +21,7 @@ MOST_SKEW_S = 1.0
 LEAST_TMP_BYTES = 2**30
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(kw_only=True, slots=True, frozen=True)
 class Problem:
     node: str
     what: str
@@ -135,71 +135,74 @@ def _memory(nodes: Sequence[NodeFacts], needs: Needs) -> Iterator[Problem]:
 def _network(node: NodeFacts, needs: Needs, is_alone: bool) -> Iterator[Problem]:
     if is_alone:
         return
-    problem = partial(Problem, node.name)
+    problem = partial(Problem, node=node.name)
     if abs(node.clock_s) - node.clock_error_s > MOST_SKEW_S:
         what = "ahead" if node.clock_s > 0 else "behind"
         yield problem(
-            f"its clock is {format_duration(abs(node.clock_s))} {what}, so times in the run's "
+            what=f"its clock is {format_duration(abs(node.clock_s))} {what}, so times in the run's "
             "reports are wrong; let chrony or ntpd set it"
         )
     own, at = ip_address(node.address.partition("%")[0]), f"{node.address} ({node.interface})"
     fix = "start its Ray with --node-ip-address of an address that all others reach"
     if own.is_loopback:
-        yield problem(f"Ray knows it as {at}, which no other machine reaches; {fix}", True)
+        yield problem(
+            what=f"Ray knows it as {at}, which no other machine reaches; {fix}", breaks=True
+        )
     elif own.is_link_local:
-        yield problem(f"Ray knows it as {at}, a link-local address; {fix}")
+        yield problem(what=f"Ray knows it as {at}, a link-local address; {fix}")
     elif node.towards != node.address:
         yield problem(
-            f"it reaches the controller's machine from {node.towards}, and Ray knows it as {at}; "
-            f"if these are different networks, {fix}"
+            what=f"it reaches the controller's machine from {node.towards}, and Ray knows it as "
+            f"{at}; if these are different networks, {fix}"
         )
     if node.unreached:
         yield problem(
-            f"it cannot connect to free ports of {_together(node.unreached)}; open all ports "
+            what=f"it cannot connect to free ports of {_together(node.unreached)}; open all ports "
             "between the machines (docs/cluster.md, firewall)",
-            True,
+            breaks=True,
         )
     if node.bytes_per_s is not None and node.bytes_per_s < needs.min_bytes_per_s:
         size = needs.version_bytes
         takes = "" if size is None else f", {format_duration(size / node.bytes_per_s)} a version"
         yield problem(
-            f"{format_bytes(node.bytes_per_s)}/s to {node.next_node}{takes}; below "
+            what=f"{format_bytes(node.bytes_per_s)}/s to {node.next_node}{takes}; below "
             f"weight_sync.min_bandwidth={needs.min_bytes_per_s:g} a transfer may be given up: "
             "use a faster network, or lower it"
         )
 
 
 def _folders(node: NodeFacts, first: NodeFacts, needs: Needs) -> Iterator[Problem]:
-    problem = partial(Problem, node.name)
+    problem = partial(Problem, node=node.name)
     if not node.sees_run_dir and (node.num_gpus if needs.uses_gpu else node.num_cpus):
         yield problem(
-            f"run.dir is not the folder of that path on {first.name}; mount one shared folder "
+            what=f"run.dir is not the folder of that path on {first.name}; mount one shared folder "
             "at the same path on all machines, and set run.dir to it",
-            True,
+            breaks=True,
         )
     if needs.checkpoint_bytes is not None and node.run_dir_free < needs.checkpoint_bytes:
         yield problem(
-            f"{format_bytes(node.run_dir_free)} free in run.dir, and {NUM_CHECKPOINTS} checkpoints "
-            f"take {format_bytes(needs.checkpoint_bytes)}; remove files, or set run.dir to a "
-            "larger file system"
+            what=f"{format_bytes(node.run_dir_free)} free in run.dir, and {NUM_CHECKPOINTS} "
+            f"checkpoints take {format_bytes(needs.checkpoint_bytes)}; remove files, or set "
+            "run.dir to a larger file system"
         )
     if node.tmp_free < LEAST_TMP_BYTES:
         yield problem(
-            f"{format_bytes(node.tmp_free)} free in /tmp, where Ray writes; remove files there"
+            what=f"{format_bytes(node.tmp_free)} free in /tmp, where Ray writes; remove files there"
         )
 
 
 def _limits(node: NodeFacts, needs: Needs) -> Iterator[Problem]:
-    problem = partial(Problem, node.name)
+    problem = partial(Problem, node=node.name)
     if node.most_files < needs.most_files:
         yield problem(
-            f"a process may open {node.most_files} files, and one with all requests at once takes "
-            f"{needs.most_files}; raise it (ulimit -n, LimitNOFILE, in a container --ulimit nofile)"
+            what=f"a process may open {node.most_files} files, and one with all requests at once "
+            f"takes {needs.most_files}; raise it (ulimit -n, LimitNOFILE, in a container "
+            "--ulimit nofile)"
         )
     if needs.uses_gpu and node.gpu_warning is not None:
-        yield problem(node.gpu_warning)
+        yield problem(what=node.gpu_warning)
     if needs.uses_gpu and node.num_gpus and node.locked_memory is not None:
         yield problem(
-            f"{format_bytes(node.locked_memory)} may be locked, so copies between host and GPU are "
-            "slower; ulimit -l unlimited (in a container --ulimit memlock=-1)"
+            what=f"{format_bytes(node.locked_memory)} may be locked, so copies between host and "
+            "GPU are slower; ulimit -l unlimited (in a container --ulimit memlock=-1)"
         )

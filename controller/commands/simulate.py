@@ -214,12 +214,15 @@ def lognormal_lengths(text: str, group_size: int, longest: int) -> Callable[[], 
 def recorded_lengths(folder: Path) -> Callable[[], Draw]:
     """Lengths of the groups that a run has recorded (rollout.log_rate), drawn again and again.
 
-    Raises ValueError for a folder without any.
+    Says how many lines are damaged. Raises ValueError for a folder without any that is whole.
     """
+    damaged = list[str]()
     groups = [
         tuple(one.num_tokens - one.prompt_length for one in recorded.group.trajectories)
-        for recorded in all_recorded(folder)
+        for recorded in all_recorded(folder, damaged)
     ]
+    if damaged:
+        print(f"{len(damaged)} lines are left out: {damaged[0]}")
     if not groups:
         raise ValueError(
             f"LENGTHS_OF={folder}: no groups are recorded in its folder rollouts; name the folder "
@@ -234,7 +237,8 @@ def recorded_lengths(folder: Path) -> Callable[[], Draw]:
 
 
 def _table(plans: Sequence[Plan], together_s: float, num_gpus: int) -> Table:
-    table = Table(title=f"{num_gpus} GPUs: the fastest split for each max_staleness, simulated")
+    title = f"{num_gpus} GPUs: the fastest split for each max_staleness, simulated"
+    table = Table(title=title, box=None, pad_edge=False)  # or 80 columns cut its headings off
     for column in (
         *("max_staleness", "GPUs that train", "engines", "s a step", "trainer busy"),
         *("places taken", "staleness", "wasted", "length"),

@@ -52,7 +52,7 @@ def print_status(
         whole = {**as_object(run_dir, state, view, found), "stages": shares}
         print(msgspec.json.encode(whole).decode())
         return
-    if view is not None or found:
+    if view is not None or (found and not is_gone):
         verdict = found[0].line(run_dir.named) if found else "Nothing is measured so far."
         console.print(printable(verdict), style="bold", markup=False, soft_wrap=True)
     if view is not None:
@@ -62,7 +62,14 @@ def print_status(
     else:
         how = run_dir.gone_words if is_gone else record.state
         console.print(f"{run_dir.name}: {how}", highlight=False, soft_wrap=True)
-        _print_history(run_dir, history, found, console)
+        summary = run_dir.path / "summary.md"
+        if summary.exists() and not is_gone:  # it would be that of an earlier end
+            console.print(Markdown(printable(read_text(summary)).partition("\n![")[0]))
+        elif history:
+            steps = len(of_kind(history, "step"))
+            console.print(f"It made {steps} steps; the log of each process is in {run_dir.logs}/.")
+            for finding in found[not is_gone :]:
+                console.print(printable(finding.sentence), highlight=False, markup=False)
     if waits:
         table = Table("of", "stage", "share", "waits for", box=None, pad_edge=False)
         for one in shares:
@@ -90,22 +97,13 @@ def _fix(run_dir: RunDir, found: Sequence[Finding], *, is_live: bool) -> None:
 
 def live_view(run_dir: RunDir, run: RunRecord, url: str, records: Iterable[Record]) -> RunView:
     """The past from `records`, those of `metrics.jsonl`; the present from Redis."""
-    view = RunView(run_dir.name, run_dir.read_config(), run.started, run_dir.named)
+    view = RunView(
+        run=run_dir.name,
+        config=run_dir.read_config(),
+        started=run.started,
+        named=run_dir.named,
+    )
     for record in records:
         view.apply(record)
     observe(view, run_dir, run, url)
     return view
-
-
-def _print_history(
-    run_dir: RunDir, records: list[Record], found: Sequence[Finding], console: Console
-) -> None:
-    """Summary if there is one, else the number of steps and all findings."""
-    summary = run_dir.path / "summary.md"
-    if summary.exists():
-        console.print(Markdown(printable(read_text(summary)).partition("\n![")[0]))
-    elif records:
-        steps = of_kind(records, "step")
-        console.print(f"It made {len(steps)} steps; the log of each process is in {run_dir.logs}/.")
-        for one in found[1:]:
-            console.print(printable(one.sentence), highlight=False, markup=False)

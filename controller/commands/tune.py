@@ -17,9 +17,10 @@ from configs.checks import Rule, live_text
 from configs.choices import OnStale
 from configs.introspection import live_settings, setting_named
 from configs.load import unknown_setting
+from configs.run_files import Scalar
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, impatient, live_texts, opened, opened_state
-from controller.metrics.history import TUNED, Scalar, read_metrics, series
+from controller.metrics.history import TUNED, read_metrics, series
 from controller.run_dir import RunDir, RunDirError
 from controller.start.plan import FLOAT32_DIFF, max_logprob_diff
 from controller.watch.autotune import ENGINES, WHO, find_move
@@ -49,10 +50,10 @@ def tune(run_dir: RunDir, overrides: Sequence[str]) -> None:
     if not names:
         raise ValueError(f"name a setting, as {EXAMPLE}. What can be changed: {CHOICES}")
     for name in names:
+        if not setting_named(name):
+            raise ValueError(f"{name}: {unknown_setting(name)}")
         if name not in LIVE.values():
-            why = (
-                WHY_NOT.get(name) or AT_THE_START if setting_named(name) else unknown_setting(name)
-            )
+            why = WHY_NOT.get(name, AT_THE_START)
             raise ValueError(
                 f"{name} cannot be changed in a running job: {why}. What can: {CHOICES}"
             )

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from controller.metrics.history import Scalar
+from configs.run_files import Scalar
 from processes.pending import Pending
 from rollout_pool.pool import RolloutPool
 

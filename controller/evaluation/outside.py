@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.rollout_schema import EvalConfig
-from configs.run_files import read_text
-from controller.metrics.history import EVAL_COMMAND, Scalar
+from configs.run_files import Scalar, read_text
+from controller.metrics.history import EVAL_COMMAND
 from controller.run_dir import EVALUATED, RunDir
 from processes.child import Child
 from processes.logs import last_lines

@@ -32,12 +32,11 @@ import msgspec
 from msgspec import Meta
 
 from buffer.results import BufferStats
-from configs.run_files import open_bytes, parse_json
+from configs.run_files import Scalar, open_bytes, parse_json
 from controller.metrics.catalogue import METRICS, Kind
 
 log = logging.getLogger(__name__)
 
-Scalar = float | int | str
 EVAL_FAILED = "eval_failed"
 EVAL_COMMAND = "eval_command"
 RESUMED = "resumed"

@@ -61,9 +61,11 @@ def curves(
     record: one line, or a line for each engine."""
     start = records[0].t if records else 0.0
     lines: dict[str, list[Record]] = {}
+    # Whichever engine was held for an evaluation, the policy is one.
+    of = "" if kind == "eval" else "engine"
     for record in of_kind(latest(records, since_s), kind):
         if name in record.values:
-            lines.setdefault(str(record.values.get("engine", "")), []).append(record)
+            lines.setdefault(str(record.values.get(of, "")), []).append(record)
     found = []
     for label, line in sorted(lines.items())[:MAX_CURVES]:
         times = np.array([record.t for record in line])

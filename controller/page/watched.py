@@ -109,7 +109,9 @@ class WatchedRun:
         view = self._view
         if view is None or time.monotonic() - self._looked_at > UNSEEN_S / 2:
             run, config = self.dir.read_record(), self.dir.read_config()
-            view = RunView(self.dir.name, config, run.started, self.dir.named)
+            view = RunView(
+                run=self.dir.name, config=config, started=run.started, named=self.dir.named
+            )
             new = self._tail.records
         for record in new:
             view.apply(record)

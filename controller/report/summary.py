@@ -54,6 +54,10 @@ def report_end(
         say(f"no summary: {error}; `{run_dir.command('report')}` tries again")
     else:
         if result.state == "finished":
+            model = run_dir.path / FINAL_MODEL
+            say(f"{_headline(result)} The summary: {run_dir.path / 'summary.md'}")
+            if model.is_dir():
+                say(f"the trained model: {model}")
             print(result_line(result))
             return
         say(f"{run_dir.path / 'summary.md'} says how far the run got")
@@ -89,13 +93,12 @@ def write_summary(run_dir: RunDir, records: Sequence[Record]) -> RunResult:
 
 
 def print_report(run_dir: RunDir) -> None:
-    """`make report`: write the report; the last line printed is the result.
+    """`make report`: write the report.
 
     Raises ValueError if the run's settings or its records cannot be read.
     """
     result = write_summary(run_dir, draw_plots(run_dir))
     print(f"{run_dir.name} ({result.state}): wrote {run_dir.path / 'summary.md'}")
-    print(result_line(result))
 
 
 def summary_markdown(folder: Path, result: RunResult, config: Config) -> str:
@@ -113,7 +116,10 @@ def summary_markdown(folder: Path, result: RunResult, config: Config) -> str:
         ("Weights", _weights_rows(result)),
         ("Agreement of engines and trainer", _agreement_rows(result)),
     ]
-    tables = "".join(f"\n## {name}\n\n{_table(rows)}" for name, rows in sections)
+    tables = "".join(
+        f"\n| {name} | |\n|---|---:|\n" + "".join(f"| {what} | {value} |\n" for what, value in rows)
+        for name, rows in sections
+    )
     from controller.report.plots import PLOTS
     from controller.report.timeline import LAST_TIMELINE
 
@@ -245,10 +251,6 @@ def _agreement_rows(result: RunResult) -> Iterator[tuple[str, str]]:
         words = "log-probabilities of the engines that were not finite (refused)"
         at_most = f"at most {_percent(shares[worst])}, of version {worst}"
         yield f"{words}, {len(shares):,} versions", at_most
-
-
-def _table(rows: Iterable[tuple[str, str]]) -> str:
-    return "| | |\n|---|---:|\n" + "".join(f"| {name} | {value} |\n" for name, value in rows)
 
 
 def _spread(seconds: Mapping[str, float | None]) -> str:

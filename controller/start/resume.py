@@ -10,8 +10,9 @@ from pathlib import Path
 from configs.checks import live_text
 from configs.introspection import live_settings
 from configs.load import ConfigError, differences
+from configs.run_files import Scalar
 from configs.schema import Config
-from controller.metrics.history import TUNED, Record, Scalar, of_kind, read_metrics
+from controller.metrics.history import TUNED, Record, of_kind, read_metrics
 from controller.run_dir import RunDir, RunDirError
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.types import KEPT_REFERENCE

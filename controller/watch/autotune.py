@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from buffer.results import BufferStats
+from configs.run_files import Scalar
 from configs.schema import AutotuneConfig
-from controller.metrics.history import Scalar, series
+from controller.metrics.history import series
 from controller.watch.bottleneck import wait_fractions
 from controller.watch.finding import MUCH
 from controller.watch.length_bias import length_bias

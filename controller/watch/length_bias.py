@@ -23,7 +23,8 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from configs.choices import OnStale
-from controller.metrics.history import Record, Scalar, below
+from configs.run_files import Scalar
+from controller.metrics.history import Record, below
 from controller.watch.finding import Finding, alarm
 
 BIASED = 0.95

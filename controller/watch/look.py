@@ -13,8 +13,9 @@ import msgspec
 
 from buffer.connect import Buffer
 from buffer.run_state import RunState
+from configs.run_files import Scalar
 from controller.buffer_access import BufferAddress, opened, opened_state
-from controller.metrics.history import Scalar, buffer_values
+from controller.metrics.history import buffer_values
 from controller.run_dir import RunDir, RunRecord
 from controller.watch.faults import Room
 from controller.watch.finding import Finding

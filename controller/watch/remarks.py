@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from buffer.results import BufferStats
 from configs.choices import OnStale
-from controller.metrics.history import Record, Scalar, below
+from configs.run_files import Scalar
+from controller.metrics.history import Record, below
 from controller.metrics.weights import WeightsView, behind_words, engines_behind
 from controller.units import format_bytes, format_duration, format_number_of
 from controller.watch.finding import Finding, Level, alarm, hint

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
@@ -52,13 +52,14 @@ UNSEEN_S = 10.0
 """After a gap of so long between two looks, as while Redis is away, waits are measured anew."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RunView:
     """The state of one run. Times are Unix seconds.
 
     The controller passes every metrics record to `apply` and every sample of Redis to `observe`:
 
-        view = RunView("night", load_config(["trainer.num_steps=40"]), started=990.0)
+        config = load_config(["trainer.num_steps=40"])
+        view = RunView(run="night", config=config, started=990.0)
         view.apply(Record(t=1000.0, kind="step", values={"step": 1}))
         view.apply(Record(t=1002.0, kind="step", values={"step": 2}))
         view.seconds_per_step, view.eta_s     # 2.0, 76.0
@@ -70,7 +71,6 @@ class RunView:
     started: float
     named: str = ""
     """Names the run behind a command, as " RUN=night"."""
-    _: KW_ONLY
     phase: str = "starting"
     now: float = 0.0
     step: int = 0

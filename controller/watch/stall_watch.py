@@ -23,8 +23,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from configs.choices import OnStall
+from configs.run_files import Scalar
 from configs.schema import StallConfig
-from controller.metrics.history import STALL, STALL_ENDED, Scalar
+from controller.metrics.history import STALL, STALL_ENDED
 from controller.run_dir import RunDir
 from controller.units import format_duration
 from controller.watch.finding import Finding, log_once

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from buffer.results import BufferStats
-from controller.metrics.history import Record, Scalar
+from configs.run_files import Scalar
+from controller.metrics.history import Record
 from controller.metrics.weights import behind_words, engines_behind
 from controller.watch.finding import Finding
 from controller.watch.remarks import (

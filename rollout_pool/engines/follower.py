@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from buffer.run_state import RunState
 from configs.choices import PauseMode
+from configs.run_files import Scalar
 from configs.schema import WeightSyncConfig
 from processes.silence import Probe
 from rollout_pool.cancelling import end_tasks
@@ -164,7 +165,7 @@ class WeightFollower:
                 self.pin.note_served(self._served)  # for a torn one EngineLife calls note_lost
         finally:
             await self.state.leave_commit(self.engine)
-        record: dict[str, float | int | str] = {
+        record: dict[str, Scalar] = {
             **asdict(report),
             "from_version": before,
             "seen_at": seen_at,

@@ -295,13 +295,16 @@ def _marked_tools(has_tools: bool) -> tuple[ToolSpec, ...]:
 
 
 def _check_marks(text: str, messages: Sequence[Message], marks: Marks) -> None:
-    missing = next((what for mark, what in marks.items() if mark not in text), None)
-    if missing is not None:
-        raise ValueError(
-            f"task.chat_template=true: the tokenizer's template leaves out {missing} in a "
-            f"conversation of {_roles(messages)}; correct it (chat_template.jinja in the model's "
-            "folder), use another model, or set task.renderer"
-        )
+    for mark, what in marks.items():
+        number = text.count(mark)
+        # A result may name its tool again.
+        if number == 0 or (number > 1 and what.endswith("'s text")):
+            fault = f"writes {what} {number} times" if number else f"leaves out {what}"
+            raise ValueError(
+                f"task.chat_template=true: the tokenizer's template {fault} in a conversation of "
+                f"{_roles(messages)}; correct it (chat_template.jinja in the model's folder), use "
+                "another model, or set task.renderer"
+            )
 
 
 def _roles(messages: Sequence[Message]) -> str:

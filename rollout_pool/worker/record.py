@@ -103,9 +103,9 @@ def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
     return newest
 
 
-def all_recorded(folder: Path) -> Iterator[Recorded]:
+def all_recorded(folder: Path, damaged: list[str] | None = None) -> Iterator[Recorded]:
     """All recorded groups, those of a worker in the order in which they ended. See `read_recorded`
-    for cut and damaged lines."""
+    for cut and damaged lines; where a list is given, it gets the latter, and nothing is raised."""
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
         with ExitStack() as files:
             # All are open before the first is read, the newest first: a live run's rotation would
@@ -116,7 +116,14 @@ def all_recorded(folder: Path) -> Iterator[Recorded]:
                     file = files.enter_context(open_bytes(part))
                     parts.setdefault(os.fstat(file.fileno()).st_ino, (part, file))
             for part, file in reversed(parts.values()):
-                yield from (parse_line(*found) for found in _lines(file.read(), part))
+                for number, line in enumerate(file.read().split(b"\n"), start=1):
+                    try:
+                        if _is_complete(line, f"{part}:{number}"):
+                            yield parse_line(line, f"{part}:{number}")
+                    except ValueError as error:
+                        if damaged is None:
+                            raise
+                        damaged.append(str(error))
 
 
 def recorded_files(folder: Path) -> list[Path]:
@@ -133,21 +140,17 @@ def _read(path: Path, group_id: str | None) -> Recorded | None:
         data = read_bytes(path)
     except FileNotFoundError:
         return None
-    for found in _lines(data, path):
-        if found[0].startswith(wanted):
-            last = found
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if _is_complete(line, where := f"{path}:{number}") and line.startswith(wanted):
+            last = line, where
     return None if last is None else parse_line(*last)
 
 
-def _lines(data: bytes, path: Path) -> Iterator[tuple[bytes, str]]:
-    """The complete lines, with their places for messages."""
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.startswith(_START[: len(line)]):
-            raise ValueError(
-                f"{path}:{number} is damaged: it is no recorded group; remove the line"
-            )
-        if line.endswith(_END):
-            yield line, f"{path}:{number}"
+def _is_complete(line: bytes, where: str) -> bool:
+    """Raises ValueError for one that does not begin as a recorded group."""
+    if not line.startswith(_START[: len(line)]):
+        raise ValueError(f"{where} is damaged: it is no recorded group; remove the line")
+    return line.endswith(_END)
 
 
 # One line ------------------------------------------------------------------------------------

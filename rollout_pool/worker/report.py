@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from buffer.run_state import RunState
+from configs.run_files import Scalar
 from rollout_pool.sampling.engine_client import EngineClient
 from rollout_pool.sampling.router import Router
 from rollout_pool.sampling.sampler import Sampler
@@ -78,7 +79,7 @@ class WorkerReporter:
         await self.state.count_all(seen - self._counted)
         self._counted = seen
 
-    def _record(self, client: EngineClient) -> dict[str, float | int | str]:
+    def _record(self, client: EngineClient) -> dict[str, Scalar]:
         engine, totals = self.router.engines.get(client.name), _totals(client)
         new = totals - self._recorded.get(client.name, Counter())
         self._recorded[client.name] = totals

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.all import SCRIPTS, run
 from benchmarks.gpu.device import take_older_torch
+from benchmarks.weights import model
 from tests.support.repository import ROOT
 from trainer_pool.model import attention
 
@@ -125,3 +126,13 @@ def test_all_scripts_end_with_one_result_where_there_is_no_gpu_ray_deepspeed_and
     assert result["packing"]["gradient_difference"] <= 1e-5
     assert result["not_run"].keys() == SCRIPTS.keys() - {"packing"}
     assert all("needs a CUDA device" in why for why in result["not_run"].values())
+
+
+def test_folder_in_memory_of_a_killed_benchmark_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "SHARED_MEMORY", tmp_path)
+    (tmp_path / "leash-benchmark-killed" / "weights").mkdir(parents=True)
+    with model.folder_in_memory() as lives, model.folder_in_memory() as other:
+        assert {*tmp_path.iterdir()} == {lives, other}
+    assert not any(tmp_path.iterdir())

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from configs.run_files import Scalar
 from tensors.layout import Layout
 from tensors.snapshots import Shard, Snapshots
 from trainer_pool.collectives import Collectives
@@ -45,12 +46,6 @@ class _Notice:
     shards: Checksum | None = None
 
 
-Record = dict[str, float | int | str]
-"""A checkpoint's line in `metrics.jsonl`. It has `error` if there is none of this step, and
-`groups_error` if it is without the buffer's groups. `write_s` is the time from the end of the copy
-until it was durable."""
-
-
 class CheckpointWriter:
     """One rank's part in a run's checkpoints. All ranks make the same calls but `protect_copy`.
 
@@ -70,12 +65,14 @@ class CheckpointWriter:
         *,
         uses_gpu: bool,
         timeout_s: float,
-        on_end: Callable[[TrainState, Record], None],
+        on_end: Callable[[TrainState, dict[str, Scalar]], None],
         dump_groups: Callable[[Path], None] | None = None,
     ) -> None:
         """Takes host memory for this rank's state, pinned with `uses_gpu`. `timeout_s`: for rank 0
         to wait for the others' files. `on_end`, and `dump_groups` to write the buffer's groups to a
-        file, are called on rank 0, in a thread."""
+        file, are called on rank 0, in a thread. The record that `on_end` gets has `error` if there
+        is no checkpoint of this step, and `groups_error` if it is without the buffer's groups;
+        `write_s` is the time from the end of the copy until it was durable."""
         assert ranks.store is not None
         self._store = store
         self._layout = layout
@@ -140,7 +137,7 @@ class CheckpointWriter:
             if self._ranks.rank == 0:
                 groups_error = self._write_groups(state)
                 error = self._conclude(number, state)
-                record: Record = {
+                record: dict[str, Scalar] = {
                     "step": state.step,
                     "bytes": self._layout.num_bytes,
                     "write_s": time.perf_counter() - began,

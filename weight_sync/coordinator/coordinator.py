@@ -16,10 +16,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch._C._distributed_c10d import TCPStore
 
+from configs.run_files import Scalar
 from weight_sync.coordinator.broadcast import Broadcaster, Delivery, EncodedVersion
 from weight_sync.coordinator.catch_up import CatchUp
 from weight_sync.coordinator.fleet import Fleet, Member
@@ -27,7 +29,7 @@ from weight_sync.receiver.client import ReceiverClient
 from weight_sync.sender.control import Message, RankControl, RankError
 from weight_sync.sender.snapshot_buffers import SnapshotBuffers
 from weight_sync.timeouts import Timeouts
-from weight_sync.types import Captured, GroupSpec, Record, Transfer, VersionBoard, WeightSyncError
+from weight_sync.types import Captured, GroupSpec, Transfer, VersionBoard, WeightSyncError
 
 TICK_S = 1.0
 """Interval of the checks for new receivers and of the keep-alives to idle ranks."""
@@ -207,7 +209,7 @@ class Coordinator:
         The version is marked available when the first has verified it, and released at each.
         """
         version, sent = encoded.transfer.version, encoded
-        record: asyncio.Future[Record] = asyncio.get_running_loop().create_future()
+        record: asyncio.Future[Mapping[str, Scalar]] = asyncio.get_running_loop().create_future()
 
         async def on_arrival(client: ReceiverClient) -> None:
             await self._board.record_staged(client.name, version)
@@ -291,7 +293,7 @@ class Availability:
     def has(self, version: int) -> bool:
         return self.newest is not None and self.newest >= version
 
-    async def mark(self, version: int, record: asyncio.Future[Record]) -> None:
+    async def mark(self, version: int, record: asyncio.Future[Mapping[str, Scalar]]) -> None:
         """Mark `version` available on the board; a second call changes nothing.
 
         `record` resolves to the fields of the publish record when the broadcast has ended.
@@ -304,7 +306,7 @@ class Availability:
             self._reports[version] = self._tasks.create_task(self._report(version, record))
             self._has_changed.notify_all()
 
-    async def _report(self, version: int, record: asyncio.Future[Record]) -> None:
+    async def _report(self, version: int, record: asyncio.Future[Mapping[str, Scalar]]) -> None:
         """Write the record once every engine serves the version, or at the timeout."""
         converged_at = None
         try:
@@ -347,7 +349,7 @@ class Availability:
             await asyncio.wait(reports, timeout=max(0.0, deadline - time.monotonic()))
 
 
-def skipped_record(captured: Captured) -> Record:
+def skipped_record(captured: Captured) -> Mapping[str, Scalar]:
     """Record of a version that a newer one replaced before any receiver had it."""
     return {**_snapshot(captured), "mode": "skipped"}
 
@@ -359,7 +361,7 @@ def publish_record(
     num_bytes: int,
     epoch: int,
     available_at: float,
-) -> Record:
+) -> Mapping[str, Scalar]:
     """Record of an available version, without the time at which all engines have it.
 
     `num_bytes`: size of the whole model.
@@ -387,7 +389,7 @@ def publish_record(
     }
 
 
-def _snapshot(captured: Captured) -> Record:
+def _snapshot(captured: Captured) -> Mapping[str, Scalar]:
     return {
         "version": captured.version,
         "snapshot_wait_s": captured.wait_s,

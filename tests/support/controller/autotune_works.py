@@ -31,7 +31,7 @@ class Tuned:
     def __init__(self, bound: int, config: AutotuneConfig = BOUNDS) -> None:
         buffer = BufferConfig(max_staleness=bound, autotune=config)
         whole = Config(model=ModelConfig(path="m"), buffer=buffer)
-        self.view = RunView("night", whole, 0.0)
+        self.view = RunView(run="night", config=whole, started=0.0)
         self.view.phase = "training"
         self.bounds = [bound]
         """The one in force in each step."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from weight_sync.types import Record
+from configs.run_files import Scalar
 
 
 class MemoryBoard:
@@ -86,7 +86,7 @@ class MemoryBoard:
             raise RuntimeError("the board was closed during this call")
         return bool(self.engines) and min(self.engines.values()) >= version
 
-    async def append_metrics(self, record: Record, kind: str) -> None:
+    async def append_metrics(self, record: Mapping[str, Scalar], kind: str) -> None:
         self.records.append({"kind": kind, **record})
         self.on_record(self.records[-1])
         self.changed()

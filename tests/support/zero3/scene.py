@@ -12,6 +12,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from configs.algorithm_schema import AlgorithmConfig
+from configs.run_files import Scalar
 from configs.schema import TrainerConfig, WarmStartConfig
 from tests.support.zero3.batches import read_batch
 from trainer_pool.algorithms.registry import Algorithm
@@ -19,13 +20,12 @@ from trainer_pool.collectives import Collectives
 from trainer_pool.critic import Critic, CriticStep
 from trainer_pool.data.packing import MicroBatch
 from trainer_pool.data.rows import StepBatch
-from trainer_pool.metrics import StepRecord
 from trainer_pool.model.head import Scores
 from trainer_pool.model.sharded_state import joint_layout, joint_shards
 from trainer_pool.model.zero3 import Zero3Policy
 from trainer_pool.state.checkpoint import CheckpointStore, TrainState
 from trainer_pool.state.shards import ShardReader
-from trainer_pool.state.writer import CheckpointWriter, Record
+from trainer_pool.state.writer import CheckpointWriter
 from trainer_pool.step import train_step
 
 NUM_STEPS = 4
@@ -48,7 +48,7 @@ def config_for(num_ranks: int) -> TrainerConfig:
     )
 
 
-def recorded(stats: StepRecord) -> StepRecord:
+def recorded(stats: dict[str, Scalar]) -> dict[str, Scalar]:
     """The record of a step without its speed, which differs from machine to machine."""
     speed = re.compile("step_[a-z]+_s|train_tokens_per_s|model_tflops")
     return {name: value for name, value in stats.items() if not speed.fullmatch(name)}
@@ -98,7 +98,7 @@ class Scene:
         self.results: dict[str, Any] = {"steps": []}
         self.gradients: dict[str, np.ndarray] = {}
         self.store = CheckpointStore(folder / f"checkpoints-{ranks.num_ranks}")
-        self.saved: list[Record] = []
+        self.saved: list[dict[str, Scalar]] = []
         self.writer = CheckpointWriter(
             self.store,
             joint_layout(self.states),
@@ -125,7 +125,7 @@ class Scene:
         learning_rate: float = 1e-2,
         before_update: Callable[[], None] = lambda: None,
         **further: Any,
-    ) -> StepRecord:
+    ) -> dict[str, Scalar]:
         """A training step, by default with the scene's own settings."""
         algorithm, critic = algorithm or self.algorithm, None
         if (settings := algorithm.config.critic) is not None:

@@ -510,6 +510,16 @@ def test_damaged_config_file_is_an_error_that_names_it(tmp_path: Path, content: 
         read_config(path)
 
 
+def test_files_of_the_buffer_become_absolute() -> None:
+    """Its processes run in other folders."""
+    files = ("buffer.password_file=key", "buffer.tls_ca_file=certs/ca.pem")
+    buffer = load_config(["buffer.url=rediss://host", *files]).buffer
+    assert (buffer.password_file, buffer.tls_ca_file) == (
+        f"{Path.cwd()}/key",
+        f"{Path.cwd()}/certs/ca.pem",
+    )
+
+
 def test_files_of_code_become_absolute_and_modules_stay() -> None:
     config = load_config(
         [

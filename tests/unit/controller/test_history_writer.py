@@ -41,7 +41,7 @@ async def test_entries_that_no_process_of_ours_writes_are_ignored(
 ) -> None:
     address, buffer, state = open_run
     steps: list[Record] = []
-    view = RunView(address.run, settings_of_run(3), 0.0)
+    view = RunView(run=address.run, config=settings_of_run(3), started=0.0)
     redis = Redis.from_url(address.url)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         writer = HistoryWriter(buffer, state, log, view, on_record=steps.append)
@@ -75,7 +75,7 @@ async def test_redis_that_does_not_answer_is_named_and_so_is_its_return(
 
     monkeypatch.setattr(buffer, "stats", stats_once_it_is_back)
     said: list[str] = []
-    view = RunView(address.run, settings_of_run(3), 0.0)
+    view = RunView(run=address.run, config=settings_of_run(3), started=0.0)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         writer = HistoryWriter(buffer, state, log, view, say=said.append)
         sampling = asyncio.create_task(writer.sample_buffer())
@@ -98,7 +98,7 @@ async def test_view_is_handed_on_after_each_sample(
 ) -> None:
     address, buffer, state = open_run
     seen: list[RunView] = []
-    view = RunView(address.run, settings_of_run(3), 0.0)
+    view = RunView(run=address.run, config=settings_of_run(3), started=0.0)
     with MetricsLog(tmp_path / "metrics.jsonl") as log:
         await HistoryWriter(buffer, state, log, view, on_sample=seen.append).sample_once()
     assert seen == [view] and view.stats is not None

@@ -228,7 +228,7 @@ def test_alerts_fire_for_what_a_run_reports_and_end_with_it(tmp_path: Path) -> N
 def test_alarm_of_a_scrape_has_the_threshold_of_the_verdict(
     redis_url: str, run_name: str, fraction: float, found: dict[str, float]
 ) -> None:
-    view = RunView(run_name, settings_of_run(9), 0.0)
+    view = RunView(run=run_name, config=settings_of_run(9), started=0.0)
     room = Room(memory_used=int(fraction * 1000), memory_limit=1000)
     view.observe(1.0, STATS, {}, {}, room)
     address = BufferAddress(url=redis_url, run=run_name, settings=BufferConfig())

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from buffer.types import Trajectory, TrajectoryGroup, VersionSpan
+from configs.run_files import Scalar
 from tests.support.trainer import made_up
 from tests.support.trainer.step_accounts import add_batch, add_tokens
 from trainer_pool.algorithms.load_balancing import RouterSums, sums_of_layer
 from trainer_pool.collectives import Collectives
 from trainer_pool.data.packing import fill_up, pack
 from trainer_pool.guard import Update
-from trainer_pool.metrics import StepAccumulator, StepRecord, check_engines_agree
+from trainer_pool.metrics import StepAccumulator, check_engines_agree
 from trainer_pool.speed import StepSpeed
 from trainer_pool.step import nan_if_not_finite
 
@@ -37,7 +38,7 @@ def stats_of(
     groups: Sequence[TrajectoryGroup] = (),
     *,
     norms: Sequence[float | None] = (0.5,),
-) -> StepRecord:
+) -> dict[str, Scalar]:
     """A batch trained at version 4; of one group that version 3 sampled, unless it is another."""
     both = two_turns(0.0, "length", 3), two_turns(1.0, "stop", 3)
     groups = groups or [made_up.group(*both, group_id="g")]

@@ -72,10 +72,15 @@ def test_lengths_have_the_percentiles_that_were_given_and_are_cut() -> None:
     assert max(lognormal_lengths("100,250", 1000, 250)()()) == 250
 
 
-def test_lengths_of_a_run_are_those_of_its_recorded_groups(tmp_path: Path) -> None:
+def test_lengths_of_a_run_are_those_of_its_recorded_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     groups = [recorded_group("a", length=7), recorded_group("b", length=4)]
     record_groups(RunDir(path=tmp_path), groups)
-    with next((tmp_path / "rollouts").glob("*.jsonl")).open("a") as file:
-        file.write('{"group')  # a line that is being written
+    file = next((tmp_path / "rollouts").glob("*.jsonl"))
+    whole = file.read_text()
+    noise, half = "\0" * 9 + "\n", whole.replace('"tokens":[', '"tokens":[x', 1)
+    file.write_text(noise + half.partition("\n")[0] + "\n" + whole + '{"group')  # being written
     draw = recorded_lengths(tmp_path)()
+    assert re.match(r"2 lines are left out: .*\.jsonl:1 is damaged: ", capsys.readouterr().out)
     assert {draw() for _ in range(50)} == {(7, 7), (4, 4)}

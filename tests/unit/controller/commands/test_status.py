@@ -188,10 +188,12 @@ def test_files_of_a_start_a_crash_or_another_version_are_answered_with_words(
 
 
 def test_run_without_its_controller_is_reported(trained_run: RunDir) -> None:
+    write_summary(trained_run, read_metrics(trained_run.metrics))  # of an earlier end
     trained_run.write_record(replace(trained_run.read_record(), process_started=0.0))
     text = status_of(trained_run)
-    assert "its controller is gone" in text
-    assert "It made 10 steps" in text
+    assert text.startswith(f"{trained_run.name}: its controller is gone")
+    assert "It made 10 steps" in text and "Rollouts are the bottleneck" in text
+    assert "= trained" not in text
 
 
 def test_finished_run_shows_its_summary_and_bottleneck(trained_run: RunDir) -> None:

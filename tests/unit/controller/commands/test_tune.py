@@ -19,12 +19,13 @@ from buffer.redis.client import BufferConnectionError
 from buffer.redis.connection import connect
 from buffer.run_state import STREAM_START, MetricsEntry, RunState
 from configs.load import load_config
+from configs.run_files import Scalar
 from configs.schema import BufferConfig
 from controller.buffer_access import BufferAddress
 from controller.commands import tune as tune_module
 from controller.commands.tune import Autotuner
 from controller.main import EXIT_BAD_INPUT
-from controller.metrics.history import TUNED, MetricsLog, Record, Scalar, change_words
+from controller.metrics.history import TUNED, MetricsLog, Record, change_words
 from controller.run_dir import RunDir
 from controller.start.plan import FLOAT32_DIFF
 from controller.watch.autotune import ENGINES, Move
@@ -138,8 +139,11 @@ def test_suggestion_of_tune_without_a_setting_can_be_pasted(
         ("buffer.capacity_groups=3", "would never fit"),
         ("buffer.selector=shortest", "the groups that the buffer holds are stored by it"),
         ("trainer.groups_per_step=2", "read it once, when they start"),
-        ("rollout.tale=postpone", "there is no such setting; did you mean rollout.tail?"),
-        ("weight_sync=in_place", "there is no such setting"),
+        (
+            "rollout.tale=postpone",
+            "rollout.tale: there is no such setting; did you mean rollout.tail?",
+        ),
+        ("weight_sync=in_place", "weight_sync: there is no such setting"),
         ("rollout.oversampling=0.5", "must be at least 1"),
         ("rollout.tail=hurry", "expected one of continue_across_versions"),
         ("buffer.max_staleness=-1", "must be 0 to"),
@@ -237,7 +241,7 @@ def lazy_trainer(open_run: RunDir) -> RunView:
     """A run whose trainer has never waited, with buffer.max_staleness=2."""
     config = load_config(["buffer.autotune={steps: 5}", "rollout.num_engines=2"])
     open_run.write_config(config)
-    view = RunView(open_run.name, config, 0.0)
+    view = RunView(run=open_run.name, config=config, started=0.0)
     view.phase, view.stats = "training", STATS
     for step in range(12):
         view.apply(step_record(step, 1.0 + step, lease_wait_s=0.0, ess=0.9))
@@ -281,7 +285,7 @@ def short_of_engines(open_run: RunDir) -> RunView:
     settings = "{steps: 5, max_engines: 4, max_staleness: 2}"
     config = load_config([f"buffer.autotune={settings}", "rollout.num_engines=2"])
     open_run.write_config(config)
-    view = RunView(open_run.name, config, 0.0)
+    view = RunView(run=open_run.name, config=config, started=0.0)
     view.phase, view.stats = "training", replace(STATS, running=48, ready=0, leased=0)
     for t in range(1, 13):
         view.apply(step_record(t - 1, float(t), lease_wait_s=0.6, ess=0.9))

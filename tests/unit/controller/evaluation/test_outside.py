@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from configs.rollout_schema import EvalConfig
+from configs.run_files import Scalar
 from controller.evaluation.outside import CommandEvaluations, read_numbers
-from controller.metrics.history import Scalar
 from controller.run_dir import EVALUATED, RunDir
 from processes.child import has_ended
 from tests.support.rollout import until

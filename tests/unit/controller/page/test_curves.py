@@ -64,6 +64,13 @@ def test_curve_of_a_metric_of_engines_is_a_line_for_each() -> None:
     assert curves(records, "commit", "no_such_thing", by_time=True) == []
 
 
+def test_evaluations_that_held_several_engines_are_one_curve() -> None:
+    values = [{**eval_record(n, 10.0 * n, 0.5).values, "engine": f"engine-{n}"} for n in (1, 2)]
+    records = [Record(t=10.0 * n, kind="eval", values=one) for n, one in enumerate(values)]
+    (line,) = curves(records, "eval", "accuracy", by_time=True)
+    assert (line.label, line.x) == ("", [0.0, 10.0])
+
+
 def test_depth_is_layered_by_staleness_and_keeps_the_peak() -> None:
     samples = [buffer_record(float(t)) for t in range(1000)]
     high = {**samples[500].values, "ready": 99, "ready_by_staleness": json.dumps({0: 90, 12: 9})}

@@ -50,6 +50,7 @@ def test_settings_and_results_that_differ_stand_side_by_side(
     found = compared(capsys, two)
     assert found["settings"] == {"buffer.max_staleness": [config.buffer.max_staleness, 7]}
     assert found["results"]["steps"] == [20, 12] and "seed" not in found["results"]
+    assert not [name for name in found["results"] if name.startswith(("run", "rollout."))]
     drawn = two / "compare-night-night-2.png"
     assert drawn.read_bytes().startswith(PNG)
     assert drawn.stat().st_mode & 0o077 == 0, "as private as the runs"

@@ -29,7 +29,7 @@ from tests.support.controller.records import (
 
 
 def trained_view(num_steps: int = 20) -> RunView:
-    view = RunView("night", settings_of_run(40), 990.0)
+    view = RunView(run="night", config=settings_of_run(40), started=990.0)
     view.apply(Record(t=1000.0, kind="phase", values={"phase": "training"}))
     view.apply(eval_record(0, 1000.0, 0.31))
     for step in range(num_steps):
@@ -203,7 +203,7 @@ def test_panel_shows_no_move_of_autotune_that_may_never_be_made() -> None:
 
 
 def test_panel_can_be_drawn_before_anything_is_known() -> None:
-    text = text_of(RunView("night", settings_of_run(40), 0.0))
+    text = text_of(RunView(run="night", config=settings_of_run(40), started=0.0))
     assert "step 0 of 40" in text
     assert "not started yet" in text
 
@@ -228,7 +228,7 @@ def test_panel_without_a_terminal_or_disabled_prints_one_line_per_step(is_termin
 
 
 def test_rates_of_a_run_that_goes_on_leave_out_the_time_between() -> None:
-    view = RunView("night", settings_of_run(40), 0.0)
+    view = RunView(run="night", config=settings_of_run(40), started=0.0)
     for t, tokens in ((0.0, 0), (10.0, 1000), (500.0, 1000), (510.0, 2000)):
         if t == 500.0:
             view.apply(Record(t=499.0, kind="resumed", values={"step": 19}))

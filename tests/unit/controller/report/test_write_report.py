@@ -14,7 +14,7 @@ import pytest
 from configs.environment import RUN_VARIABLE
 from controller.commands.stop import stop_run
 from controller.metrics.history import Record, read_metrics
-from controller.report.summary import draw_plots, write_summary
+from controller.report.summary import draw_plots, report_end, write_summary
 from controller.run_dir import RunDir
 from processes.leftovers import list_path, write_list
 from tests.support.controller.buffers import Command
@@ -84,10 +84,25 @@ def test_report_of_a_run_whose_controller_was_killed_says_so(run_dir: RunDir) ->
     assert result.error is not None and "`make stop RUN=" in result.error
 
 
-def test_report_from_the_command_line_ends_with_the_result(run_dir: RunDir, leash: Command) -> None:
-    last = leash("report").splitlines()[-1]
-    result = json.loads(last.removeprefix("RESULT "))
+def test_report_from_the_command_line_names_what_it_wrote(run_dir: RunDir, leash: Command) -> None:
+    summary = run_dir.path / "summary.md"
+    assert leash("report") == f"{run_dir.name} (running): wrote {summary}\n"
+    assert "\n| Learning | |\n|---|---:|\n| held-out" in summary.read_text()
+    result = json.loads((run_dir.path / "result.json").read_text())
     assert (result["state"], result["steps"]) == ("running", 0)
+
+
+def test_end_of_a_launch_says_in_words_what_it_has_made(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(run_dir, num_steps=2, evals={})
+    (run_dir.path / "final_model").mkdir()
+    run_dir.end("finished", None)
+    said = list[str]()
+    report_end(run_dir, said.append)
+    assert said[0].endswith(f" The summary: {run_dir.path / 'summary.md'}")
+    assert said[1:] == [f"the trained model: {run_dir.path / 'final_model'}"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("RESULT {")
 
 
 def test_stop_ends_and_removes_what_a_killed_controller_left(

@@ -307,7 +307,7 @@ def test_steps_after_the_checkpoint_and_the_time_in_between_do_not_count(
     assert result.steps == 8
     assert result.wall_s == pytest.approx(1009.0 - 990.0)
     assert result.train_s < 20
-    view = RunView("a", settings_of_run(8), 999.0)
+    view = RunView(run="a", config=settings_of_run(8), started=999.0)
     for record in records:
         view.apply(record)
     assert view.step == 8 and len(view.steps) == 8
@@ -321,7 +321,7 @@ async def test_history_of_a_run_that_goes_on_is_read_from_where_it_was_recorded(
     address, buffer, state = open_run
 
     def writer(log: MetricsLog, history: list[Record]) -> tuple[HistoryWriter, RunView]:
-        view = RunView(address.run, settings_of_run(8), 0.0)
+        view = RunView(run=address.run, config=settings_of_run(8), started=0.0)
         return HistoryWriter(buffer, state, log, view, history, steps.append), view
 
     with MetricsLog(path) as log:
@@ -373,7 +373,7 @@ async def test_engines_and_receivers_of_a_run_that_has_ended_are_forgotten(
 
 
 def test_checkpoint_that_fails_is_told_until_one_succeeds() -> None:
-    view = RunView("a", settings_of_run(8), 0.0)
+    view = RunView(run="a", config=settings_of_run(8), started=0.0)
     values = {"step": 4, "bytes": 0, "write_s": 0.1}
     failed = {**values, "error": "trainer-1: [Errno 28] No space left on device"}
     view.apply(Record(t=1.0, kind="checkpoint", values=failed))

@@ -135,7 +135,7 @@ def test_step_line_and_summary_show_alarms(tmp_path: Path) -> None:
         zero_variance_fraction=[0.25] * 25 + [1.0] * 15,
         num_empty_updates=[0.0] * 25 + [1.0] * 15,
     )
-    view = RunView("night", settings_of_run(40), 990.0)
+    view = RunView(run="night", config=settings_of_run(40), started=990.0)
     for step in steps:
         view.apply(step)
     line = step_line(view)

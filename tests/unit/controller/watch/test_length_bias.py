@@ -175,7 +175,7 @@ def test_measurement_that_fails_is_told_once_and_the_run_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     log_once.cache_clear()
-    view = RunView("night", settings_of_run(9), 0.0)
+    view = RunView(run="night", config=settings_of_run(9), started=0.0)
     view.answers.add(0.0, {})
     view.answers.add(9.0, {f"answers_ended:{'9' * 5000}": 300.0})
     view.steps.append(step_record(0, 5.0, num_groups=16))

@@ -46,7 +46,7 @@ class Run:
     """A run whose trainer has held its groups for a minute."""
 
     def __init__(self, run_dir: RunDir, *hung: str, looks_until: int = 67, **settings: Any) -> None:
-        self.view = RunView("night", settings_of_run(90), 0.0)
+        self.view = RunView(run="night", config=settings_of_run(90), started=0.0)
         self.view.apply(Record(t=0.0, kind="phase", values={"phase": "training"}))
         for step in range(6):
             self.view.apply(step_record(step, float(step)))

@@ -35,7 +35,7 @@ class Clock:
     """A run that is sampled every second; `usual_s` is how long a step takes."""
 
     def __init__(self, usual_s: float = 10.0, num_steps: int = 6, **trainer: int) -> None:
-        self.view = RunView("night", config(**trainer), 0.0)
+        self.view = RunView(run="night", config=config(**trainer), started=0.0)
         self.view.config.trainer.num_steps = 1000
         self.t, self.tokens, self.counters = 0.0, 0.0, dict[str, float]()
         self.alarms: list[float] = []
@@ -419,7 +419,7 @@ def test_stall_is_the_verdict_until_its_end_or_a_resume() -> None:
 
 def test_stall_stays_the_verdict_of_a_viewer_whose_clock_is_ahead() -> None:
     stall = {"part": "trainer", "since": 5.0, "usual_s": 4.0, "words": "it hangs", "advice": "look"}
-    view = RunView("night", config(), 0.0)
+    view = RunView(run="night", config=config(), started=0.0)
     view.apply(Record(t=1.0, kind="phase", values={"phase": "training"}))
     for t in range(20, 31):
         view.apply(buffer_record(float(t)))

@@ -51,7 +51,7 @@ def view_of(
     `waited` are fractions of the time, `counts` the workers' per second."""
     config = settings_of_run(90)
     config.rollout = RolloutConfig(num_engines=2, **rollout)
-    view = RunView("night", config, 0.0)
+    view = RunView(run="night", config=config, started=0.0)
     view.apply(Record(t=0.0, kind="phase", values={"phase": "training"}))
     rates = {"tokens_generated": 500.0, "episodes_ended:stop": 20.0, **(counts or {})}
     for step in range(num_steps):

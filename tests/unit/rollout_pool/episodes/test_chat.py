@@ -537,6 +537,15 @@ def test_template_that_leaves_out_a_message_is_refused():
             chat.next_prompt([1], [65], [say(role, "x")])
 
 
+def test_template_that_writes_a_turn_twice_is_refused():
+    chat = chat_of(tokenizer("{% for m in messages %}" + 2 * TURN + "{% endfor %}" + OPENED))
+    twice = "writes the user's text 2 times in a conversation of user; correct it"
+    with pytest.raises(ValueError, match=twice):
+        chat.first_prompt([say("user", "?")])
+    with pytest.raises(ValueError, match=twice):
+        chat.next_prompt([1], [65], [say("user", "?")])
+
+
 @pytest.mark.parametrize(
     ("template", "message", "lost"),
     [
