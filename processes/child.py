@@ -54,6 +54,7 @@ class Child:
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
         outlives: bool = False,
+        stdin: int | None = None,
     ) -> None:
         """Its output goes to `log`; with `speaks`, its standard output is a pipe for one line.
 
@@ -62,8 +63,9 @@ class Child:
         self._first_line, self._exited = Future[bytes](), Future[int]()
         for future in (self._first_line, self._exited):
             future.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
-        self._is_bound = secret is None and not outlives
-        if self._is_bound:
+        self._leaves_group = secret is not None or outlives
+        is_bound = not self._leaves_group and stdin is None
+        if is_bound:
             command = die_with_parent.bound(command, pass_fds)
 
         started = Future[_Process]()
@@ -73,12 +75,15 @@ class Child:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 variables = {**os.environ, **(environment or {})}
                 process: _Process | None = None
-                with log.open("ab") as log_file:
-                    if secret is not None and not pass_fds:
-                        process = _forked(command, variables, log_file.fileno(), speaks)
+                with log.open("ab") as log_file, open(os.devnull) as nothing:
+                    given = nothing.fileno() if stdin is None else stdin
+                    if secret is not None:
+                        given = subprocess.PIPE
+                    if not is_bound and not pass_fds:
+                        process = _forked(command, variables, given, log_file.fileno(), speaks)
                     process = process or subprocess.Popen(
                         command,
-                        stdin=subprocess.DEVNULL if secret is None else subprocess.PIPE,
+                        stdin=given,
                         stdout=subprocess.PIPE if speaks else log_file,
                         stderr=log_file,
                         bufsize=0,
@@ -103,7 +108,7 @@ class Child:
             with process.stdout:
                 self._first_line.set_result(process.stdout.readline())
         exit_code = process.wait()
-        if self._is_bound:
+        if not self._leaves_group:
             kill_group(process.pid)  # at once: later another group may have this number
         self._exited.set_result(exit_code)
 
@@ -157,18 +162,19 @@ class Child:
 
 
 def _forked(
-    command: Sequence[str], environment: Mapping[str, str], log: int, speaks: bool
+    command: Sequence[str], environment: Mapping[str, str], stdin: int, log: int, speaks: bool
 ) -> fork_server.Forked | None:
     """The program with pipes as subprocess makes them; None if there is no fork server for it."""
-    its_input, our_end = os.pipe()
+    its_input, our_end = os.pipe() if stdin == subprocess.PIPE else (None, None)
     our_output, its_output = os.pipe() if speaks else (None, None)
     output = log if its_output is None else its_output
-    process = fork_server.fork(command, environment, [its_input, output, log])
+    streams = [stdin if its_input is None else its_input, output, log]
+    process = fork_server.fork(command, environment, streams)
     for descriptor in (its_input, its_output, *(() if process else (our_end, our_output))):
         if descriptor is not None:
             os.close(descriptor)
     if process is not None:
-        process.stdin = io.FileIO(our_end, "w")
+        process.stdin = None if our_end is None else io.FileIO(our_end, "w")
         process.stdout = None if our_output is None else io.FileIO(our_output)
     return process
 

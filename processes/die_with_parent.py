@@ -24,6 +24,23 @@ def die_with_parent(number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def die_with_writer(pipe: int) -> None:
+    """The kernel kills this process when nobody has this pipe open for writing any more. Nothing
+    may be written into it.
+
+    For a process that another than its parent uses. A thread that watches the pipe would wait in
+    vain for Python's lock, which a regular expression may hold for hours.
+    """
+    import fcntl
+    import select
+
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_RDONLY | os.O_ASYNC)
+    if select.select([pipe], [], [], 0)[0]:  # it has been closed already
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def bound(command: Sequence[str], kept: Sequence[int] = ()) -> list[str]:
     """`command` with this script before it. Started by this process in any way, it ends with this
     process, and of its descriptors from 3 up it inherits only `kept`."""

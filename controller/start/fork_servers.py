@@ -45,7 +45,10 @@ KINDS = (
     ),
     # Without ray itself: it reads its environment when it is imported.
     Kind(
-        programs=["default_worker.py", "weight_sync.receiver.app", "controller.main"],
+        programs=[
+            *("default_worker.py", "weight_sync.receiver.app", "controller.main"),
+            *("controller.keeper", "rollout_pool.rewards.process"),
+        ],
         imports=[
             *_SHARED,
             "trainer_pool.rank",

@@ -7,9 +7,11 @@ Either way the process is replaced; other requests only have one process less fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
+import os
 import socket
 import sys
 import time
@@ -289,11 +291,15 @@ class _ScoringProcess:
     async def _begin(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            number = theirs.fileno()
-            command = [sys.executable, "-m", "rollout_pool.rewards.process", str(number)]
-            self._child = Child(command, self._log_path, pass_fds=[number])
+            command = [sys.executable, "-m", "rollout_pool.rewards.process"]
+            self._child = Child(command, self._log_path, stdin=theirs.fileno())
         # Once it has ended, what it started has too.
         self._ending = asyncio.create_task(self._child.exit())
+        its_end, our_end = os.pipe()
+        self._life = os.fdopen(our_end, "wb")
+        with contextlib.suppress(ConnectionError):  # it has died: so will who reads its reply see
+            socket.send_fds(ours, [b"\n"], [its_end])
+        os.close(its_end)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
 
     async def send(self, *requests: bytes) -> None:
@@ -319,5 +325,6 @@ class _ScoringProcess:
         if not self._ending.done():  # else its pid may have been reused
             kill_group(self._child.pid)
         self._writer.close()
+        self._life.close()
         # asyncio.wait does not cancel it, so a cancelled caller does not leave it half done.
         await asyncio.wait([self._ending], timeout=END_TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""One scoring process: `python -m rollout_pool.rewards.process <descriptor of its socket>`.
+"""One scoring process: `python -m rollout_pool.rewards.process`, whose input is a socket.
 
-It reads one line of JSON with the task's config and the time limit for a part, builds the task,
-loads the parts that are scored here and reports that it is ready. Then it replies to each line of
-JSON (see `types`) with one line of JSON:
+It gets a pipe that is open as long as its worker lives, and reads one line of JSON with the task's
+config and the time limit for a part, builds the task, loads the parts that are scored here and
+reports that it is ready. Then it replies to each line of JSON (see `types`) with one line of JSON:
 
     {"part": "brevity", "prompt": {...}, "episodes": [...]} ->  {"reward": 1.0}
                                a whole group                ->  {"reward": [1.0, null]}
@@ -18,13 +18,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import sys
+import socket
 import time
 from typing import TextIO
 
 from configs.rollout_schema import TaskConfig
-from processes.die_with_parent import die_with_parent
+from processes.die_with_parent import die_with_writer
 from rollout_pool.rewards.function import BadReward
 from rollout_pool.rewards.reward import PartScorer, class_of, parts_of
 from rollout_pool.rewards.types import PartRequest, Setup, decode
@@ -61,10 +60,9 @@ def reply_to(line: str, parts: dict[str, PartScorer]) -> dict[str, object]:
         return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def main(number: int) -> None:
-    die_with_parent(signal.SIGKILL)  # SIGKILL, since a scorer may ignore SIGTERM
+def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    requests, replies = _open_socket(number)
+    requests, replies = _open_socket()
     try:
         setup = decode(requests.readline(), Setup)
         task = build_task(setup.config)
@@ -80,15 +78,16 @@ def main(number: int) -> None:
         _write(replies, {**reply, "took_s": time.perf_counter() - began})
 
 
-def _open_socket(number: int) -> tuple[TextIO, TextIO]:
-    """Streams for requests and replies, not inherited by processes that a scorer starts."""
-    os.set_inheritable(number, False)
-
-    def give_up() -> None:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        os.dup2(nothing, number, inheritable=False)
-
-    os.register_at_fork(after_in_child=give_up)
+def _open_socket() -> tuple[TextIO, TextIO]:
+    """Streams for requests and replies, not inherited by processes that a scorer starts. From here
+    on this process dies with its worker, which need not be its parent."""
+    number, nothing = os.dup(0), os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    connection = socket.socket(fileno=number)
+    _, (pipe,), _, _ = socket.recv_fds(connection, 1, 1)
+    die_with_writer(pipe)
+    connection.detach()
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, number, inheritable=False))
     return os.fdopen(number, encoding="utf-8"), os.fdopen(
         number, "w", encoding="utf-8", closefd=False
     )
@@ -100,4 +99,4 @@ def _write(replies: TextIO, reply: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -70,6 +70,21 @@ def test_bound_program_inherits_only_what_it_is_given() -> None:
             os.close(end)
 
 
+def test_process_dies_with_the_writer_of_its_pipe_also_while_it_holds_the_lock() -> None:
+    its_end, our_end = os.pipe()
+    program = (
+        "import re; from processes.die_with_parent import die_with_writer; "
+        f"die_with_writer({its_end}); print(flush=True); re.match('(a+)+$', 'a' * 64 + 'b')"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[its_end]) as process:
+        os.close(its_end)
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert process.poll() is None
+        os.close(our_end)
+        assert process.wait(60) == -signal.SIGKILL
+
+
 async def test_exit_of_a_killed_child_reaches_every_waiter_but_one_that_was_cancelled(
     log: Path,
 ) -> None:

@@ -213,6 +213,19 @@ def test_child_of_a_fork_server_speaks_hears_and_ends_as_another(
     assert "Linux" in (tmp_path / "log").read_text()
 
 
+def test_forked_child_that_outlives_its_starter_is_stopped_by_a_signal(
+    folder: Path, scripts: Path, tmp_path: Path
+) -> None:
+    child = Child(
+        [sys.executable, str(scripts / "end.py"), "import signal; signal.pause()"],
+        tmp_path / "log",
+        outlives=True,
+        environment={FORK_SERVERS_VARIABLE: str(folder)},
+    )
+    assert isinstance(child._process, fork_server.Forked)
+    assert child.stop(60) == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("where", ["no folder", "no socket", "server that could not import"])
 def test_program_that_nothing_can_fork_is_left_to_be_executed(folder: Path, where: str) -> None:
     variables, script = environment(folder), "other.py"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,9 @@ import pytest
 import pytest_asyncio
 
 from configs.choices import RewardKind, RewardScope, TaskKind
+from configs.environment import RUN_VARIABLE
 from configs.rollout_schema import RewardConfig, TaskConfig
+from processes.runs import run_processes
 from rollout_pool.rewards.function import FunctionReward
 from rollout_pool.rewards.pool import TOGETHER_BYTES, TOGETHER_S, RewardError, RewardPool, _Asked
 from rollout_pool.rewards.types import encode_request, part_of
@@ -193,7 +198,9 @@ def make_pool(mine):
             log_path=mine.parent / "rewards.log",
         )
 
-    return make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(RUN_VARIABLE, str(mine))
+        yield make
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -216,13 +223,12 @@ def pool(shared):
 
 
 def children():
+    """They may be forked: a fork server is their parent then."""
     found = []
-    for process in psutil.Process().children():
-        try:
-            if "rollout_pool.rewards.process" in process.cmdline():
+    for process in run_processes(os.environ[RUN_VARIABLE]):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "rollout_pool.rewards.process" in " ".join(process.cmdline()):
                 found.append(process)
-        except psutil.NoSuchProcess:
-            continue
     return found
 
 
@@ -653,6 +659,16 @@ async def test_pool_that_is_closed_answers_all_and_leaves_no_process(make_pool, 
     assert {score.failure for score in scores} == {"the reward pool was closed"}
     assert {*children()} <= others
     assert await ended(map(int, (mine.parent / "pids").read_text().split()))
+
+
+async def test_process_ends_with_its_worker(make_pool):
+    async with asyncio.timeout(60):
+        orphaned = make_pool()
+        await orphaned.start()
+        [process] = orphaned._idle
+        process._life.close()  # as the end of the worker does
+        assert await process._child.exit() == -signal.SIGKILL
+        await orphaned.close()
 
 
 async def test_process_killed_during_its_start_is_restarted(make_pool):
