@@ -22,6 +22,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from buffer.redis.server import EmbeddedServer, ServerStartError
+from configs.checks import with_live
 from configs.run_files import Scalar
 from configs.schema import Config
 from controller.buffer_access import BufferAddress, opened, opened_state
@@ -42,7 +43,7 @@ from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import EXIT_RAY_LOST, EXIT_STOPPED, Stopped, StopRequest
 from controller.start.attach import EVALUATING_RESULT, TRAINING
-from controller.watch.fleet import Fleet
+from controller.watch.fleet import LOOK_AGAIN_S, Fleet
 from controller.watch.remarks import TRAINER, checkpoint_failed, eval_failed
 from controller.watch.run_view import RunView
 from controller.watch.stall_watch import ANSWER_S, RESTARTING, Stalled, StallWatch, silent_of
@@ -108,6 +109,7 @@ class Training:
         self._is_redis_lost = False
         self._evaluation: asyncio.Task[None] | None = None
         self._may_evaluate = False
+        self._eval_every = self.config.rollout.eval_every
         self._steps = dict[int, int]()
         """The step after which each version was the policy."""
         self._unwritten = list[Best]()
@@ -140,6 +142,7 @@ class Training:
                     background = [
                         tasks.create_task(self._history.follow_metrics()),
                         tasks.create_task(self._history.sample_buffer()),
+                        tasks.create_task(self._follow_eval_every()),
                         tasks.create_task(self._raise_first_death()),
                         tasks.create_task(self._raise_when_stopped()),
                     ]
@@ -361,9 +364,17 @@ class Training:
 
     # Evaluation ----------------------------------------------------------------------------------
 
+    async def _follow_eval_every(self) -> None:
+        """From Redis, as all live settings: the run's history has no value that is set by hand, or
+        whose `make tune` was killed before it noted it."""
+        seen = dict[str, str]()
+        while True:
+            seen = await self._state.wait_settings_changed(["eval_every"], seen, LOOK_AGAIN_S)
+            self._eval_every = with_live(self.config.rollout, seen).eval_every
+
     def _evaluate_if_due(self, step: Record) -> None:
         """One evaluation at a time: while a slow one runs, the next due version is skipped."""
-        every, number = self._history.view.config.rollout.eval_every, step.count("step")
+        every, number = self._eval_every, step.count("step")
         version = step.count("version") + 1
         is_last = number >= self.config.trainer.num_steps
         is_idle = self._evaluation is None or self._evaluation.done()

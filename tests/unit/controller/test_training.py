@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from io import StringIO
@@ -16,13 +16,13 @@ from rich.console import Console
 
 from buffer.connect import Buffer
 from buffer.run_state import RunState
+from configs.checks import with_live
 from configs.choices import OnStall
-from configs.rollout_schema import EvalSet
-from configs.run_files import Scalar
+from configs.rollout_schema import EvalSet, RolloutConfig
 from configs.schema import Config, StallConfig
 from controller import training
 from controller.buffer_access import BufferAddress
-from controller.metrics.history import TUNED, read_metrics
+from controller.metrics.history import read_metrics
 from controller.report.panel import Panel
 from controller.run_dir import RunDir
 from controller.signals import Stopped, StopRequest
@@ -419,7 +419,7 @@ async def test_program_evaluates_due_checkpoints_and_the_last_one_and_its_failur
 async def test_evaluations_are_due_by_the_live_setting(
     config: Config, open_run: OpenRun, train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *_, state = open_run
+    _, buffer, state = open_run
     ranks, asked = Ranks(REPORT), list[int]()
     ranks.training = Result()
 
@@ -434,11 +434,18 @@ async def test_evaluations_are_due_by_the_live_setting(
     config = replace(config, rollout=replace(config.rollout, eval=unpinned))
     config = replace(config, trainer=replace(config.trainer, num_steps=20))
     assert 8 % config.rollout.eval_every
+    await buffer.change_settings({"eval_every": "4"})
+    followed = asyncio.Event()
+
+    def follow(rollout: RolloutConfig, texts: Mapping[str, str]) -> RolloutConfig:
+        followed.set()
+        return with_live(rollout, texts)
+
+    monkeypatch.setattr("controller.training.with_live", follow)
     running = asyncio.ensure_future(train(ranks, config=config))
+    await asyncio.wait_for(followed.wait(), 60)
     while await state.phase() != "training":
         await asyncio.sleep(0.01)
-    change: dict[str, Scalar] = {"setting": "rollout.eval_every", "before": "5", "after": "4"}
-    await state.append_metrics(change, TUNED)
     for step in (6, 7):
         await state.append_metrics(dict(step_record(step, 1000.0).values), "step")
     await running
