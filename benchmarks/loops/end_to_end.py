@@ -9,6 +9,7 @@ same; each has all cores of this machine. In each round they run one after the o
 order.
 
     leash         the launch of a user: engines, buffer, ranks, at the default max_staleness of 2
+    leash_1       the same at max_staleness 1, if --who names it
     synchronous   the same at max_staleness 0
     TRL           GRPOTrainer with transformers' own generate, which is synchronous
 
@@ -44,7 +45,7 @@ from configs.schema import Config
 from controller.metrics.history import read_metrics
 from rollout_pool.tasks.registry import build_task
 
-STALENESS = {"leash": 2, "synchronous": 0}
+STALENESS = {"leash": 2, "leash_1": 1, "synchronous": 0}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
