@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -67,6 +68,8 @@ FORKED = re.compile(r"^[0-9]+ (?:\S*/)?(\S+)(?: ([a-z]+)$)?", re.MULTILINE)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Programs of all tests, and the workers, are forked from servers that import once."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a script put behind
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it; what tests start inherits it
     if not hasattr(config, "workerinput"):
         engine, others = fork_servers.KINDS
         engines = Kind(
