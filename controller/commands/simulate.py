@@ -238,10 +238,10 @@ def recorded_lengths(folder: Path) -> Callable[[], Draw]:
 
 def _table(plans: Sequence[Plan], together_s: float, num_gpus: int) -> Table:
     title = f"{num_gpus} GPUs: the fastest split for each max_staleness, simulated"
-    table = Table(title=title, box=None, pad_edge=False)  # or 80 columns cut its headings off
-    for column in (
-        *("max_staleness", "GPUs that train", "engines", "s a step", "trainer busy"),
-        *("places taken", "staleness", "wasted", "length"),
+    table = Table(title=title, box=None, pad_edge=False)
+    for column in (  # for 80 columns
+        *("max_staleness", "GPUs\nthat\ntrain", "engines", "s a\nstep", "trainer\nbusy"),
+        *("places\ntaken", "staleness", "wasted", "length"),
     ):
         table.add_column(column, justify="right")
     best = recommended(plans)

@@ -55,9 +55,8 @@ def report_end(
     else:
         if result.state == "finished":
             model = run_dir.path / FINAL_MODEL
-            say(f"{_headline(result)} The summary: {run_dir.path / 'summary.md'}")
-            if model.is_dir():
-                say(f"the trained model: {model}")
+            trained = f"; the trained model: {model}" if model.is_dir() else ""
+            say(f"{_headline(result)} The summary: {run_dir.path / 'summary.md'}{trained}")
             print(result_line(result))
             return
         say(f"{run_dir.path / 'summary.md'} says how far the run got")

@@ -26,6 +26,7 @@ def test_table_recommendation_and_picture_are_written(
     assert main(["simulate", *SMALL, "--plot", str(picture), "--price", "3", *MODEL]) == 0
     printed = capsys.readouterr().out
     assert "16 GPUs" in printed and "rollout.num_engines=" in printed
+    assert "max_staleness" in printed and "trainer" in printed and "…" not in printed
     assert "groups are then in flight: rollout.num_workers=" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "failures" not in printed

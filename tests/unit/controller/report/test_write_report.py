@@ -100,8 +100,9 @@ def test_end_of_a_launch_says_in_words_what_it_has_made(
     run_dir.end("finished", None)
     said = list[str]()
     report_end(run_dir, said.append)
-    assert said[0].endswith(f" The summary: {run_dir.path / 'summary.md'}")
-    assert said[1:] == [f"the trained model: {run_dir.path / 'final_model'}"]
+    model = f"; the trained model: {run_dir.path / 'final_model'}"
+    assert len(said) == 1
+    assert said[0].endswith(f" The summary: {run_dir.path / 'summary.md'}{model}")
     assert capsys.readouterr().out.splitlines()[-1].startswith("RESULT {")
 
 

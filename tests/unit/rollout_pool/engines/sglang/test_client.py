@@ -706,6 +706,20 @@ async def test_weight_calls_carry_what_the_server_needs_and_never_a_flush(fake, 
     assert await client.served_version() == 3
 
 
+async def test_requests_that_come_in_while_an_engine_drains_keep_their_cache(
+    fake, client, monkeypatch
+):
+    is_empty = iter([True, False, True, True])  # some came in before the first pause
+
+    async def flush_cache(wait_s=0.0):
+        return next(is_empty)
+
+    monkeypatch.setattr(client, "_flush_cache", flush_cache)
+    assert await client.drain(60)
+    pause = ("/pause_generation", {"mode": "in_place"})
+    assert fake.calls == [pause, ("/continue_generation", {}), pause]
+
+
 async def test_server_with_another_name_is_refused(fake, client):
     assert await client.is_ready("fake", timeout_s=60)
     with pytest.raises(EngineError, match="a server other than engine-0"):
