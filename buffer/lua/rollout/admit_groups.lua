@@ -58,7 +58,6 @@ local function admit()
   end
   return {given, trainer_version}
 end
-
 local reply = admit()
 redis.call('HSET', calls, caller, cmsgpack.pack({request.call, reply}))
 return reply
