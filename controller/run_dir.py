@@ -98,8 +98,7 @@ class RunRecord:
     @property
     def stands_still(self) -> bool:
         """True if a signal has stopped the controller, on this machine."""
-        is_here = self.is_here and self.is_alive
-        return is_here and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return self.is_here and self.is_alive and psutil.Process(self.pid).status() == "stopped"
 
     @property
     def is_of_parent(self) -> bool:

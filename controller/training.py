@@ -437,8 +437,7 @@ class Training:
         raise Stopped
 
     async def _save_model(self) -> None:
-        """Ask the ranks to finish their step, save a checkpoint and export the model, and then the
-        workers to end: until then a rank may wait for their groups."""
+        """Ask the ranks to finish their step and save the model, then the workers to end."""
         if self.is_attached and not self._training:  # another controller has begun it
             self._training = self.pools.trainer.train()
         if not self._training or self._is_redis_lost:
@@ -456,7 +455,7 @@ class Training:
             )
         except (RayTaskError, RayActorError) as error:
             self._say_no_model(f"a trainer rank {cause_of(error)}")
-        ends = [value(ref) for ref in self.pools.rollout.stop().values()]
+        ends = [value(ref) for ref in self.pools.rollout.stop().values()]  # ranks needed them
         workers = asyncio.gather(*ends, return_exceptions=True)
         await asyncio.wait([workers], timeout=FINAL_SAMPLE_S)  # what they push still counts
 

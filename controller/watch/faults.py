@@ -36,8 +36,7 @@ def stopped_controller(pid: int) -> Finding:
     return alarm(
         "controller",
         f"the controller, process {pid}, stands still: a signal has stopped it",
-        f"`kill -CONT {pid}` lets it go on; until then no step is recorded, and nothing that dies "
-        "starts again",
+        f"`kill -CONT {pid}` lets it go on; until then nothing that dies starts again",
     )
 
 

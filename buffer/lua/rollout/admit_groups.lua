@@ -7,11 +7,13 @@
 local groups, worker, caller, given = request.groups, request.worker, request.caller, {}
 local calls, expiry = key('calls'), whole(now_ms() + request.credit_ms)
 
--- A second copy of a call, whose reply was lost, gets that reply. Nobody reads the reply to a copy that comes after
--- a later call, or after another caller became the worker: what it gave would run twice.
+-- A second copy of a call, whose reply was lost, gets that reply. What one gave that comes after a later call, or
+-- after another caller became the worker, would run twice.
 local known = redis.call('HMGET', calls, worker, caller)
 local last = known[2] and cmsgpack.unpack(known[2]) or {0}
-if request.call < last[1] or known[1] and known[1] ~= caller then return {{}, trainer_version} end
+if request.call < last[1] or known[1] and known[1] ~= caller then
+  return {{}, trainer_version, last_wake('room')}
+end
 if request.call == last[1] then return last[2] end
 
 local function admit()
@@ -56,7 +58,6 @@ local function admit()
   end
   return {given, trainer_version}
 end
-
 local reply = admit()
 redis.call('HSET', calls, caller, cmsgpack.pack({request.call, reply}))
 return reply

@@ -2,9 +2,8 @@
 -- Request: worker, caller (the only one that admits groups for it from now on), cursor, bound (about how many to scan),
 --          credit_ms, counts_as_death (whether the worker's death counts against the prompts).
 -- Reply: Reclaimed: next cursor ('0': done), number of groups ended
-local worker = request.worker
-redis.call('HSET', key('calls'), worker, request.caller)
-local reply = redis.call('ZSCAN', RUNNING, request.cursor, 'MATCH', worker .. '-*',
+redis.call('HSET', key('calls'), request.worker, request.caller)
+local reply = redis.call('ZSCAN', RUNNING, request.cursor, 'MATCH', request.worker .. '-*',
   'COUNT', bound_of(request.bound))
 local ids, seen, lost_before = {}, {}, lost_with_server(request.credit_ms)
 if not request.counts_as_death then lost_before = LARGEST end

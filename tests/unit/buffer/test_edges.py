@@ -112,6 +112,9 @@ async def test_admission_that_arrives_after_it_was_called_off_or_its_worker_died
     admitting.cancel()
     await asyncio.wait([admitting])
     await copies.calls[0]()
+    if is_dead:
+        with pytest.raises(TimeoutError, match="no room for group 3-2"):  # it lives after all
+            await buffer.admit_groups([group._replace(group_id="3-2")], 0.01, worker=3)
     stats = await buffer.stats()
     assert (stats.running, stats.rerun, stats.retries_waiting) == (0, 0, 0)
 
