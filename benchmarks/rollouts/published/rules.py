@@ -13,7 +13,7 @@
                them (best fit, among engines with the same weights); the others take the newest
                weights and new prompts. Its buffer has no bound; here it has the counter's
 
-The window has one step less of admission, so that nothing is older than under the others.
+The window has one step less of admission; all the same it may train what is a step too old.
 """
 
 from __future__ import annotations
