@@ -22,7 +22,7 @@ from benchmarks.rollouts.scale import measure_scale
 from benchmarks.rollouts.scene import build_model, engine_at
 from benchmarks.rollouts.strategies import measure_strategies
 from benchmarks.rollouts.work import SHORT, WorkSize
-from benchmarks.rollouts.works import measure_works
+from benchmarks.rollouts.works import measure_rules, measure_works
 
 AT_AN_ENGINE = {"strategies": measure_strategies, "efficiency": measure_efficiency}
 ALONE = {
@@ -35,7 +35,7 @@ ALONE = {
     "scale": measure_scale,
     "rewards": measure_rewards,
 }
-BY_NAME = {"works": measure_works}
+BY_NAME = {"works": measure_works, "rules": measure_rules}
 """Run only if they are named."""
 
 

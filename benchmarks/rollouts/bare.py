@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Sequence
 
 import aiohttp
 
 from benchmarks import KEY
-from benchmarks.rollouts.work import Job, Tally
+from benchmarks.rollouts.work import Job, Tally, now
 
 
 async def run_bare(jobs: Sequence[Job], url: str, num_running: int, *, prefix: str) -> Tally:
@@ -17,7 +16,7 @@ async def run_bare(jobs: Sequence[Job], url: str, num_running: int, *, prefix: s
 
     Answers are read as bytes and thrown away.
     """
-    tally = Tally(time.perf_counter())
+    tally = Tally(now())
     waiting = iter(jobs)
     at_once = max(1, num_running // len(jobs[0].lengths))
     async with aiohttp.ClientSession(

@@ -169,6 +169,8 @@ class GpuEngine:
         self._clock = 0.0
         """Time of the loop up to which all steps are done; ahead of it during a prefill."""
         self._step_s = 1.0
+        self._begun_s = 0.0
+        """Part of a step that was done before a pause."""
         self._version = 0
         self.num_prompt_tokens = self.num_samples = self.num_bytes = 0
 
@@ -228,12 +230,16 @@ class GpuEngine:
 
     # Requests -------------------------------------------------------------------------------------
 
+    def add(self, request: Running) -> None:
+        self._catch_up()
+        self._waiting.append(request)
+        self._changed.set()
+
     async def generate(self, request: Request) -> Response:
         text = await request.body()
         body = json.loads(text)
         self.num_bytes += len(text)
         parts: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._catch_up()
         for rid, ids, params in zip(
             body["rid"], body["input_ids"], body["sampling_params"], strict=True
         ):
@@ -242,14 +248,17 @@ class GpuEngine:
             most, interval = params["max_new_tokens"], params["stream_interval"]
             scale = self._roofline.tokens
             running = Running(rid, len(ids), most, interval, scale, parts.put_nowait)
-            self._waiting.append(running)
-        self._changed.set()
+            self.add(running)
         return StreamingResponse(_events(parts, len(body["rid"])), media_type="text/event-stream")
 
     async def abort(self, request: Request) -> Response:
         body = await request.json()
+        self.end("" if body.get("abort_all") else body["rid"])
+        return JSONResponse({})
+
+    def end(self, start: str) -> None:
+        """Aborts the requests whose ids begin so."""
         self._catch_up()
-        start = "" if body.get("abort_all") else body["rid"]
         for requests in (self._waiting, self._running):
             for ended in [r for r in requests if r.rid.startswith(start)]:
                 requests.remove(ended)
@@ -260,7 +269,6 @@ class GpuEngine:
                     ended.num_retractions = 0
                 ended.report(self._version, {"type": "abort", "message": "aborted"})
         self._changed.set()
-        return JSONResponse({})
 
     # Commits --------------------------------------------------------------------------------------
 
@@ -270,6 +278,9 @@ class GpuEngine:
 
     def hold(self, *, retracts: bool) -> None:
         self._catch_up()
+        if not self._is_paused:
+            # A step may stand for many of the GPU, which does not do all of these again.
+            self._begun_s = max(0.0, asyncio.get_running_loop().time() - self._clock)
         self._is_paused = True
         if retracts:
             for running in self._running:
@@ -282,6 +293,8 @@ class GpuEngine:
 
     def go_on(self) -> None:
         self._catch_up()
+        if self._is_paused:
+            self._clock -= self._begun_s
         self._is_paused = False
         self._changed.set()
 

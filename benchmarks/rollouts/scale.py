@@ -27,7 +27,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import httpx
 import psutil
@@ -120,9 +120,20 @@ class _EnoughError(Exception):
     pass
 
 
+class Fleet(Protocol):
+    """Emulated engines, which take versions all at once."""
+
+    async def hold(self) -> None: ...
+
+    async def next(self) -> None: ...
+
+    async def load(self, number: int, version: int) -> None:
+        """One engine alone takes a version."""
+
+
 @dataclass(kw_only=True, slots=True)
 class _Fleet:
-    """Emulated engines, which take versions all at once."""
+    """A fleet behind HTTP."""
 
     http: httpx.AsyncClient
     retracts: bool
@@ -138,7 +149,6 @@ class _Fleet:
         await self.hold(self.version)
 
     async def load(self, number: int, version: int) -> None:
-        """One engine alone takes a version."""
         await self.hold(version, httpx.URL(self.urls[number]).port)
 
 
@@ -231,20 +241,31 @@ class Measured(NamedTuple):
     """Steps since a group's oldest token, of trained groups."""
     oldest: int
     wasted: float
-    cpu: tuple[float, float]
+    cpu: tuple[float, float] = (0.0, 0.0)
 
 
 async def measure_schedule(
     name: str, schedule: Schedule, size: WorkSize, jobs: Sequence[Job], folder: Path, train_s: float
 ) -> Measured:
-    num_steps = size.scale_steps if schedule.has_memory else max(2, size.scale_steps // 3)
-    one = dataclasses.replace(size, num_groups=num_steps * size.batch_groups)
+    one = with_steps(schedule, size)
     tally, cpu = await _run(name, schedule, one, jobs, folder, train_s)
-    first = size.batch_groups * (num_steps // 2 if schedule.has_memory else 1)
-    there = slice(first, one.num_groups)
-    trained, ages = tally.lengths[there], tally.ages[there]
-    seconds = (tally.ends[one.num_groups - 1] - tally.ends[first - 1]) * size.scale_speed
     lost = tally.lost_tokens if schedule.rival is None else tally.wasted_tokens
+    return measured(schedule, one, jobs, tally, lost)._replace(cpu=cpu)
+
+
+def with_steps(schedule: Schedule, size: WorkSize) -> WorkSize:
+    num_steps = size.scale_steps if schedule.has_memory else max(2, size.scale_steps // 3)
+    return dataclasses.replace(size, num_groups=num_steps * size.batch_groups)
+
+
+def measured(
+    schedule: Schedule, size: WorkSize, jobs: Sequence[Job], tally: Tally, lost: int
+) -> Measured:
+    num_steps = size.num_groups // size.batch_groups
+    first = size.batch_groups * (num_steps // 2 if schedule.has_memory else 1)
+    there = slice(first, size.num_groups)
+    trained, ages = tally.lengths[there], tally.ages[there]
+    seconds = (tally.ends[size.num_groups - 1] - tally.ends[first - 1]) * size.scale_speed
     return Measured(
         rate=sum(trained) / seconds,
         mean=sum(trained) / len(trained),
@@ -252,7 +273,6 @@ async def measure_schedule(
         age=sum(ages) / len(ages),
         oldest=max(ages),
         wasted=lost / (lost + tally.used_tokens),
-        cpu=cpu,
     )
 
 
@@ -289,10 +309,7 @@ async def _run(
     name: str, schedule: Schedule, size: WorkSize, jobs: Sequence[Job], folder: Path, token_s: float
 ) -> tuple[Tally, tuple[float, float]]:
     """The tally, and the share of a core that this process and the engines took."""
-    number, step_s = size.scale_engines, 0.0
-    if schedule.is_colocated:
-        number, token_s, step_s = number + number // 3, token_s / 4, SWITCH_S
-    step_s, token_s = step_s / size.scale_speed, token_s / size.scale_speed
+    number, step_s, token_s = division(schedule, size, token_s)
     async with AsyncExitStack() as closing:
         engines = await closing.enter_async_context(
             gpus_at(folder, size.scale_speed, size.max_running, MODEL, number)
@@ -320,29 +337,52 @@ async def _run(
             await pool.state.record_commits(dict.fromkeys(pool.engines, 0))
             tally = await pool.run(size.num_groups)
         else:
-            trainer = _Steps(
-                step_s=step_s,
-                token_s=token_s,
-                commit=fleet.next,
-                hold=fleet.hold,
-                load=fleet.load,
-                transfer_s=2 * GPU.parameters / WIRE_BYTES_PER_S / size.scale_speed,
-                num_steps=size.num_groups // size.batch_groups,
-                tallies=[],
-            )
             sampler = await closing.enter_async_context(_sampler(size, engines))
-            # A rival counts the places of all engines.
-            whole = dataclasses.replace(size, max_running=number * size.max_running)
-            others = asyncio.all_tasks()
-            try:
-                await schedule.rival(jobs, sampler, whole, trainer)
-            except* _EnoughError:
-                pass
-            await end_tasks(asyncio.all_tasks() - others)
-            tally = trainer.tallies[0]
+            tally = await play_rule(schedule, sampler, fleet, size, jobs, (step_s, token_s))
         seconds = time.perf_counter() - began
         ours, theirs = (b - a for a, b in zip(before, _cpu_s(engines[0].pid), strict=True))
         return tally, (ours / seconds, theirs / seconds)
+
+
+def division(schedule: Schedule, size: WorkSize, token_s: float) -> tuple[int, float, float]:
+    """The engines, and the seconds of the clock of a step and of each of its tokens."""
+    number, step_s = size.scale_engines, 0.0
+    if schedule.is_colocated:
+        number, token_s, step_s = number + number // 3, token_s / 4, SWITCH_S
+    return number, step_s / size.scale_speed, token_s / size.scale_speed
+
+
+async def play_rule(
+    schedule: Schedule,
+    sampler: Sampler,
+    fleet: Fleet,
+    size: WorkSize,
+    jobs: Sequence[Job],
+    seconds: tuple[float, float],
+) -> Tally:
+    """Another rule than ours, or ours as one of them."""
+    trainer = _Steps(
+        step_s=seconds[0],
+        token_s=seconds[1],
+        commit=fleet.next,
+        hold=fleet.hold,
+        load=fleet.load,
+        transfer_s=2 * GPU.parameters / WIRE_BYTES_PER_S / size.scale_speed,
+        num_steps=size.num_groups // size.batch_groups,
+        tallies=[],
+    )
+    # A rule counts the places of all engines.
+    num_places = size.max_running * len(sampler.router.engines)
+    others = asyncio.all_tasks()
+    assert schedule.rival is not None
+    try:
+        await schedule.rival(
+            jobs, sampler, dataclasses.replace(size, max_running=num_places), trainer
+        )
+    except* _EnoughError:
+        pass
+    await end_tasks(asyncio.all_tasks() - others)
+    return trainer.tallies[0]
 
 
 def _cpu_s(pid: int) -> tuple[float, float]:

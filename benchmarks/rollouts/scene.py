@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from safetensors.torch import save_file
 
 from benchmarks import KEY
 from benchmarks.engines import make_engine, random_qwen3
-from benchmarks.rollouts.work import Job, Lengths, LimitedCompleter, Tally, WorkSize
+from benchmarks.rollouts.work import Job, Lengths, LimitedCompleter, Tally, WorkSize, now
 from buffer.connect import Buffer, connect_buffer
 from buffer.redis.server import EmbeddedServer
 from buffer.run_state import RunState
@@ -162,7 +161,7 @@ class Pool:
 
     async def run(self, num_groups: int) -> Tally:
         """Until all groups are delivered. Whatever ends the worker before ends the benchmark."""
-        tally = Tally(time.perf_counter())
+        tally = Tally(now())
         running = asyncio.create_task(self.worker.run())
         taking = asyncio.create_task(self._take(num_groups, tally))
         try:

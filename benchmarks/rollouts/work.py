@@ -6,8 +6,8 @@ every way of scheduling writes the same number of tokens of use.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +87,9 @@ class WorkSize:
     works_groups: int = 16
     """A step's, of 4 requests each."""
     works_steps: int = 12
+    rules_steps: int = 120
+    """Under a virtual clock."""
+    rules_seeds: tuple[int, ...] = (0, 1)
     prefix_tokens: int = 2000
     prefix_turns: int = 8
     prefix_hidden: int = 256
@@ -100,8 +103,8 @@ SHORT = WorkSize(
     gpu_train_s=(0.5,), gpu_rounds=1, cost_groups=20, fleets=(2, 4), fleet_groups=20,
     fleet_rounds=1, fleet_idle_s=0.5, scale_engines=2, scale_speed=2000.0, scale_groups=2,
     scale_steps=4, scale_staleness=2, works_speed=2000.0, works_engines=3, works_places=4,
-    works_groups=2, works_steps=4, prefix_tokens=200, prefix_turns=2,
-    prefix_hidden=128,
+    works_groups=2, works_steps=4, rules_steps=16, rules_seeds=(0,),
+    prefix_tokens=200, prefix_turns=2, prefix_hidden=128,
 )  # fmt: skip
 
 
@@ -174,6 +177,11 @@ class LimitedCompleter:
         self._completer.interrupt(sample)
 
 
+def now() -> float:
+    """The clock of the loop, which may be a virtual one."""
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(slots=True)
 class Tally:
     """Counts of one strategy's work."""
@@ -218,7 +226,7 @@ class Tally:
         self.ages += ages
         self.used_tokens += sum(num_tokens)
         self.lengths += num_tokens
-        self.ends += [time.perf_counter()] * len(num_tokens)
+        self.ends += [now()] * len(num_tokens)
         self.num_steps += 1
 
     def done_after(self, share: float) -> float:

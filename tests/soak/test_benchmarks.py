@@ -71,6 +71,11 @@ FIGURES = {
         for rule in RULES
         for work in WORKS
     ),
+    "rollout --only rules": " ".join(
+        f"rules_of_the_bound_{rule}_{work} rules_oldest_{rule}_{work} rules_in_place_{work}"
+        for rule in RULES
+        for work in WORKS
+    ),
 }
 
 

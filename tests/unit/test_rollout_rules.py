@@ -1,18 +1,20 @@
 """The published rules that schedule rollouts, at engines whose clock is the turn of the loop.
 
 An engine writes a token of each of its samples in a turn of the loop, so the order of all that
-happens is always the same.
+happens is always the same. The last tests have engines that take their time, on a virtual clock.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 
+from benchmarks.rollouts.gpu_engine import GpuEngine, Roofline
 from benchmarks.rollouts.published.rivals import (
     Continuous,
     Run,
@@ -22,8 +24,10 @@ from benchmarks.rollouts.published.rivals import (
     run_partial,
 )
 from benchmarks.rollouts.published.rules import Quota, Repack, Requeue, Window
+from benchmarks.rollouts.scale import Schedule
 from benchmarks.rollouts.strategies import Rival
 from benchmarks.rollouts.task import Pauses
+from benchmarks.rollouts.virtual import Ours, make_request, play_virtually, run_virtually
 from benchmarks.rollouts.work import Tally, WorkSize, draw_jobs
 from buffer.types import VersionSpan
 from rollout_pool.sampling.sample import Clock, Interrupted, Sample, merge_spans
@@ -130,3 +134,37 @@ def test_repack_moves_last_answers_and_mixes_no_weights() -> None:
     _, engines, _ = play(Repack.play)
     assert engines.num_moved > 0 and "load" in engines.calls and "hold" not in engines.calls
     assert {len(sample.version_spans) for sample in engines.samples} == {1}
+
+
+def test_ours_trains_nothing_too_old_and_the_virtual_clock_repeats_itself() -> None:
+    size = dataclasses.replace(SIZE, max_running=4, scale_engines=3, scale_speed=1.0)
+    jobs = draw_jobs(size, seed=3)
+    for pauses in (Pauses(), Pauses(turns=3, turn_s=10.0), Pauses(reward_s=30.0)):
+        for job in jobs:
+            job.pauses = pauses
+        ours = Schedule("", Ours.play)
+        first, again = (play_virtually(ours, size, jobs, token_s=0.05) for _ in range(2))
+        assert (first.ends, first.ages) == (again.ends, again.ages)
+        assert max(first.ages) == SIZE.max_staleness
+        assert sorted(first.lengths) == sorted(job.num_tokens for job in jobs)
+
+
+def test_pause_of_an_engine_costs_no_part_of_a_step() -> None:
+    """A step may stand for a second of a GPU, of which it had done a part."""
+    roofline = Roofline(tokens=128)
+
+    async def end_s(pause_s: float) -> float:
+        engine, ended = GpuEngine(1.0, 4, roofline), asyncio.Queue[object]()
+        engine.add(make_request("one", 0, 10, ended.put_nowait))
+        running = asyncio.create_task(engine.run())
+        await asyncio.sleep(2.5 * roofline.step_s(1, 0))
+        if pause_s:
+            engine.hold(retracts=False)
+            await asyncio.sleep(pause_s)
+            engine.go_on()
+        await ended.get()
+        running.cancel()
+        return asyncio.get_running_loop().time()
+
+    without, paused = (run_virtually(end_s(pause_s)) for pause_s in (0.0, 7.0))
+    assert paused == pytest.approx(without + 7.0, rel=1e-3)

@@ -20,14 +20,13 @@ prompt may be put off twice; then its batch waits for it.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.rollouts.work import Job, Tally, WorkSize, new_sample
+from benchmarks.rollouts.work import Job, Tally, WorkSize, new_sample, now
 from rollout_pool.cancelling import end_tasks
-from rollout_pool.sampling.sample import Completer, Interrupted, Sample
+from rollout_pool.sampling.sample import Clock, Completer, Interrupted, Sample
 
 MAX_PUT_OFF = 2
 
@@ -108,7 +107,7 @@ class Run:
 async def run_batches(
     jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
 ) -> Tally:
-    tally = Tally(time.perf_counter())
+    tally = Tally(now())
     for runs in _batches(jobs, size):
         await asyncio.gather(*(run.go(completer) for run in runs))
         await trainer.step(tally, runs)
@@ -119,7 +118,7 @@ async def run_batches(
 async def run_one_off(
     jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
 ) -> Tally:
-    tally = Tally(time.perf_counter())
+    tally = Tally(now())
     async with asyncio.TaskGroup() as tasks:
         training: asyncio.Task[None] | None = None
         for runs in _batches(jobs, size):
@@ -167,7 +166,7 @@ class _FirstToEnd:
         self._trainer = trainer
         self._keeps_tokens = keeps_tokens
         self._running: dict[asyncio.Task[None], Run] = {}
-        self._tally = Tally(time.perf_counter())
+        self._tally = Tally(now())
 
     async def run(self) -> Tally:
         while self._waiting or self._put_off or self._running:
@@ -251,7 +250,7 @@ class Continuous:
         self.num_begun = 0
         self.version = 0
         """Steps that were trained."""
-        self.tally = Tally(time.perf_counter())
+        self.tally = Tally(now())
         self.tasks = asyncio.TaskGroup()
         self._serves = asyncio.Event()
         """Clear while the engine takes a version."""
@@ -303,24 +302,32 @@ class Continuous:
 
     @property
     def _has_room(self) -> bool:
-        """For one group more; of the running ones only answers that have not ended count."""
+        """For an answer more, so that no place stays empty: the others of its group wait. Of the
+        running ones only answers that have not ended count."""
         open_samples = sum(
             sample.finish_reason is None for run in self.running for sample in run.samples
         )
         new = sum(self.size.group_size for run in self.running if not run.samples)
-        return open_samples + new + self.size.group_size <= self.size.max_running
+        return open_samples + new < self.size.max_running
+
+    async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
+        await self.completer.complete(sample, clock)
+        self.feed()
+
+    def interrupt(self, sample: Sample) -> None:
+        self.completer.interrupt(sample)
 
     async def _go(self, run: Run) -> None:
         while True:
             await self._serves.wait()
             try:
-                await run.go(self.completer)
+                await run.go(self)
                 break
             except Interrupted:
                 continue
         self.running.remove(run)
-        self.feed()
         self.ended.append(run)
+        self.feed()
         self._one_ended.set()
 
     async def after_step(self) -> None:
@@ -334,7 +341,7 @@ class Continuous:
         for run in self.running:
             for sample in run.samples:
                 if sample.finish_reason is None:
-                    self.completer.interrupt(sample)
+                    self.interrupt(sample)
         await self.trainer.commit()
         self.version += 1
         self._serves.set()

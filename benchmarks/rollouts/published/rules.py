@@ -13,7 +13,7 @@
                them (best fit, among engines with the same weights); the others take the newest
                weights and new prompts. Its buffer has no bound; here it has the counter's
 
-The window has one step less of admission, so that nothing is older than under the others.
+The window has one step less of admission; all the same it may train what is a step too old.
 """
 
 from __future__ import annotations
@@ -111,26 +111,19 @@ class _Engine:
 
 
 class Repack(Continuous):
-    """Completes samples itself, so that they can be moved."""
-
     def __init__(
         self, jobs: Sequence[Job], completer: Completer, size: WorkSize, trainer: Trainer
     ) -> None:
-        super().__init__(jobs, self, size, trainer)
-        self._engine_client = completer
+        super().__init__(jobs, completer, size, trainer)
         self._engines = [_Engine(number) for number in range(size.scale_engines)]
         self._places = size.max_running // size.scale_engines
 
     async def complete(self, sample: Sample, clock: Clock | None = None) -> None:
         while sample.finish_reason is None:
             try:
-                await self._engine_client.complete(sample, clock)
+                await super().complete(sample, clock)
             except Interrupted:
                 continue
-        self.feed()
-
-    def interrupt(self, sample: Sample) -> None:
-        self._engine_client.interrupt(sample)
 
     def feed(self) -> None:
         if not self.waiting or not self.may_begin():
