@@ -182,7 +182,7 @@ class ReplayBuffer(Leasing):
         return admission
 
     async def admit_groups(
-        self, groups: Sequence[NewGroup], timeout_s: float, worker: int = 0
+        self, groups: Sequence[NewGroup], timeout_s: float, worker: int | None = None
     ) -> list[Admission]:
         """Waits for room, and takes credits for the first of these groups, for all that have room.
 
@@ -227,10 +227,10 @@ class ReplayBuffer(Leasing):
         """The shards to try in turn, each with the groups by the ids that they would have there."""
         return [(self, groups)]
 
-    async def try_admit(self, groups: Sequence[NewGroup], worker: int) -> Credits:
+    async def try_admit(self, groups: Sequence[NewGroup], worker: int | None) -> Credits:
         """Credits for those groups that have room now."""
         try:
-            async with self._admitting:  # copies of a call are known by their number
+            async with self._admitting:  # a call with a number below the last one gets nothing
                 self._num_calls += 1
                 return await self._scripts.run(
                     "rollout/admit_groups",
@@ -239,8 +239,9 @@ class ReplayBuffer(Leasing):
                         {**one._asdict(), "prompt": one.prompt and write_prompt(one.prompt)}
                         for one in groups
                     ],
-                    worker=worker,
-                    caller=self._caller,
+                    worker=worker or 0,
+                    is_worker=worker is not None,
+                    caller=self._caller_for(worker),
                     call=self._num_calls,
                     credit_ms=self._lease_ms,
                 )
@@ -248,7 +249,10 @@ class ReplayBuffer(Leasing):
             await asyncio.shield(self._call_off(groups, worker))
             raise
 
-    async def _call_off(self, groups: Sequence[NewGroup], worker: int) -> None:
+    def _caller_for(self, worker: int | None) -> str:
+        return self._caller if worker is None else f"{self._caller}-{worker}"
+
+    async def _call_off(self, groups: Sequence[NewGroup], worker: int | None) -> None:
         await self.try_admit([], worker)  # a copy that is still under way comes too late now
         for one in groups:
             await self.abandon(one.group_id, "stopped", Rerun.always)
@@ -302,7 +306,7 @@ class ReplayBuffer(Leasing):
                 "rollout/reclaim_worker",
                 tuple[str, int],
                 worker=worker,
-                caller=self._caller,
+                caller=self._caller_for(worker),
                 cursor=cursor,
                 bound=_MAX_IDS,
                 credit_ms=self._lease_ms,

@@ -67,6 +67,8 @@ def _start_less() -> None:
     RayParams.no_monitor = property(lambda _self: True, lambda _self, _value: None)
     RayParams.include_log_monitor = property(lambda _self: False, lambda _self, _value: None)
     Node.start_api_server = lambda _self, **_options: None
+    # It would make Ray's folder again, which the end of a run removes as a whole.
+    Node.destroy_external_storage = lambda _self: None
     python = services._build_python_executable_command_memory_profileable
 
     def build_command(component: str, *others: Any, **options: Any) -> list[str]:

@@ -98,7 +98,10 @@ class RunRecord:
     @property
     def stands_still(self) -> bool:
         """True if a signal has stopped the controller, on this machine."""
-        return self.is_here and self.is_alive and psutil.Process(self.pid).status() == "stopped"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            status = psutil.STATUS_STOPPED
+            return self.is_here and self.is_alive and psutil.Process(self.pid).status() == status
+        return False
 
     @property
     def is_of_parent(self) -> bool:
@@ -159,7 +162,8 @@ class RunDir:
     ) -> RunDir:
         """A new folder below `root`, readable by its owner and `group`, with what `fill` writes.
 
-        Raises RunDirError, and leaves none, if it exists or cannot be created.
+        Raises RunDirError if the folder exists, or if it cannot be made or filled; a half-made one
+        is removed.
         """
         name = name or f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
@@ -167,8 +171,10 @@ class RunDir:
                 f"run.name={name!r}: use letters, digits, '.', '_', '-' (it names Redis keys too)"
             )
         path = (Path(root) / name).absolute()
+        is_ours = False
         try:
             path.mkdir(mode=0o700, parents=True)
+            is_ours = True
             _open_to_group(path, group)
             (path / "logs").mkdir()
             (path / "logs").chmod(stat.S_IMODE(path.stat().st_mode))
@@ -177,15 +183,17 @@ class RunDir:
             record = RunRecord(name=name, started=time.time(), state="running", **_this_process())
             run_dir.write_record(record)
             return run_dir
-        except FileExistsError as error:
-            raise RunDirError(
-                f"run.name={name!r}: {path} is in use; choose another run.name or remove the folder"
-            ) from error
         except OSError as error:
-            shutil.rmtree(path, ignore_errors=True)
+            if is_ours:
+                shutil.rmtree(path, ignore_errors=True)
+            elif isinstance(error, FileExistsError):
+                raise RunDirError(
+                    f"run.name={name!r}: {path} is in use; choose another run.name or remove the "
+                    "folder"
+                ) from error
             raise RunDirError(
-                f"run.dir={root!r}: cannot make {path} ({error.strerror}); choose a folder that "
-                "can be written with run.dir=..."
+                f"run.dir={root!r}: cannot make {path} ({error.strerror}); free space there, or "
+                "choose a folder that can be written with run.dir=..."
             ) from error
 
     def reopen(self, look: Callable[[], T]) -> T:

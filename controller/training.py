@@ -72,7 +72,7 @@ DEATH_GRACE_S = 3.0
 class Pools:
     rollout: RolloutPool
     trainer: TrainerPool
-    """Another one after each restart of the ranks."""
+    """Replaced by a new one at each restart of the ranks."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -295,6 +295,7 @@ class Training:
 
     async def _restart_trainer(self, store: CheckpointStore, lost: BaseException) -> None:
         await self._enter_phase(RESTARTING)
+        self.is_attached = False  # these ranks are this controller's own
         self._training, self._stalled_ranks = {}, asyncio.Queue()
         # The others may hang in a collective.
         await asyncio.to_thread(self.pools.trainer.close, 0.0)
@@ -365,8 +366,8 @@ class Training:
     # Evaluation ----------------------------------------------------------------------------------
 
     async def _follow_eval_every(self) -> None:
-        """From Redis, as all live settings: the run's history has no value that is set by hand, or
-        whose `make tune` was killed before it noted it."""
+        """From Redis, as every live setting: the run's history lacks a value that was set by hand,
+        or by a `make tune` that was killed before it recorded it."""
         seen = dict[str, str]()
         while True:
             seen = await self._state.wait_settings_changed(["eval_every"], seen, LOOK_AGAIN_S)
@@ -455,7 +456,9 @@ class Training:
             )
         except (RayTaskError, RayActorError) as error:
             self._say_no_model(f"a trainer rank {cause_of(error)}")
-        ends = [value(ref) for ref in self.pools.rollout.stop().values()]  # ranks needed them
+        ends = [
+            value(ref) for ref in self.pools.rollout.stop().values()
+        ]  # ranks needed their groups
         workers = asyncio.gather(*ends, return_exceptions=True)
         await asyncio.wait([workers], timeout=FINAL_SAMPLE_S)  # what they push still counts
 

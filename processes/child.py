@@ -39,9 +39,11 @@ class Child:
     environments. `secret=None` is for a program that does not read its input: the kernel sends it
     SIGTERM when this process ends, and so does `stop`; when it has ended, what is left of its
     process group is killed. With `outlives` only `stop` ends it: a later process of ours makes it
-    an Adopted.
+    an Adopted. With `stdin`, a descriptor that becomes its input, it may outlive this process and
+    must see to its own end (`die_with_writer`).
 
-    A Python program with a secret is forked where a fork server has imported what it needs.
+    A Python program with `secret`, `stdin` or `outlives` is forked where a fork server has imported
+    what it needs.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class Child:
         self._first_line, self._exited = Future[bytes](), Future[int]()
         for future in (self._first_line, self._exited):
             future.set_running_or_notify_cancel()  # else a waiter that is cancelled would cancel it
-        self._leaves_group = secret is not None or outlives
-        is_bound = not self._leaves_group and stdin is None
+        assert secret is None or stdin is None
+        self._kills_group = secret is None and not outlives
+        is_bound = self._kills_group and stdin is None
         if is_bound:
             command = die_with_parent.bound(command, pass_fds)
 
@@ -108,7 +111,7 @@ class Child:
             with process.stdout:
                 self._first_line.set_result(process.stdout.readline())
         exit_code = process.wait()
-        if not self._leaves_group:
+        if self._kills_group:
             kill_group(process.pid)  # at once: later another group may have this number
         self._exited.set_result(exit_code)
 

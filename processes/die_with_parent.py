@@ -28,8 +28,8 @@ def die_with_writer(pipe: int) -> None:
     """The kernel kills this process when nobody has this pipe open for writing any more. Nothing
     may be written into it.
 
-    For a process that another than its parent uses. A thread that watches the pipe would wait in
-    vain for Python's lock, which a regular expression may hold for hours.
+    For a process that serves another than its parent, as a forked one does. A thread that watches
+    the pipe would wait in vain for Python's lock, which a regular expression may hold for hours.
     """
     import fcntl
     import select

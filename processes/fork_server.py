@@ -197,6 +197,7 @@ def fork(
         answer, handles, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
         if not handles:  # the server has died, or the process at once
             raise ConnectionResetError(f"the server of {program} did not fork it")
+        os.set_inheritable(handles[0], False)
         connection.settimeout(None)
     except BaseException as error:
         connection.close()  # also if a signal raised: the forked process sees by it that it is late

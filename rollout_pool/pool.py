@@ -43,7 +43,7 @@ from rollout_pool.types import EvalReport, RolloutSpec, WorkerReport
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class _Kept:
-    """An actor that keeps something: a receiver."""
+    """An actor that keeps a process running; on its own, a receiver."""
 
     name: str
     handle: Any

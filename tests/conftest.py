@@ -68,8 +68,10 @@ FORKED = re.compile(r"^[0-9]+ (?:\S*/)?(\S+)(?: ([a-z]+)$)?", re.MULTILINE)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Programs of all tests, and the workers, are forked from servers that import once."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job that a script put behind
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # it; what tests start inherits it
+    # A shell that runs pytest in the background ignores SIGINT, and what tests start would inherit
+    # that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         engine, others = fork_servers.KINDS
         engines = Kind(
@@ -140,10 +142,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture
-def put_ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Puts the monotonic clock of this thread ahead by some seconds, and so asyncio's loop in it:
-    tests of limits of a minute take none, and no machine stands still for as long as that. A test
-    names it before what waits as it closes: the clock is set back last."""
+def advance_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Advances `time.monotonic`, and with it asyncio's own loop, in this thread only, by so many
+    seconds: a limit of a minute takes no time. Request it before fixtures whose teardown waits: the
+    clock is set back last."""
     real, ours, ahead = time.monotonic, threading.get_ident(), list[float]()
     monkeypatch.setattr(
         time, "monotonic", lambda: real() + (sum(ahead) if threading.get_ident() == ours else 0.0)

@@ -166,7 +166,8 @@ class StepAccumulator:
 
         They are flat, as in `metrics.jsonl`; docs/metrics.md says what each is. NaN if not
         measured. Means are over trained tokens unless noted; mappings and lists are JSON. A name
-        that a user's loss chooses never replaces one of ours.
+        that a user's loss chooses never replaces one of ours. `groups` is this rank's part of the
+        batch, `group_ids` names all of it.
         """
         reasons = [update.skipped for update in updates]
         norms = [update.norm for update in updates]

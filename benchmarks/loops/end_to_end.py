@@ -14,7 +14,9 @@ order.
     TRL           GRPOTrainer with transformers' own generate, which is synchronous
 
 Seconds are from the command to its end; a step's are the median of those between two steps' ends,
-the first ones left out. CPU seconds are the whole machine's while it ran: leave it alone.
+the first ones left out. CPU seconds are the whole machine's while it ran: leave it alone. The bound
+is the time that the steps' CPU seconds take if all cores are busy; of the bound is that over the
+time that they took.
 """
 
 from __future__ import annotations
@@ -25,13 +27,16 @@ import random
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from rich.table import Table
@@ -62,6 +67,8 @@ class Run:
     seconds: float
     cpu_s: float
     steps: Sequence[Step]
+    busy: Sequence[tuple[float, float]]
+    """Seconds since the command, and CPU seconds of the machine since its start."""
     accuracy: float
     """Share of the held-out prompts whose greedy answer is right; 0 for work without answers."""
 
@@ -75,6 +82,13 @@ class Run:
         tokens = sum(step.num_tokens for step in self.steps[1:])
         return tokens / (self.steps[-1].ended_s - self.steps[0].ended_s)
 
+    @property
+    def of_bound(self) -> float:
+        """From the first step's end to the last's."""
+        there = [self.steps[0].ended_s, self.steps[-1].ended_s]
+        first, last = np.interp(there, [at for at, _ in self.busy], [cpu for _, cpu in self.busy])
+        return float(last - first) / (psutil.cpu_count() or 1) / (there[1] - there[0])
+
     def seconds_to(self, goal: float | None) -> float | None:
         """Until the mean of the last rewards is `goal`; None: never."""
         rewards = [step.reward for step in self.steps]
@@ -82,14 +96,15 @@ class Run:
 
 
 def train(who: str, name: str, work: Work, folder: Path, seed: int, rivals: Path) -> Run:
-    began, busy = time.time(), busy_s()
-    if who == "TRL":
-        command = [sys.executable, "-m", "benchmarks.loops.trl_loop", name, str(folder)]
-        command += [str(rivals.resolve()), str(seed)]
-        launches.run_to_its_end(command, folder / "trl.log")
-    else:
-        launches.train(work, folder, seed, [f"buffer.max_staleness={STALENESS[who]}"])
-    seconds, cpu_s = time.time() - began, busy_s() - busy
+    began = time.time()
+    with busy_cores(began) as busy:
+        if who == "TRL":
+            command = [sys.executable, "-m", "benchmarks.loops.trl_loop", name, str(folder)]
+            command += [str(rivals.resolve()), str(seed)]
+            launches.run_to_its_end(command, folder / "trl.log")
+        else:
+            launches.train(work, folder, seed, [f"buffer.max_staleness={STALENESS[who]}"])
+    seconds, cpu_s = busy[-1][0], busy[-1][1] - busy[0][1]
     config = load(work, folder)
     answers = config.trainer.groups_per_step * config.rollout.group_size
     trained = folder / ("trl" if who == "TRL" else "run/final_model")
@@ -104,7 +119,7 @@ def train(who: str, name: str, work: Work, folder: Path, seed: int, rivals: Path
     assert len(steps) == work.num_steps, f"{who} made {len(steps)} steps"
     found = accuracy(config, folder, trained) if work.goal is not None else 0.0
     shutil.rmtree(folder / "run", ignore_errors=True)
-    return Run(seconds=seconds, cpu_s=cpu_s, steps=steps, accuracy=found)
+    return Run(seconds=seconds, cpu_s=cpu_s, steps=steps, busy=busy, accuracy=found)
 
 
 def steps_of_trl(folder: Path) -> Iterator[dict[str, Any]]:
@@ -119,9 +134,29 @@ def steps_of_run(folder: Path) -> Iterator[dict[str, Any]]:
         yield {"t": step.t, "reward": step.number("reward_mean"), "tokens": tokens}
 
 
-def busy_s() -> float:
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+@contextmanager
+def busy_cores(began: float) -> Iterator[list[tuple[float, float]]]:
+    """`Run.busy`, ten times a second until the block ends."""
+    looks, is_over = list[tuple[float, float]](), threading.Event()
+
+    def look() -> None:
+        times = psutil.cpu_times()
+        busy = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
+        looks.append((time.time() - began, busy))
+
+    def watch() -> None:
+        while not is_over.wait(0.1):
+            look()
+
+    look()
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield looks
+    finally:
+        is_over.set()
+        watching.join()
+        look()
 
 
 @torch.no_grad()
@@ -149,7 +184,8 @@ def compare(report: Report, name: str, work: Work, given: argparse.Namespace) ->
                 run = train(who, name, work, folder, seed, given.rivals)
                 runs[who].append(run)
                 report.say(f"{name}, {who}: {run.seconds:.1f} s, a step {run.step_s:.3f} s")
-    columns = ["", "s in all", "s a step", "tokens/s", "CPU s", "last rewards"]
+    columns = ["", "s in all", "s a step", "tokens/s", "CPU s"]
+    columns += ["of the bound", "last rewards"]
     columns += ["s to the goal", "accuracy"] if work.goal is not None else []
     title = f"{work.title}; {work.num_steps} steps; medians of {given.rounds}"
     table = Table(*columns, title=title)
@@ -159,6 +195,7 @@ def compare(report: Report, name: str, work: Work, given: argparse.Namespace) ->
             "step_s": median(run.step_s for run in ended),
             "tokens_per_s": median(run.tokens_per_s for run in ended),
             "cpu_s": median(run.cpu_s for run in ended),
+            "of_bound": median(run.of_bound for run in ended),
             "reward": median(mean(s.reward for s in run.steps[-LAST_REWARDS:]) for run in ended),
         }
         if work.goal is not None:

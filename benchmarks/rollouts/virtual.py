@@ -53,7 +53,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Request(Running):
-    """Tells its end alone."""
+    """Reports only its end."""
 
     def report(self, version: int, reason: dict[str, Any] | None) -> None:
         self.num_sent = NEVER
@@ -75,7 +75,7 @@ class _Client:
         self._engine = engine
 
     def note_version(self, version: int) -> None:
-        """It is in what ends."""
+        """Each request reports its versions itself."""
 
     async def generate_tokens(
         self, sample: Sample, request_id: str, on_arrival: Callable[[], None] | None = None
@@ -98,7 +98,7 @@ class _Client:
         return None
 
     async def close(self) -> None:
-        """It holds nothing."""
+        """Nothing to close."""
 
 
 class Ours(Continuous):

@@ -214,7 +214,7 @@ def lognormal_lengths(text: str, group_size: int, longest: int) -> Callable[[], 
 def recorded_lengths(folder: Path) -> Callable[[], Draw]:
     """Lengths of the groups that a run has recorded (rollout.log_rate), drawn again and again.
 
-    Says how many lines are damaged. Raises ValueError for a folder without any that is whole.
+    Prints how many damaged lines it left out. Raises ValueError if no whole group is recorded.
     """
     damaged = list[str]()
     groups = [
@@ -222,7 +222,7 @@ def recorded_lengths(folder: Path) -> Callable[[], Draw]:
         for recorded in all_recorded(folder, damaged)
     ]
     if damaged:
-        print(f"{len(damaged)} lines are left out: {damaged[0]}")
+        print(f"Left out damaged lines: {len(damaged)}. The first: {damaged[0]}")
     if not groups:
         raise ValueError(
             f"LENGTHS_OF={folder}: no groups are recorded in its folder rollouts; name the folder "

@@ -68,7 +68,8 @@ def print_status(
         elif history:
             steps = len(of_kind(history, "step"))
             console.print(f"It made {steps} steps; the log of each process is in {run_dir.logs}/.")
-            for finding in found[not is_gone :]:
+            # The first one has been printed, unless the controller is gone.
+            for finding in found if is_gone else found[1:]:
                 console.print(printable(finding.sentence), highlight=False, markup=False)
     if waits:
         table = Table("of", "stage", "share", "waits for", box=None, pad_edge=False)

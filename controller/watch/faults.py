@@ -36,7 +36,8 @@ def stopped_controller(pid: int) -> Finding:
     return alarm(
         "controller",
         f"the controller, process {pid}, stands still: a signal has stopped it",
-        f"`kill -CONT {pid}` lets it go on; until then nothing that dies starts again",
+        f"`kill -CONT {pid}` lets it go on; until then lost trainer ranks are not replaced, "
+        "and evaluations and the history wait",
     )
 
 

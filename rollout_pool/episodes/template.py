@@ -297,7 +297,7 @@ def _marked_tools(has_tools: bool) -> tuple[ToolSpec, ...]:
 def _check_marks(text: str, messages: Sequence[Message], marks: Marks) -> None:
     for mark, what in marks.items():
         number = text.count(mark)
-        # A result may name its tool again.
+        # A tool's result, and the parts of a call, may be repeated.
         if number == 0 or (number > 1 and what.endswith("'s text")):
             fault = f"writes {what} {number} times" if number else f"leaves out {what}"
             raise ValueError(

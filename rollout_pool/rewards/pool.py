@@ -7,7 +7,6 @@ Either way the process is replaced; other requests only have one process less fo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
@@ -20,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from configs.rollout_schema import TaskConfig
 from processes.child import Child, kill_group
@@ -248,7 +247,7 @@ def _part_score(reply: Mapping[str, Any], waited_s: float) -> PartScore:
 
 
 class _ScoringProcess:
-    """One child process, which can be restarted. The processes of its scorers end with it, unless
+    """One scoring process, which can be restarted. The processes of its scorers end with it, unless
     they have left its process group."""
 
     def __init__(self, setup: bytes, log_path: Path) -> None:
@@ -289,18 +288,23 @@ class _ScoringProcess:
             raise ValueError(str(greeting["error"]))
 
     async def _begin(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "rollout_pool.rewards.process"]
-            self._child = Child(command, self._log_path, stdin=theirs.fileno())
-        # Once it has ended, what it started has too.
-        self._ending = asyncio.create_task(self._child.exit())
-        its_end, our_end = os.pipe()
-        self._life = os.fdopen(our_end, "wb")
-        with contextlib.suppress(ConnectionError):  # it has died: so will who reads its reply see
-            socket.send_fds(ours, [b"\n"], [its_end])
-        os.close(its_end)
+        # In a thread: it waits for a fork server. If this is cancelled, nobody holds the pipe, and
+        # the process ends.
+        child, life, ours = await asyncio.to_thread(self._run)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
+        self._child, self._life = child, life
+        # Once it has ended, what it started has too.
+        self._ending = asyncio.create_task(child.exit())
+
+    def _run(self) -> tuple[Child, BinaryIO, socket.socket]:
+        """The process, the pipe that it lives by, and our end of its socket."""
+        ours, theirs = socket.socketpair()
+        its_end, our_end = os.pipe()
+        life = os.fdopen(our_end, "wb")
+        with theirs, os.fdopen(its_end, "rb"):
+            socket.send_fds(ours, [b"\n"], [its_end])
+            command = [sys.executable, "-m", "rollout_pool.rewards.process"]
+            return Child(command, self._log_path, stdin=theirs.fileno()), life, ours
 
     async def send(self, *requests: bytes) -> None:
         """Raises ConnectionError if the process dies."""

@@ -85,6 +85,7 @@ def _open_socket() -> tuple[TextIO, TextIO]:
     os.dup2(nothing, 0)
     connection = socket.socket(fileno=number)
     _, (pipe,), _, _ = socket.recv_fds(connection, 1, 1)
+    os.set_inheritable(pipe, False)
     die_with_writer(pipe)
     connection.detach()
     os.register_at_fork(after_in_child=lambda: os.dup2(nothing, number, inheritable=False))

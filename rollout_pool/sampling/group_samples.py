@@ -123,7 +123,7 @@ class GroupSamples:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of its episodes by what they did beside their requests."""
     have_begun: bool = False
-    """One of them has been requested."""
+    """At least one sample has been requested."""
     num_resumed: int = 0
     """Interrupted samples that went on."""
     _ended: Spent = field(default_factory=Spent)

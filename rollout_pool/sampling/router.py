@@ -218,7 +218,7 @@ class Router:
         if num_waiting:
             return 1
         able = self._that_may_serve(Needs(None, 0))
-        # One that has failed takes a single sample, which tries it.
+        # One that failed takes one sample on trial, which is no room for a group.
         able = [one for one in able if one.breaker.state is BreakerState.closed]
         free = _with_slot(able, Priority.rollout, time.monotonic())
         return 1 + math.ceil(sum(one.limit - one.num_in_flight for one in free) / num_samples)

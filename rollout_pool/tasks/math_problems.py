@@ -23,7 +23,7 @@ MATH_FORM = r'each line must be {"problem": "...", "solution": "... \\boxed{42}"
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MathProblem(Problem):
-    solution: str = field()  # without it, the base's property would be its default
+    solution: str = field()  # else the base's property would become its default
     right: str = field()
     """The final result."""
 

@@ -42,7 +42,7 @@ class ProgramTest:
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Exercise(Problem):
     tests: tuple[ProgramTest, ...]
-    solution: str | None = field()  # without it, the base's property would be its default
+    solution: str | None = field()  # else the base's property would become its default
 
     @property
     def right(self) -> tuple[ProgramTest, ...]:

@@ -292,7 +292,8 @@ class RolloutWorker:
         """Waits for room at the engines and for credits, and starts groups."""
         # A group's age counts from its credit: if it aged in a line, the trainer would have to wait
         # for its longest answer with on_stale=wait. Episodes that start, or run a tool, are not in
-        # the line: where environments are slow, more credits are taken, but then one at a time.
+        # the line, so slow environments take more credits: one at a time, once the groups that are
+        # starting will fill the engines.
         room = await self.wait_room(size := self._live.group_size)
         room -= sum(not samples.have_begun for samples in self._runs)
         places = self._live.max_groups_in_flight - len(self._runs)

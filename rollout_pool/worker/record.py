@@ -105,7 +105,8 @@ def read_recorded(folder: Path, group_id: str | None) -> Recorded | None:
 
 def all_recorded(folder: Path, damaged: list[str] | None = None) -> Iterator[Recorded]:
     """All recorded groups, those of a worker in the order in which they ended. See `read_recorded`
-    for cut and damaged lines; where a list is given, it gets the latter, and nothing is raised."""
+    for cut and damaged lines; with a list, messages about the latter are appended to it instead of
+    raised."""
     for path in sorted((folder / FOLDER).glob("*.jsonl")):
         with ExitStack() as files:
             # All are open before the first is read, the newest first: a live run's rotation would

@@ -1,19 +1,21 @@
 -- Gives new groups credits to be generated, in their order and as far as there is room, each with its prompt.
--- Request: groups (a list of group_id, prompt ('attempt index task', or none) and position), worker, caller and call
---          (who calls, and the number of its call), credit_ms (how long a credit lasts unless it is renewed).
+-- Request: groups (a list of group_id, prompt ('attempt index task', or none) and position), worker, is_worker (whether
+--          the caller is it), caller and call (who calls, and the number of its call), credit_ms (how long a credit
+--          lasts unless it is renewed).
 -- Reply: Credits: the prompts of those that got one ('' for none), trainer version; if none got one, last wake, in use,
 --        limit, 1 if the run is paused
 -- A prompt that waits to run again comes first, and alone: it may have to run alone.
 local groups, worker, caller, given = request.groups, request.worker, request.caller, {}
 local calls, expiry = key('calls'), whole(now_ms() + request.credit_ms)
 
--- A second copy of a call, whose reply was lost, gets that reply. What one gave that comes after a later call, or
--- after another caller became the worker, would run twice.
+-- A repeated call whose reply was lost gets that reply again. A copy that comes after a later call, or after another
+-- caller became the worker, gives nothing: its groups would run twice. A caller of whom nothing is known has become the
+-- worker, and Redis has lost that with its last second.
 local known = redis.call('HMGET', calls, worker, caller)
-local last = known[2] and cmsgpack.unpack(known[2]) or {0}
-if request.call < last[1] or known[1] and known[1] ~= caller then
-  return {{}, trainer_version, last_wake('room')}
-end
+local is_read, last = pcall(cmsgpack.unpack, known[2] or '')
+if not is_read or type(last) ~= 'table' or not finite(last[1]) then last = {0} end
+local is_replaced = request.is_worker and known[2] and known[1] and known[1] ~= caller
+if request.call < last[1] or is_replaced then return {{}, trainer_version, last_wake('room')} end
 if request.call == last[1] then return last[2] end
 
 local function admit()
@@ -60,4 +62,5 @@ local function admit()
 end
 local reply = admit()
 redis.call('HSET', calls, caller, cmsgpack.pack({request.call, reply}))
+if request.is_worker then redis.call('HSET', calls, worker, caller) end
 return reply

@@ -2,7 +2,12 @@
 -- Request: worker, caller (the only one that admits groups for it from now on), cursor, bound (about how many to scan),
 --          credit_ms, counts_as_death (whether the worker's death counts against the prompts).
 -- Reply: Reclaimed: next cursor ('0': done), number of groups ended
-redis.call('HSET', key('calls'), request.worker, request.caller)
+local calls, caller = key('calls'), request.caller
+if redis.call('HSETNX', calls, caller, cmsgpack.pack({0, {}})) == 1 then
+  redis.call('HSET', calls, request.worker, caller)
+elseif redis.call('HGET', calls, request.worker) ~= caller then
+  return {'0', 0} -- a copy that comes after another caller became the worker: the groups are that one's
+end
 local reply = redis.call('ZSCAN', RUNNING, request.cursor, 'MATCH', request.worker .. '-*',
   'COUNT', bound_of(request.bound))
 local ids, seen, lost_before = {}, {}, lost_with_server(request.credit_ms)

@@ -187,7 +187,8 @@ class SGLangClient(BatchingClient):
     async def drain(self, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
         while (left_s := deadline - time.monotonic()) > 0 and await self._flush_cache(left_s):
-            # A retracted one would be computed again, and count as one that found no memory.
+            # `retract` would compute requests that came in meanwhile again, and count them as lost
+            # for lack of memory.
             await self._post("/pause_generation", {"mode": "in_place"}, CONTROL_TIMEOUT_S)
             if await self._flush_cache():
                 return True

@@ -29,7 +29,7 @@ _IGNORED = ("prompt_pattern", "instruction", "system_prompt", "eval_path", "tool
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Row(Problem):
-    """Asks the initial conversation, as text; its `row` is the library's task."""
+    """`question` is the initial conversation as text, `row` the library's task."""
 
     opening: tuple[Message, ...]
 

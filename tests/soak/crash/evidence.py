@@ -13,7 +13,7 @@ _LIVE = {"ready", "leased", "consumed", "quarantined"}
 _SINGLE = {
     *("settings", "stats", "running", "credits", "ready", "order", "leased", "consumed"),
     *("quarantined", "retries", "batches", "events", "lineages", "reconcile", "engine_versions"),
-    *("waits", "counters", "metrics", "phase", "tasks"),
+    *("waits", "counters", "metrics", "phase", "tasks", "calls"),
     *(f"wake:{name}" for name in ("room", "batch", "version", "forming")),
 }
 """Keys that a shard has once; `find_violations` checks their content."""

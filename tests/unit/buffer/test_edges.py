@@ -86,6 +86,23 @@ async def test_copy_of_an_admission_gives_no_credit_and_no_prompt_twice(
     assert (before.running, before.pushed) == (0, len(given) if end == "pushed" else 0)
 
 
+async def test_late_reclaim_ends_no_group_and_a_worker_that_redis_has_forgotten_is_admitted(
+    checked_buffer: Any,
+) -> None:
+    former, buffer = await checked_buffer(), await checked_buffer()
+    for one in (former, buffer):
+        assert await one.reclaim(3) == await one.reclaim(4) == 0
+    await buffer.admit_groups([NewGroup("3-1")], 0, worker=3)
+    assert await former.reclaim(3) == 0  # a copy that comes late
+    assert (await buffer.stats()).running == 1
+    calls = buffer.keys("calls")  # as it was a second before
+    await buffer._redis.hdel(calls, buffer._caller_for(3))
+    await buffer._redis.hset(calls, "3", former._caller_for(3))
+    await buffer.admit_groups([NewGroup("3-2")], 0, worker=3)
+    with pytest.raises(TimeoutError):
+        await former.admit_groups([NewGroup("3-3")], 0, worker=3)
+
+
 @pytest.mark.parametrize("is_dead", [False, True])
 async def test_admission_that_arrives_after_it_was_called_off_or_its_worker_died_gives_nothing(
     checked_buffer: Any, monkeypatch: pytest.MonkeyPatch, is_dead: bool

@@ -140,17 +140,17 @@ async def test_body_that_trickles_in_ends() -> None:
         assert b" 408 " in said and b"body did not arrive within 0.3 s" in said
 
 
-async def test_further_requests_have_their_own_time(put_ahead: Callable[[float], None]) -> None:
+async def test_further_requests_have_their_own_time(advance_clock: Callable[[float], None]) -> None:
     async with serving(head_s=60.0, body_s=60.0, keep_alive_s=600) as (connect, noted):
         reader, writer = await connect()
         for number in range(4):
             writer.write(post("/echo", 2, b"x"))
             while len(noted) <= number:
                 await asyncio.sleep(0.01)
-            put_ahead(20.0)
+            advance_clock(20.0)
             writer.write(b"y")
             assert await answer_to(reader) == (b"HTTP/1.1 200 OK", b"xy")
-        put_ahead(61.0)  # idle, which is no head under way
+        advance_clock(61.0)  # idle, which is no head under way
         writer.write(post("/echo", 1, b"z"))
         assert await answer_to(reader) == (b"HTTP/1.1 200 OK", b"z")
 

@@ -213,11 +213,15 @@ def test_child_of_a_fork_server_speaks_hears_and_ends_as_another(
     assert "Linux" in (tmp_path / "log").read_text()
 
 
-def test_forked_child_that_outlives_its_starter_is_stopped_by_a_signal(
+def test_forked_child_that_outlives_has_no_input_and_a_signal_stops_it(
     folder: Path, scripts: Path, tmp_path: Path
 ) -> None:
     child = Child(
-        [sys.executable, str(scripts / "end.py"), "import signal; signal.pause()"],
+        [
+            sys.executable,
+            str(scripts / "end.py"),
+            "import signal, sys; sys.stdin.read(); signal.pause()",
+        ],
         tmp_path / "log",
         outlives=True,
         environment={FORK_SERVERS_VARIABLE: str(folder)},

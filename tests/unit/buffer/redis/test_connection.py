@@ -347,13 +347,13 @@ async def test_wait_ends_at_whatever_turn_of_the_loop_it_is_cancelled(
 
 
 async def test_wait_outlasts_several_crashes_that_are_shorter_than_its_patience(
-    put_ahead: Callable[[float], None], server: EmbeddedServer
+    advance_clock: Callable[[float], None], server: EmbeddedServer
 ) -> None:
     client = await connect(server.url, try_for_s=60.0)
     waiting = asyncio.create_task(client.xread({"stream": "0-0"}, 1, 600_000))
     for _ in range(3):
         await _until_it_waits_at(server)
-        put_ahead(40.0)
+        advance_clock(40.0)
         os.kill(server.pid, signal.SIGKILL)
         await asyncio.to_thread(server.wait, 60)
         await asyncio.to_thread(server.restart)

@@ -83,5 +83,7 @@ def test_lengths_of_a_run_are_those_of_its_recorded_groups(
     noise, half = "\0" * 9 + "\n", whole.replace('"tokens":[', '"tokens":[x', 1)
     file.write_text(noise + half.partition("\n")[0] + "\n" + whole + '{"group')  # being written
     draw = recorded_lengths(tmp_path)()
-    assert re.match(r"2 lines are left out: .*\.jsonl:1 is damaged: ", capsys.readouterr().out)
+    assert re.match(
+        r"Left out damaged lines: 2. The first: .*\.jsonl:1 is damaged: ", capsys.readouterr().out
+    )
     assert {draw() for _ in range(50)} == {(7, 7), (4, 4)}

@@ -158,7 +158,7 @@ async def test_conversation_without_room_ends_by_length(make_scene, play):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(
-    put_ahead, make_scene, play, stream
+    advance_clock, make_scene, play, stream
 ):
     scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=60.0))
     scene.author.gates, scene.author.silent = {3: asyncio.Event()}, {0}
@@ -178,7 +178,7 @@ async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(
     group = RecordingSamples()
     playing = asyncio.create_task(play(agent, scene, samples=group))
     await eventually(lambda: [len(one.output_ids) for one in scene.author.samples] == [0, 3, 3])
-    put_ahead(61.0)
+    advance_clock(61.0)
     episode = await playing
     assert (episode.end, episode.num_turns, episode.answer) == ("episode_timeout", 2, "hel")
     for branch, sample in zip(episode.branches, scene.author.samples[1:], strict=True):
@@ -187,7 +187,9 @@ async def test_answers_cut_at_the_timeout_count_beside_one_without_tokens(
     assert [len(sample.output_ids) for sample in group.ended] == [0, 3, 3]
 
 
-async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(put_ahead, make_scene, play):
+async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(
+    advance_clock, make_scene, play
+):
     scene = await make_scene(task=TaskConfig(chat_template=True, episode_timeout_s=90.0))
     scene.author.places, scene.author.pause_s = asyncio.Semaphore(1), 30.0
 
@@ -198,12 +200,12 @@ async def test_agents_whose_answers_wait_for_a_slot_do_not_time_out(put_ahead, m
     playing = [asyncio.create_task(play(agent, scene)) for _ in range(6)]
     for number in range(6):
         await eventually(lambda number=number: scene.author.num_placed > number)
-        put_ahead(30.0)
+        advance_clock(30.0)
     assert [episode.end for episode in await asyncio.gather(*playing)] == ["done"] * 6
     late = asyncio.create_task(play(agent, scene))  # what hangs at its engine is
     scene.author.gates, scene.author.pause_s = {3: asyncio.Event()}, 0.0
     await eventually(lambda: len(scene.author.samples[-1].output_ids) == 3)
-    put_ahead(91.0)
+    advance_clock(91.0)
     assert (await late).end == "episode_timeout"
 
 

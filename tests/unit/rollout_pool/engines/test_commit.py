@@ -73,7 +73,7 @@ async def test_commit_that_sends_requests_again_loads_into_an_engine_without_any
     assert fake.bodies("/pause_generation") == [{"mode": "retract"}]
 
 
-PAUSE = ("/pause_generation", {"mode": "retract"})
+PAUSE = ("/pause_generation", {"mode": "in_place"})
 
 
 async def test_drained_engine_is_loaded_without_an_abort(fake, client):

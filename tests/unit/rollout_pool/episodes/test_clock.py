@@ -61,12 +61,12 @@ async def play_all(runner: EpisodeRunner, number: int):
         return await asyncio.gather(*playing, return_exceptions=True)
 
 
-async def test_episodes_that_wait_for_the_only_slot_do_not_time_out(put_ahead) -> None:
+async def test_episodes_that_wait_for_the_only_slot_do_not_time_out(advance_clock) -> None:
     engine = SlowEngine(60.0)
     playing = asyncio.create_task(play_all(make_runner(engine, timeout_s=120.0), 12))
     for number in range(12):
         await until(lambda number=number: engine.num_asked > number)
-        put_ahead(60.0)
+        advance_clock(60.0)
     episodes = await playing
     assert [getattr(episode, "end", episode) for episode in episodes] == ["done"] * 12
     assert engine.num_asked == 12
@@ -78,23 +78,23 @@ async def test_sample_that_takes_too_long_at_its_engine_times_out_after_a_wait()
         assert isinstance(episode, EpisodeFailed) and "episode_timeout" in str(episode)
 
 
-async def test_clock_rings_once_its_own_time_is_over(put_ahead) -> None:
+async def test_clock_rings_once_its_own_time_is_over(advance_clock) -> None:
     clock, rung = EpisodeClock(100.0), []
     with clock.alarm(lambda: rung.append(1)):
         with clock.paused():
             with clock.paused():  # two wait at once
-                put_ahead(300.0)
+                advance_clock(300.0)
                 await asyncio.sleep(0.01)
-            put_ahead(100.0)
+            advance_clock(100.0)
             await asyncio.sleep(0.01)
             assert 40.0 < clock.left_s <= 100.0
-        put_ahead(40.0)
+        advance_clock(40.0)
         await asyncio.sleep(0.01)
         assert not rung and 0.0 < clock.left_s <= 60.0
-        put_ahead(60.0)
+        advance_clock(60.0)
         await asyncio.sleep(0.01)
         assert rung == [1]
-        put_ahead(100.0)
+        advance_clock(100.0)
         await asyncio.sleep(0.01)
     assert rung == [1] and clock.left_s == 0
 

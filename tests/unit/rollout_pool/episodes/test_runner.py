@@ -305,14 +305,14 @@ async def test_environment_that_fails_at_reset_fails_the_episode():
 
 
 @pytest.fixture
-def out_of_time(put_ahead):
+def out_of_time(advance_clock):
     """Gives an episode whose 60 s are over when that model or environment hangs."""
 
     async def out_of_time(who, running):
         playing = asyncio.create_task(running)
         async with asyncio.timeout(600):
             await who.hangs.wait()
-            put_ahead(61.0)
+            advance_clock(61.0)
             return await playing
 
     return out_of_time
@@ -374,7 +374,7 @@ async def test_interrupted_sample_waits_and_continues_with_its_tokens():
     assert (episode.end, episode.num_turns) == ("done", 3)
 
 
-async def test_clock_is_paused_while_a_sample_may_not_continue(put_ahead):
+async def test_clock_is_paused_while_a_sample_may_not_continue(advance_clock):
     model = Model("a...", "b")
     model.delay_s = 0.05
     group = GroupSamples()
@@ -386,9 +386,9 @@ async def test_clock_is_paused_while_a_sample_may_not_continue(put_ahead):
         await model.hangs.wait()
         model.interrupt(model.asked[0])
         await until(lambda: group.running and not group.to_stop)
-        put_ahead(61.0)
+        advance_clock(61.0)
         await asyncio.sleep(0.05)  # in which a clock that went on would ring
-        put_ahead(60.0)
+        advance_clock(60.0)
         episode = await playing
     assert episode.end == "done" and text_of(episode.branches[0]) == "1[ab|]"
 

@@ -294,23 +294,23 @@ async def test_timeout_says_why_no_engine_took_the_sample():
         await name_of(one)
 
 
-async def test_long_line_does_not_time_out_while_it_moves(put_ahead):
+async def test_long_line_does_not_time_out_while_it_moves(advance_clock):
     one = router(1, wait_timeout_s=60.0, max_running_requests=1)
     taken = await place(one)
     waiting = asking(one, sample(order=1))
     for _ in range(4):  # 80 s: tokens come, then others are served
         await turn()
-        put_ahead(20.0)
+        advance_clock(20.0)
         taken.progress()
     for _ in range(4):
         other = asking(one, sample())
         await turn()
         taken.release()
         taken = await other
-        put_ahead(20.0)
+        advance_clock(20.0)
         await turn()
     assert not waiting.done()
-    put_ahead(60.0)
+    advance_clock(60.0)
     with pytest.raises(TimeoutError):
         await waiting
 
@@ -343,14 +343,14 @@ async def lose(router):
 
 
 async def test_engine_that_keeps_failing_gets_no_samples_until_one_on_trial_succeeds(
-    monkeypatch, put_ahead
+    monkeypatch, advance_clock
 ):
     monkeypatch.setattr(engine_state, "FIRST_DELAY_S", 30.0)
     two = router(2)
     await lose(two)
     assert two.engines["engine-0"].breaker.state is BreakerState.open
     assert [(await place(two)).engine.name for _ in range(4)] == ["engine-1"] * 4
-    put_ahead(31.0)
+    advance_clock(31.0)
     trial = await place(two)
     assert trial.engine.name == "engine-0"
     assert two.engines["engine-0"].breaker.state is BreakerState.half_open
@@ -408,11 +408,11 @@ async def test_engine_that_came_back_is_tried_at_once():
     assert (await place(two)).engine.name == "engine-0"
 
 
-async def test_engine_that_failed_and_does_not_answer_at_all_gets_not_even_a_trial(put_ahead):
+async def test_engine_that_failed_and_does_not_answer_at_all_gets_not_even_a_trial(advance_clock):
     two = router(2)
     await lose(two)
     two.note_silence("engine-0")
-    put_ahead(1.0)
+    advance_clock(1.0)
     assert (await place(two)).engine.name == "engine-1"
     two.note_load("engine-0", None, 0)
     assert (await place(two)).engine.name == "engine-0"

@@ -104,7 +104,7 @@ async def test_sample_that_fails_at_last_says_why_and_keeps_its_tokens(fake, oth
 
 
 async def test_sample_that_lost_its_only_engine_waits_for_it(
-    put_ahead, fake, sampler, router, monkeypatch
+    advance_clock, fake, sampler, router, monkeypatch
 ):
     monkeypatch.setattr(engine_state, "FIRST_DELAY_S", 20.0)
     router.follow({"engine-0": 0}, 0, 0)
@@ -114,7 +114,7 @@ async def test_sample_that_lost_its_only_engine_waits_for_it(
     await until(lambda: fake.calls)
     router.follow({}, 0, 0)  # it has died
     await until(lambda: router.num_waiting)
-    put_ahead(21.0)
+    advance_clock(21.0)
     await asyncio.sleep(0.1)
     assert len(fake.bodies("/generate")) == 1 and not completing.done()
     fake.status = 200

@@ -596,7 +596,7 @@ def test_problem_with_another_way_to_the_same_answer_is_the_same_problem(tmp_pat
 
 def test_tasks_of_an_environment_are_told_apart_by_all_but_their_numbers():
     first, again, other = (
-        Row(question="Play.", opening=(), content={"idx": idx, "answer": "", "board": board})
+        Row(question="Play.", opening=(), row={"idx": idx, "answer": "", "board": board})
         for idx, board in ((0, "x"), (1, "x"), (2, "y"))
     )
     assert first.right == again.right != other.right

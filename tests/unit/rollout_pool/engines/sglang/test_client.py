@@ -282,19 +282,21 @@ async def test_one_bad_sample_does_not_fail_those_that_shared_its_call(fake, cli
     assert [samples[i].finish_reason for i in (0, 2, 3)] == ["stop"] * 3
 
 
-async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(put_ahead, fake):
+async def test_silence_longer_than_the_limit_is_an_error_but_a_long_answer_is_not(
+    advance_clock, fake
+):
     client = fake.client("engine-0", request_timeout_s=60.0)
     fake.says(never_ends=True)
     asking = asyncio.create_task(ask(client, sample := make_sample()))
     await until(lambda: sample.output_ids)
-    put_ahead(61.0)
+    advance_clock(61.0)
     assert "engine-0 did not answer /generate: Timeout on reading" in str(await asking)
     samples, may_end = [make_sample(i) for i in range(8)], [threading.Event() for _ in range(8)]
     fake.says(may_end=lambda rid: may_end[int(rid[2])])
     asking = asyncio.create_task(ask_all(client, samples))
     await until(lambda: all(sample.output_ids for sample in samples))
     for sample, event in zip(samples, may_end, strict=True):
-        put_ahead(20.0)  # 160 s in all
+        advance_clock(20.0)  # 160 s in all
         event.set()
         await until(lambda sample=sample: sample.finish_reason)
     assert await asking == samples
