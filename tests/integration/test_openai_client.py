@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import json
+from collections import Counter
 
 import httpx2
 import msgspec
@@ -207,8 +208,11 @@ async def test_several_answers_that_end_at_a_text_are_recorded_as_they_were_samp
     episode, samples = await play(agent)
     assert episode.end == "done", episode.error
     assert len(samples) == episode.num_turns == 10
-    # The second answer to the first request goes on; all others are branches of their own.
-    assert len(episode.branches) == 9
+    # One answer to the first prompt goes on; all others are branches of their own, unless the model
+    # says the same twice, as nothing: then an answer to the second prompt may go on with either.
+    shortest = min(len(one.prompt) for one in samples)
+    first = Counter(tuple(one.output_ids) for one in samples if len(one.prompt) == shortest)
+    assert first.total() == 5 and 10 - max(first.values()) <= len(episode.branches) <= 9
     ended = [sample for sample in samples if sample.ends_at is not None]
     assert ended and all(len(one.output_ids) == one.ends_at for one in ended)
     assert all(sample.finish_reason == "stop" for sample in ended)

@@ -3,8 +3,8 @@
 --          credit_ms, counts_as_death (whether the worker's death counts against the prompts).
 -- Reply: Reclaimed: next cursor ('0': done), number of groups ended
 local calls, caller = key('calls'), request.caller
-if redis.call('HSETNX', calls, caller, cmsgpack.pack({0, {}})) == 1 then
-  redis.call('HSET', calls, request.worker, caller)
+if not redis.call('HGET', calls, caller) then
+  redis.call('HSET', calls, caller, cmsgpack.pack({0, {}}), request.worker, caller)
 elseif redis.call('HGET', calls, request.worker) ~= caller then
   return {'0', 0} -- a copy that comes after another caller became the worker: the groups are that one's
 end
