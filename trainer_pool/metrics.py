@@ -162,9 +162,8 @@ class StepAccumulator:
         speed: StepSpeed,
         peak_tflops: float | None = None,
     ) -> dict[str, Scalar]:
-        """Statistics of the whole batch, equal on every rank but for its speed; collective.
-
-        They are flat, as in `metrics.jsonl`; docs/metrics.md says what each is. NaN if not
+        """Statistics of the whole batch, equal on every rank but for its speed; collective. They
+        are flat, as in `metrics.jsonl`; docs/metrics.md says what each is. NaN if not
         measured. Means are over trained tokens unless noted; mappings and lists are JSON. A name
         that a user's loss chooses never replaces one of ours. `groups` is this rank's part of the
         batch, `group_ids` names all of it.

@@ -62,7 +62,7 @@ def build_scratch_model(config: ScratchModelConfig, folder: Path, seed: int) -> 
     try:
         model.save_pretrained(folder)
     except SafetensorError as error:  # as of a full disk
-        raise OSError(f"cannot write {folder} ({error}); is its disk full?") from error
+        raise OSError(f"cannot write {folder} ({error}); free space if its disk is full") from error
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
