@@ -456,9 +456,8 @@ class Training:
             )
         except (RayTaskError, RayActorError) as error:
             self._say_no_model(f"a trainer rank {cause_of(error)}")
-        ends = [
-            value(ref) for ref in self.pools.rollout.stop().values()
-        ]  # ranks needed their groups
+        # Not before: the ranks' last step needs their groups.
+        ends = [value(ref) for ref in self.pools.rollout.stop().values()]
         workers = asyncio.gather(*ends, return_exceptions=True)
         await asyncio.wait([workers], timeout=FINAL_SAMPLE_S)  # what they push still counts
 

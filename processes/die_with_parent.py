@@ -25,11 +25,11 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def die_with_writer(pipe: int) -> None:
-    """The kernel kills this process when nobody has this pipe open for writing any more. Nothing
-    may be written into it.
+    """The kernel kills this process once every write end of this pipe is closed. Nothing may be
+    written into it.
 
     For a process that serves another than its parent, as a forked one does. A thread that watches
-    the pipe would wait in vain for Python's lock, which a regular expression may hold for hours.
+    the pipe could not run while a regular expression holds Python's lock, perhaps for hours.
     """
     import fcntl
     import select

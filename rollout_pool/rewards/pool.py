@@ -288,8 +288,8 @@ class _ScoringProcess:
             raise ValueError(str(greeting["error"]))
 
     async def _begin(self) -> None:
-        # In a thread: it waits for a fork server. If this is cancelled, nobody holds the pipe, and
-        # the process ends.
+        # In a thread, since it waits for a fork server. If this is cancelled, the pipe is closed
+        # with its last reference, which ends the process.
         child, life, ours = await asyncio.to_thread(self._run)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=_REPLY_LIMIT)
         self._child, self._life = child, life

@@ -491,10 +491,10 @@ def assert_engine_reported(run: Path, result: dict[str, Any]) -> None:
     for record in records:
         assert 1 <= record.number("limit") <= 128
         assert min(map(record.number, ("in_flight", "preemptions"))) >= 0
-    # On a busy machine the first records come before the engine has first told its load.
-    told = [record for record in records if "kv_usage" in record.values]
-    assert told and told == records[-len(told) :]
-    for record in told:
+    # On a busy machine the first records come before the engine first reports its load.
+    loaded = [record for record in records if "kv_usage" in record.values]
+    assert loaded and loaded == records[-len(loaded) :]
+    for record in loaded:
         assert 0 <= record.number("kv_usage") <= 1
         assert min(map(record.number, ("running", "queued"))) >= 0
     assert (

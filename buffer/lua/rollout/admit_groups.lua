@@ -9,8 +9,8 @@ local groups, worker, caller, given = request.groups, request.worker, request.ca
 local calls, expiry = key('calls'), whole(now_ms() + request.credit_ms)
 
 -- A repeated call whose reply was lost gets that reply again. A copy that comes after a later call, or after another
--- caller became the worker, gives nothing: its groups would run twice. A caller of whom nothing is known has become the
--- worker, and Redis has lost that with its last second.
+-- caller became the worker, gives nothing: its groups would run twice. An unknown caller is the worker, too: Redis has
+-- lost its `reclaim_worker` with the last second before a crash.
 local known = redis.call('HMGET', calls, worker, caller)
 local is_read, last = pcall(cmsgpack.unpack, known[2] or '')
 if not is_read or type(last) ~= 'table' or not finite(last[1]) then last = {0} end
@@ -60,7 +60,8 @@ local function admit()
   end
   return {given, trainer_version}
 end
+
 local reply = admit()
 redis.call('HSET', calls, caller, cmsgpack.pack({request.call, reply}))
-if request.is_worker then redis.call('HSET', calls, worker, caller) end
+if request.is_worker and known[1] ~= caller then redis.call('HSET', calls, worker, caller) end
 return reply
